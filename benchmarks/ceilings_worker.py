@@ -41,7 +41,7 @@ class Mlx:
         # isort: split
         import mlx.core as mx
 
-        from allhands.accelerator import detect
+        from allhands.runtime.accelerator import detect
 
         self._mx = mx
         self.device = {"cpu": "cpu"}.get(detect().kind, "gpu")

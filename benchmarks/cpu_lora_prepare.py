@@ -26,8 +26,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.accelerator import detect
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.data.demo import demo_records
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
@@ -37,6 +36,7 @@ from allhands.data.splits import load_split
 from allhands.data.tokens import TokenSet
 from allhands.model.adapters import make_trainable, save_adapters, trained_weights
 from allhands.model.load import load_model
+from allhands.runtime.accelerator import detect
 
 # mlx_lm pads a batch to a multiple of this, and one place more for the target of the last.
 MLX_LM_PAD_TO = 32

@@ -17,16 +17,16 @@ import allhands  # noqa: F401 - before MLX, for its BLAS  # isort: skip
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.model.load import load_tokenizer
-from allhands.sizing import Sizing
-from allhands.train.datasets import find_splits, open_data
+from allhands.run.datasets import find_splits, open_data
+from allhands.runtime.sizing import Sizing
 
 MAX_SEQ_LENGTH = 2048
-# As allhands.accelerator has them for a CPU, a GPU with uncompiled steps, and a GPU with compiled ones.
+# As allhands.runtime.accelerator has them for a CPU, a GPU with uncompiled steps, and a GPU with compiled ones.
 SIZINGS = {
     "allhands_cpu": Sizing(2048, overhead_tokens=24),
     "allhands_gpu": Sizing(16_384, overhead_tokens=256),

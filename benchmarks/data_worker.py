@@ -48,12 +48,12 @@ class Allhands(Peer):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         os.environ["ALLHANDS_TOKEN_CACHE"] = str(self.work / "allhands")
-        from allhands.config import build_config
+        from allhands.config.schema import build_config
         from allhands.data.loader import Loader
         from allhands.data.order import GlobalOrder
         from allhands.model.load import load_tokenizer
-        from allhands.sizing import Sizing
-        from allhands.train.datasets import find_splits, open_data
+        from allhands.run.datasets import find_splits, open_data
+        from allhands.runtime.sizing import Sizing
 
         values = {"model": self.tokenizer_path, "data": str(self.data), "train": True, "val_batches": 0}
         self._config = build_config({**values, "max_seq_length": NO_LIMIT})

@@ -20,7 +20,7 @@ from typing import Any
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.join import join_group, take_device
 from allhands.cluster.worker import install
-from allhands.kernels import launch_directly
+from allhands.runtime.jit_cache import launch_directly
 
 _CONNECT_S = 120.0
 
@@ -58,7 +58,7 @@ def measure(asked: dict[str, Any], communicator: Any, worker: Any) -> dict[str, 
     from allhands.data.prefetch import Prefetcher
     from allhands.distributed import reduce
     from allhands.distributed.backend import SingleProcess
-    from allhands.train.strategy_choice import worth_dividing
+    from allhands.run.strategy_choice import worth_dividing
 
     for name, value in asked["set"].items():
         setattr(reduce, f"_{name.upper()}", int(value))

@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from allhands.kernels import launch_directly  # allhands before MLX, for its BLAS
+from allhands.runtime.jit_cache import launch_directly  # allhands before MLX, for its BLAS
 
 # isort: split
 import gpu_profile
@@ -82,10 +82,10 @@ def theirs(model: Any, optimizer: optim.Optimizer, ids: mx.array) -> Any:
 
 def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = None, **more: Any) -> Any:
     """The step of ``allhands train`` with its preparation; ``more`` as its options have it."""
-    from allhands.accelerator import detect
     from allhands.distributed.backend import SingleProcess
-    from allhands.model.embedding import make_deterministic
-    from allhands.model.fused.blocks import fuse, keep_dense
+    from allhands.kernels.fused.blocks import fuse, keep_dense
+    from allhands.kernels.fused.embedding import make_deterministic
+    from allhands.runtime.accelerator import detect
     from allhands.train.optimizers import KernelAdamW
     from allhands.train.step import StepOptions, make_step
 

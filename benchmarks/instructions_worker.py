@@ -54,7 +54,7 @@ def loaded_batches(_scratch: Path) -> Work:
     from allhands.data.loader import Loader
     from allhands.data.order import GlobalOrder
     from allhands.data.tokens import TokenSet
-    from allhands.sizing import Sizing
+    from allhands.runtime.sizing import Sizing
 
     lengths = np.random.default_rng(0).integers(10, 300, size=5_000)
     examples = [(np.arange(length), np.arange(length) > length // 2) for length in lengths]
@@ -70,8 +70,8 @@ def loaded_batches(_scratch: Path) -> Work:
 
 def written_checkpoint(scratch: Path) -> Work:
     """A checkpoint of 64 tensors, 16 MiB in all: serialised, hashed, synced and renamed."""
-    from allhands.checkpoints.tensors import Tensor
     from allhands.checkpoints.writing import write_checkpoint
+    from allhands.io.tensors import Tensor
 
     data = bytes(range(256)) * 1024
     tensors = [Tensor(f"layers.{number}.weight", "F32", (256, 256), data) for number in range(64)]
@@ -88,7 +88,7 @@ def trained_steps(_scratch: Path) -> Work:
     import numpy as np
     from mlx_lm.models.llama import Model, ModelArgs
 
-    from allhands.config import build_config
+    from allhands.config.schema import build_config
     from allhands.data.loader import MicroBatch
     from allhands.distributed.backend import SingleProcess
     from allhands.model.adapters import make_trainable

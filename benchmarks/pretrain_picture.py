@@ -22,7 +22,7 @@ def draw(record: Mapping[str, Any], out: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from allhands.pictures import STYLE
+    from allhands.io.pictures import STYLE
 
     settings, found = record["settings"], record["details"]["found"]
     with matplotlib.style.context(["default", STYLE]):

@@ -19,7 +19,7 @@ def draw(found: Mapping[str, Any], titles: Mapping[str, str], out: Path) -> Path
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from allhands.pictures import STYLE
+    from allhands.io.pictures import STYLE
 
     with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(12, 5.8), dpi=100, facecolor="white", layout="constrained")

@@ -2,8 +2,8 @@
 
     python benchmarks/recovery.py
 
-Trains the demo model on several ranks of this computer. Failures are injected (``allhands.faults``), each kind a few
-times at steps of its own, in one job that goes on by itself to its end. See README.md in this directory.
+Trains the demo model on several ranks of this computer. Failures are injected (``allhands.runtime.faults``), each kind
+a few times at steps of its own, in one job that goes on by itself to its end. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Recovery:
 
 
 def recovery(name: str, fault: Any, lines: Sequence[Line], events: Sequence[dict[str, Any]]) -> Recovery | None:
-    """What followed ``fault`` (of ``allhands.faults.fired``); ``None`` if no step did.
+    """What followed ``fault`` (of ``allhands.runtime.faults.fired``); ``None`` if no step did.
 
     Args:
         lines: of ``metrics.jsonl``.
@@ -265,8 +265,8 @@ def undisturbed(options: argparse.Namespace, work: Path, data: Path) -> float:
 
 def faults(options: argparse.Namespace, work: Path, data: Path) -> tuple[list[Recovery], float]:
     """Each kind of failure, ``repeat`` times, and the median time of a step."""
-    from allhands.cluster.journal import read_events
-    from allhands.faults import fired
+    from allhands.observe.journal import read_events
+    from allhands.runtime.faults import fired
 
     names = [name for _ in range(options.repeat) for name in options.kinds]
     schedule, out = work / "faults.json", work / "faulty"

@@ -67,11 +67,11 @@ _IMPORT = """
 import sys
 sys.argv = ["allhands"]
 import allhands.cli.train
-from allhands.blas import preload_blas
-from allhands.without_torch import leave_torch_out
+from allhands.runtime.blas import preload_blas
+from allhands.runtime.without_torch import leave_torch_out
 preload_blas()
 leave_torch_out()
-import allhands.train.recipes
+import allhands.run.session
 """
 
 _READ = """

@@ -38,10 +38,10 @@ from harness import git_commit, machine, say
 from recovery import Follower, Recovery, recovery, recovery_table
 
 from allhands.checkpoints import checkpoints_in
-from allhands.cluster.journal import read_events
 from allhands.errors import StorageError
-from allhands.faults import fired
-from allhands.metrics import read_metrics
+from allhands.observe.journal import read_events
+from allhands.observe.metrics import read_metrics
+from allhands.runtime.faults import fired
 
 SAVE_EVERY = 5
 LAST_STEPS = 12  # after the last fault, for what it has broken to be seen

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from allhands.aliases import ALIASES, ELSEWHERE, for_key
-from allhands.config import TrainConfig
+from allhands.config.aliases import ALIASES, ELSEWHERE, for_key
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import AllhandsError
-from allhands.pretrain_config import PretrainConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

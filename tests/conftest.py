@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from tiny import write_chat_data, write_model
 
-from allhands.blas import available_cores, limit_cores
+from allhands.runtime.blas import available_cores, limit_cores
 
 # How long one example takes says more of the machine than of the code.
 settings.register_profile("allhands", deadline=None)

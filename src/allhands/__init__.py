@@ -9,20 +9,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from allhands.blas import is_command, preload_blas
-from allhands.versions import __version__
+from allhands.runtime.blas import is_command, preload_blas
+from allhands.runtime.versions import __version__
 
 if TYPE_CHECKING:
     from allhands.api import finetune, pretrain
-    from allhands.checkpointer import Checkpointer
-    from allhands.config import TrainConfig
+    from allhands.config.schema import TrainConfig
     from allhands.errors import AllhandsError
-    from allhands.recorder import Metrics
-    from allhands.sharding import DistributedLoader, shard
-    from allhands.starting import launch
-    from allhands.supervised import last_checkpoint, progress, save_checkpoint
+    from allhands.loops.checkpointer import Checkpointer
+    from allhands.loops.loader import DistributedLoader, shard
+    from allhands.loops.recorder import Metrics
+    from allhands.loops.starting import launch
+    from allhands.loops.supervised import last_checkpoint, progress, save_checkpoint
+    from allhands.loops.world import World, average_gradients, init
     from allhands.train.callbacks import Callback
-    from allhands.world import World, average_gradients, init
 
 __all__ = [
     "AllhandsError",
@@ -47,20 +47,20 @@ __all__ = [
 _HOMES = {
     "AllhandsError": "allhands.errors",
     "Callback": "allhands.train.callbacks",
-    "TrainConfig": "allhands.config",
-    "Checkpointer": "allhands.checkpointer",
-    "DistributedLoader": "allhands.sharding",
-    "Metrics": "allhands.recorder",
-    "World": "allhands.world",
-    "average_gradients": "allhands.world",
+    "TrainConfig": "allhands.config.schema",
+    "Checkpointer": "allhands.loops.checkpointer",
+    "DistributedLoader": "allhands.loops.loader",
+    "Metrics": "allhands.loops.recorder",
+    "World": "allhands.loops.world",
+    "average_gradients": "allhands.loops.world",
     "finetune": "allhands.api",
-    "init": "allhands.world",
-    "last_checkpoint": "allhands.supervised",
-    "launch": "allhands.starting",
+    "init": "allhands.loops.world",
+    "last_checkpoint": "allhands.loops.supervised",
+    "launch": "allhands.loops.starting",
     "pretrain": "allhands.api",
-    "progress": "allhands.supervised",
-    "save_checkpoint": "allhands.supervised",
-    "shard": "allhands.sharding",
+    "progress": "allhands.loops.supervised",
+    "save_checkpoint": "allhands.loops.supervised",
+    "shard": "allhands.loops.loader",
 }
 
 if not is_command():

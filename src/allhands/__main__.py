@@ -7,14 +7,14 @@ from collections.abc import Sequence
 # Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from allhands.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words  # noqa: E402
+from allhands.io.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words  # noqa: E402
 
 open_closed_streams()  # before anything else gets their numbers
 
-from allhands.blas import preload_blas  # noqa: E402
 from allhands.cli.main import main  # noqa: E402
-from allhands.kernels import prepare_process  # noqa: E402
-from allhands.without_torch import leave_torch_out  # noqa: E402
+from allhands.runtime.blas import preload_blas  # noqa: E402
+from allhands.runtime.jit_cache import prepare_process  # noqa: E402
+from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 
 # They write files, and have no handlers of their own as training has.
 _WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")

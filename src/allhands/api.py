@@ -13,15 +13,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, Interrupted
-from allhands.terminal import progress_console, tell
+from allhands.io.terminal import progress_console, tell
 
 if TYPE_CHECKING:
     from allhands.cluster.pace import Pace
     from allhands.objectives.base import Objective
+    from allhands.run.session import FinetuneResult
     from allhands.train.callbacks import Callback
-    from allhands.train.recipes import FinetuneResult
 
 
 def finetune(
@@ -77,7 +77,7 @@ def pretrain(
         callbacks: instances of :class:`allhands.Callback`.
         objective: what the model is trained for (``docs/architecture.md``); the next token unless said otherwise.
         progress: show the progress on standard output.
-        **options: fields of :class:`allhands.pretrain_config.PretrainConfig`, such as ``data="stories"``,
+        **options: fields of :class:`allhands.config.pretrain_schema.PretrainConfig`, such as ``data="stories"``,
             ``tokenizer="tokenizer"``, ``shape="llama-15m"``.
 
     Returns:
@@ -91,7 +91,7 @@ def pretrain(
         >>> result = allhands.pretrain(data="stories", tokenizer="tokenizer", shape="llama-15m", epochs=4)
         >>> result.adapter_path / "model"
     """
-    from allhands.pretrain_config import PretrainConfig
+    from allhands.config.pretrain_schema import PretrainConfig
 
     return _run(build_config({"train": True, **options}, config, PretrainConfig), callbacks, progress, objective)
 
@@ -106,7 +106,7 @@ def _run(
     from allhands.cluster.pace import Pace
     from allhands.cluster.worker import contact, end_at_errors
     from allhands.objectives.causal_lm import CAUSAL_LM
-    from allhands.train.recipes import Surroundings, run_finetune
+    from allhands.run.session import Surroundings, run_finetune
 
     # Who has called allhands.init() is connected already.
     joined = joined_here()

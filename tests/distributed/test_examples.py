@@ -13,7 +13,7 @@ import pytest
 from ring_ranks import run_ring
 from tiny import write_model, write_tokenizer
 
-from allhands.metrics.history import read_metrics
+from allhands.observe.metrics.history import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Several in one process, because starting one costs more than these trainings.

@@ -12,7 +12,7 @@ from hosts import ITERS, Hosts, hosts_of
 from runs import Run, distance, read_run
 
 from allhands.checkpoints import checkpoints_in
-from allhands.metrics import RunHistory, read_metrics
+from allhands.observe.metrics import RunHistory, read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ import pytest
 from faulty import Bench, Trial, files_left
 from hosts import Hosts, hosts_of
 
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 

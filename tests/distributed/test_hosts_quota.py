@@ -16,7 +16,7 @@ from hostile import Job, until
 from hosts import ITERS, Hosts, hosts_of
 
 from allhands.checkpoints import checkpoints_in
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.long,

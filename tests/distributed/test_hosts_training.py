@@ -37,7 +37,7 @@ from allhands.checkpoints.rundir import share_history
 from allhands.cluster.agent import newest_step
 from allhands.cluster.hosts import Host
 from allhands.cluster.remote import newest_checkpoint
-from allhands.metrics import METRICS_FILE, read_metrics
+from allhands.observe.metrics import METRICS_FILE, read_metrics
 
 pytestmark = pytest.mark.long
 

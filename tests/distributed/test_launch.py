@@ -221,7 +221,7 @@ def _write_start(directory: Path, scale: float) -> None:
     from ranked_tasks import finetune
     from runs import read_weights
 
-    from allhands.config import build_config
+    from allhands.config.schema import build_config
 
     flags = {"model": str(directory / "model"), "data": str(directory / "data"), "train": True, "iters": 1}
     place = finetune(build_config({**flags, "batch_size": 2, "val_batches": 0, "adapter_path": str(directory / "x")}))

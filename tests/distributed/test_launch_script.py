@@ -25,8 +25,8 @@ from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
 from allhands.checkpoints.settings import FIXED, TOLD
 from allhands.cli.launch import LaunchOptions, _job, resolved
 from allhands.cli.main import main
-from allhands.cluster.journal import read_events
 from allhands.errors import ConfigError
+from allhands.observe.journal import read_events
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 PLACE = "    stop = allhands.progress(step)\n"

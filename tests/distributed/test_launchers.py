@@ -24,9 +24,9 @@ from ring_ranks import allhands_command
 from runs import read_run
 from tiny import run_allhands, write_chat_data, write_model
 
-from allhands.blas import cache_dir
 from allhands.cluster.mpi import find_mpi
 from allhands.cluster.processes import reserve_ports
+from allhands.runtime.blas import cache_dir
 
 ITERS = 3
 MPICH = "mpich==5.0.2"  # MLX cannot use it: only its mpiexec is of interest

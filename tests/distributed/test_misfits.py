@@ -25,7 +25,7 @@ from namespaces import Cluster, namespaces
 from slurm import slurm
 
 import allhands
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 
@@ -261,7 +261,7 @@ _STRANGE = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "MLX_", "ALLHANDS_MEETING", "TOR
 # What is installed here, in a Python that says of itself that it is of the next minor version.
 _NEXT_PYTHON = """
 import sys
-from allhands import versions
+from allhands.runtime import versions
 real = versions.software
 versions.software = lambda *given: {**real(*given), "python": f"3.{sys.version_info[1] + 1}.0"}
 from allhands.__main__ import main

@@ -12,7 +12,7 @@ from namespaces import Cluster, namespaces
 from tiny import run_allhands
 
 from allhands.errors import DataError
-from allhands.monitor import Board, Sample, read_samples
+from allhands.observe.monitor import Board, Sample, read_samples
 
 pytestmark = pytest.mark.long
 

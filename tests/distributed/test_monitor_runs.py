@@ -11,8 +11,8 @@ from tiny import run_allhands, write_chat_data, write_model
 
 from allhands.cli.main import main
 from allhands.cli.plot import run_plot
-from allhands.metrics import read_metrics
-from allhands.monitor import Board, monitor_file, read_samples
+from allhands.observe.metrics import read_metrics
+from allhands.observe.monitor import Board, monitor_file, read_samples
 
 MIB = 1 << 20
 

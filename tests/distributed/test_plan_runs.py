@@ -12,7 +12,7 @@ from command_line import changed
 from planned_training import TWENTY_STEPS, seconds_of_a_step, words_of, write_texts
 from tiny import run_allhands
 
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 

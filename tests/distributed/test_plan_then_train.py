@@ -9,7 +9,7 @@ from command_line import changed
 from planned_training import write_texts
 from tiny import run_allhands
 
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 from allhands.plan.kept import read_plan
 
 pytestmark = pytest.mark.long

@@ -21,10 +21,10 @@ from rank_jobs import ATTEMPT, jobs
 
 from allhands.checkpoints import checkpoints_in, open_checkpoint
 from allhands.cluster.attempt import Attempt
-from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.mpi import find_mpi
 from allhands.cluster.ranks import LaunchSpec
-from allhands.faults import fired
+from allhands.observe.journal import SupervisorEvent
+from allhands.runtime.faults import fired
 
 TAKEN = "another run is writing into this directory"
 

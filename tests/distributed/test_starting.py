@@ -15,7 +15,7 @@ import allhands
 from allhands.cli.launch import LaunchOptions
 from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError, DistributedError, Interrupted
-from allhands.starting import _OPTIONS, _flags, run_call
+from allhands.loops.starting import _OPTIONS, _flags, run_call
 
 SCRIPT = """
 import sys

@@ -26,7 +26,7 @@ from tiny import write_chat_data
 
 from allhands.checkpoints import checkpoints_in, latest
 from allhands.cluster.mpi import find_mpi
-from allhands.dashboard.runs import facts_of
+from allhands.report.dashboard.runs import facts_of
 
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")
 BACKENDS = ["ring", pytest.param("mpi", marks=_needs_mpi)]

@@ -21,7 +21,7 @@ import mlx.core as mx
 mx.set_default_device(mx.cpu)
 print(mx.compile(lambda x: mx.abs(x) * 2 + 1)(mx.array([1.0, -2.0, 3.0])).tolist())
 """
-PREPARE = "import os; from allhands.kernels import prepare, publish; prepare(os.environ)\n"
+PREPARE = "import os; from allhands.runtime.jit_cache import prepare, publish; prepare(os.environ)\n"
 PUBLISH = "import time; time.sleep(1.1); publish(os.environ)\n"
 RESULT = "[3.0, 5.0, 7.0]"
 # Takes the place of g++: hands out the library that the real one made, in two halves, and notes where to.

@@ -17,7 +17,7 @@ from faulty import ITERS, Bench, Result, Trial, digest, files_left, share_compil
 from hostile import until
 from namespaces import Cluster, namespaces
 
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 

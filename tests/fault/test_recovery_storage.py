@@ -14,7 +14,7 @@ from faulty import ITERS, LORA, Bench, Result, Trial, fill, small_disk
 from ranked_tasks import finetune
 
 from allhands.checkpoints import checkpoints_in, latest, survey
-from allhands.config import build_config
+from allhands.config.schema import build_config
 
 pytestmark = pytest.mark.long
 

@@ -21,14 +21,14 @@ import psutil
 import pytest
 
 import allhands
-from allhands.cluster.journal import read_events
+from allhands.observe.journal import read_events
 
 _SOURCE = str(Path(allhands.__file__).parents[1])
 
 _SUPERVISOR = """
 import json, sys
 from pathlib import Path
-from allhands.cluster.journal import Journal
+from allhands.observe.journal import Journal
 from allhands.cluster.membership import LocalMembers
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 directory, ranks, options = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])

@@ -12,7 +12,7 @@ from command_line import call_allhands
 from tiny import write_adapter, write_model
 
 from allhands.errors import ConfigError, StorageError
-from allhands.shipping.fusing import FuseOptions, fuse_model
+from allhands.export.fusing import FuseOptions, fuse_model
 
 _KB = 8  # a file may have no more; the adapter alone has more
 
@@ -59,7 +59,7 @@ def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_computed(
     base = write_model(tmp_path / "base")
     (tmp_path / "file").write_text("no directory")
     computed: list[object] = []
-    monkeypatch.setattr("allhands.shipping.fusing._logits", computed.append)
+    monkeypatch.setattr("allhands.export.fusing._logits", computed.append)
     with pytest.raises(StorageError, match="file"):
         fuse_model(FuseOptions(str(base), None), tmp_path / "file" / "out")
     assert not computed

@@ -16,7 +16,7 @@ import pytest
 from benchmark_scripts import scripts_on_the_path
 from mlx_lm.utils import _get_classes
 
-from allhands.model.known import sees_ahead
+from allhands.kernels.known import sees_ahead
 
 with scripts_on_the_path():
     from gradients_judge import BEYOND, grouped

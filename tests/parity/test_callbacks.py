@@ -20,7 +20,7 @@ from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingCallback
 
 from allhands.errors import ConfigError, Interrupted
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 # In the eager step with native code, in one by hand, and as a graph.
 FORMS: list[dict[str, Any]] = [

@@ -9,11 +9,11 @@ import pytest
 from runs import read_weights
 from tiny import write_chat_data, write_model
 
-from allhands.config import TrainConfig, build_config
-from allhands.model import native
-from allhands.model.choices import FormTimes, SizedOperation
-from allhands.train import choosing
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.config.schema import TrainConfig, build_config
+from allhands.kernels import native
+from allhands.kernels.selection import FormTimes, SizedOperation
+from allhands.run import choosing
+from allhands.run.session import Surroundings, run_finetune
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 TIMES = {"native": 3.0, "plain": 1.0}

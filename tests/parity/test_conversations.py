@@ -17,9 +17,9 @@ from mlx_lm.utils import load
 from rich.console import Console
 from tiny import CHAT_TEMPLATE, SPECIAL, run_allhands, write_model
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import AllhandsError
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.run.session import Surroundings, run_finetune
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "Fish?"}

@@ -33,7 +33,7 @@ from runs import Run, distance, read_run
 from tiny import run_allhands, write_chat_data, write_model
 
 from allhands.cluster.mpi import find_mpi, mpi_variables
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.distributed import shards
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.reduce import bucket_bytes_for, start_all_reduce, start_sum, sum_over_ranks

@@ -22,15 +22,15 @@ from allhands.checkpoints.arrays import tensors_of
 from allhands.cluster.environment import Launch
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext
-from allhands.config import build_config
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DataError
-from allhands.eval_config import EvalConfig
-from allhands.metrics import read_metrics
 from allhands.model.load import load_tokenizer
-from allhands.train.datasets import find_splits, load_data, open_data
-from allhands.train.evaluating import run_evaluation
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.observe.metrics import read_metrics
+from allhands.run.datasets import find_splits, load_data, open_data
+from allhands.run.evaluating import run_evaluation
+from allhands.run.session import Surroundings, run_finetune
 
 EVENING, MORNING = datetime(2026, 2, 28, 23, 59, 59), datetime(2026, 3, 1, 0, 0, 1)
 NEXT_YEAR = datetime(2027, 1, 1, 12)

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import regex
 
-from allhands.blas import cache_dir
 from allhands.model.gguf import DEMO_PACKAGE, DEMO_WHEEL
 from allhands.model.load import LoadedModel, get_model, load_model
 from allhands.model.sources import demo_model
+from allhands.runtime.blas import cache_dir
 
 PROMPT = "The capital of France is"
 SAMPLES = [

@@ -28,12 +28,12 @@ from allhands.data.loader import Loader, MicroBatch, collate
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError
+from allhands.kernels.documents import require_isolation
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
 from allhands.objectives.causal_lm import batch_arrays, make_loss
 from allhands.parallel.gradient import make_gradient
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 Grads = dict[str, np.ndarray[Any, Any]]
 BATCH = 8

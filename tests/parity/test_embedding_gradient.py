@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten, tree_map
 from plain_loop import full_model
 from tiny import write_model
 
+from allhands.kernels.fused.embedding import OrderedEmbedding, make_deterministic
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.embedding import OrderedEmbedding, make_deterministic
 from allhands.model.split import split
 from allhands.objectives.causal_lm import make_loss
 from allhands.parallel.gradient import make_gradient

@@ -19,10 +19,10 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 from tiny import run_allhands, write_adapter
 
-from allhands.config import build_config
-from allhands.eval_config import EvalConfig
-from allhands.train.evaluating import run_evaluation
-from allhands.train.recipes import Surroundings
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
+from allhands.run.evaluating import run_evaluation
+from allhands.run.session import Surroundings
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_benchmarks_score_the_model_with_its_adapter(
     module("lm_eval.api.registry", register_model=lambda name: lambda kind: kind)
     monkeypatch.delitem(sys.modules, "mlx_lm.evaluate", raising=False)
     from allhands.errors import ConfigError, DataError
-    from allhands.shipping.harness import Harness, run_harness
+    from allhands.export.harness import Harness, run_harness
 
     harness = Harness(str(tiny_model), adapter, 4, 7, None, False)
     found = run_harness(harness, ["made-up"])["made-up"]["score"]

@@ -11,10 +11,10 @@ import pytest
 from command_line import changed
 from tiny import run_allhands, write_chat_data, write_tokenizer
 
-from allhands.model import native
-from allhands.monitor import read_samples
-from allhands.plan.memory import Blocks, Work, blocks_of, of_process, on_cpu
-from allhands.train.expecting import scarce
+from allhands.kernels import native
+from allhands.observe.monitor import read_samples
+from allhands.run.expecting import scarce
+from allhands.run.training_memory import Blocks, Work, blocks_of, of_process, on_cpu
 
 SHAPE = (
     "--shape",

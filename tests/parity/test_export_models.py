@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from allhands.errors import ModelError
+from allhands.io.trees import flatten
 from allhands.model.gguf import convert_gguf, read_gguf
 from allhands.model.sources import name_of
-from allhands.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "torch_side.py"
 KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"
@@ -211,7 +211,7 @@ def test_a_gguf_file_that_is_not_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     from allhands.cli.export_models import export_model
-    from allhands.shipping.fusing import FuseOptions
+    from allhands.export.fusing import FuseOptions
 
     base = write_model(tmp_path / "base", layers=2)
     save = mx.save_gguf
@@ -237,7 +237,7 @@ def test_a_gguf_file_that_is_not_the_model_is_not_published(
 def test_experts_are_named_as_llama_cpp_names_them(tmp_path: Path) -> None:
     from mlx_lm.models.mixtral import Model, ModelArgs
 
-    from allhands.shipping.gguf import write_gguf
+    from allhands.export.gguf import write_gguf
 
     base = write_model(tmp_path / "base")
     config = {**json.loads((base / "config.json").read_text()), "model_type": "mixtral"}

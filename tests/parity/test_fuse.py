@@ -170,7 +170,7 @@ def test_a_fused_model_that_computes_something_else_is_not_kept(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from allhands.errors import ModelError
-    from allhands.shipping import fusing
+    from allhands.export import fusing
 
     adapter = write_adapter(base, tmp_path / "run")
     # As if the merging forgot the adapter.
@@ -231,7 +231,7 @@ def test_a_description_that_is_none_is_found_before_a_model_is_loaded(
     base: Path, tmp_path: Path, described: str, said: str
 ) -> None:
     from allhands.errors import ModelError
-    from allhands.model.adapter_files import check_adapter
+    from allhands.run.adapter_files import check_adapter
 
     adapter = write_adapter(base, tmp_path / "run")
     check_adapter(adapter)

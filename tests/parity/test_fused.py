@@ -17,13 +17,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import write_model
 
-from allhands.model.choices import Choices
-from allhands.model.documents import caches_for
-from allhands.model.fused import blocks, kernels, ops
-from allhands.model.fused.blocks import count_fused, fuse, keep_dense, kept_bytes
-from allhands.model.fused.linear import products_of
+from allhands.io.trees import flatten
+from allhands.kernels.documents import caches_for
+from allhands.kernels.fused import blocks, kernels, ops
+from allhands.kernels.fused.blocks import count_fused, fuse, keep_dense, kept_bytes
+from allhands.kernels.fused.linear import products_of
+from allhands.kernels.selection import Choices
 from allhands.model.split import split
-from allhands.trees import flatten
 
 ROWS, LENGTH = 3, 96
 

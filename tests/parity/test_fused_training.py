@@ -10,14 +10,14 @@ import pytest
 from runs import distance, read_run
 from tiny import write_chat_data, write_model
 
-from allhands import accelerator
-from allhands.accelerator import Accelerator
-from allhands.config import build_config
+from allhands.config.schema import build_config
+from allhands.kernels.fused.blocks import count_fused
 from allhands.model import passes
-from allhands.model.fused.blocks import count_fused
-from allhands.train import preparing
+from allhands.run import preparing
+from allhands.run.session import Surroundings, run_finetune
+from allhands.runtime import accelerator
+from allhands.runtime.accelerator import Accelerator
 from allhands.train.callbacks import Callback
-from allhands.train.recipes import Surroundings, run_finetune
 
 BLOCKS = {"lora": 6, "dropout": 6, "full": 6, "qlora": 6, "dora": 0, "packed": 6, "recomputed": 6, "corrected": 6}
 METHODS: dict[str, dict[str, Any]] = {

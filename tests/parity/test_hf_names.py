@@ -24,8 +24,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, save_model
 from tiny import write_tokenizer
 
+from allhands.io.trees import flatten
 from allhands.model.hf_names import ARCHITECTURES
-from allhands.trees import flatten
 
 SUPPORT = Path(__file__).parents[1] / "support"
 KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"

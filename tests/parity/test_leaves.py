@@ -17,16 +17,16 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import SingleProcess
+from allhands.io.trees import flatten, number, unflatten
+from allhands.kernels.fused import leaves
+from allhands.kernels.fused.blocks import fuse
+from allhands.kernels.fused.linear import Product, products_of
 from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
-from allhands.model.fused import leaves
-from allhands.model.fused.blocks import fuse
-from allhands.model.fused.linear import Product, products_of
 from allhands.parallel.batch_memory import BatchMemory
 from allhands.parallel.gradient import make_gradient, make_joined_gradient
 from allhands.train.graph_update import GraphUpdate
 from allhands.train.step import StepOptions, make_step
-from allhands.trees import flatten, number, unflatten
 
 SHAPE = {
     "model_type": "llama",

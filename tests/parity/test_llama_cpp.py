@@ -21,7 +21,7 @@ from tiny import write_adapter, write_model
 from tokenizers import Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
-from allhands.trees import flatten
+from allhands.io.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "llama_side.py"
 PYTHON = os.environ.get("ALLHANDS_TEST_LLAMA") or (sys.executable if find_spec("llama_cpp") else None)

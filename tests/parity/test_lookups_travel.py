@@ -15,7 +15,7 @@ import pytest
 from ring_ranks import told_by_two
 
 from allhands.data.loader import MicroBatch
-from allhands.model.embedding import Apart, OrderedEmbedding
+from allhands.kernels.fused.embedding import Apart, OrderedEmbedding
 from allhands.parallel.lookups import TravellingLookups
 
 PROGRAM = """
@@ -28,11 +28,11 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import connect
 from allhands.model.dropout import install_dropout
-from allhands.model.embedding import make_deterministic
-from allhands.model.fused.blocks import fuse
+from allhands.kernels.fused.embedding import make_deterministic
+from allhands.kernels.fused.blocks import fuse
 from allhands.train.optimizers import SGD
 from allhands.train.step import StepOptions, make_step
-from allhands.trees import flatten
+from allhands.io.trees import flatten
 
 rank = int(os.environ["MLX_RANK"])
 shape = {"model_type": "llama", "hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 128,

@@ -26,7 +26,7 @@ from runs import Run, distance, read_run, read_weights
 from substituted import prepare_dense
 from tiny import write_chat_data, write_model
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.data.loader import MicroBatch, pad_targets
 from allhands.distributed.backend import SingleProcess
 from allhands.model.checkpointing import checkpoint_layers
@@ -416,7 +416,7 @@ def test_losses_are_those_of_the_written_adapter(train: Train, model: Path, data
         {"model": str(model), "data": str(data), "test": True, "mask_prompt": True, "adapter_path": str(run.directory)}
         | {"lora_parameters": ADAPTERS}
     )
-    from allhands.train.recipes import Surroundings, run_finetune
+    from allhands.run.session import Surroundings, run_finetune
 
     assert run_finetune(alone, Surroundings()).ended.test_loss == pytest.approx(run.ended["test_loss"], abs=1e-6)
 

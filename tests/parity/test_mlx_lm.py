@@ -23,9 +23,9 @@ from ranked_tasks import finetune
 from runs import read_run, read_weights
 from tiny import run_allhands, write_chat_data, write_model
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import ModelError
-from allhands.generate import load_for_generation
+from allhands.infer.generate import load_for_generation
 
 TOKENS = mx.array([[1, 7, 99, 31, 200, 7, 45, 2]])
 # What is trained, and the model: a head of its own, one tied to the embedding, weights of 4 bits.
@@ -189,7 +189,7 @@ def test_testing_takes_the_adapter_as_its_own_file_describes_it(
     models: dict[str, Path], data: Path, adapter: Adapter, method: str
 ) -> None:
     """``--model M --adapter-path A --data D --test`` is all that mlx_lm wants, whatever the adapter's shape."""
-    from allhands.train.recipes import Surroundings, run_finetune
+    from allhands.run.session import Surroundings, run_finetune
 
     directory = adapter(method, "untied")
     flags = {"model": str(models["untied"]), "adapter_path": str(directory), "data": str(data), "test": True}

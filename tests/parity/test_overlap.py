@@ -19,14 +19,14 @@ from mlx_lm.models.llama import Model, ModelArgs
 from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import connect
-from allhands.model.fused import leaves
-from allhands.model.fused.blocks import fuse
+from allhands.kernels.fused import leaves
+from allhands.kernels.fused.blocks import fuse
 from allhands.io.regions import Box
 from allhands.train.optimizers import KernelAdamW
 from allhands.train.sharded_state import sharded_state
 from allhands.train.step import StepOptions, make_step
 from allhands.train.updater import Rules
-from allhands.trees import flatten
+from allhands.io.trees import flatten
 
 rank = int(os.environ["MLX_RANK"])
 # An array for each product and one for the norms, the latter not divided.

@@ -13,8 +13,8 @@ from mlx_lm.models import gemma2, gemma3_text, llama, mamba, qwen3
 from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import PackedRows, TokenSet
 from allhands.errors import ConfigError
+from allhands.kernels.documents import require_isolation
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.documents import require_isolation
 from allhands.objectives.causal_lm import batch_arrays
 from allhands.parallel.gradient import make_gradient
 

@@ -21,8 +21,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tiny import write_model
 
-from allhands.generate import load_for_generation
-from allhands.trees import flatten
+from allhands.infer.generate import load_for_generation
+from allhands.io.trees import flatten
 
 SIDE = Path(__file__).parents[1] / "support" / "peft_side.py"
 KNOWN = Path.home() / ".cache" / "allhands" / "benchmarks" / "peft-env" / "bin" / "python"

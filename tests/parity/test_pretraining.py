@@ -22,11 +22,11 @@ from ranked_tasks import finetune
 from runs import read_weights
 from tiny import run_allhands, write_tokenizer
 
-from allhands.config import build_config
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import build_config
 from allhands.errors import AllhandsError, ModelError
+from allhands.io.trees import flatten
 from allhands.model.load import load_model
-from allhands.pretrain_config import PretrainConfig
-from allhands.trees import flatten
 
 TEXT = "once upon a time there was little cat who liked to sit in the sun and sing with big red bird"
 WORDS = tuple(TEXT.split(" "))

@@ -20,13 +20,13 @@ from tiny import write_chat_data, write_model
 from twins import run_ranks
 
 from allhands.checkpoints.settings import FIXED, FREE, TOLD
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.distributed import shards
 from allhands.distributed.mesh import Mesh
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
+from allhands.run.session import Surroundings, run_finetune
 from allhands.train.callbacks import Callback
-from allhands.train.recipes import Surroundings, run_finetune
 
 # Eleven examples in batches of four: three batches an epoch, the last of them small.
 BATCHES = 11
@@ -379,7 +379,7 @@ def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
         return run_finetune(config, Surroundings(run_id="new", attempt=number), callbacks).adapter_path
 
     with monkeypatch.context() as patch:
-        patch.setattr("allhands.train.recipes.prepare", dying)
+        patch.setattr("allhands.run.session.prepare", dying)
         with pytest.raises(Killed):
             attempt(1)
     with pytest.raises(Killed):

@@ -10,10 +10,10 @@ import pytest
 from test_resume import BATCHES, Killed, content, options, train
 from tiny import write_chat_data, write_model
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted
-from allhands.metrics import read_metrics
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.observe.metrics import read_metrics
+from allhands.run.session import Surroundings, run_finetune
 
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 

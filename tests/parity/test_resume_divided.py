@@ -20,10 +20,10 @@ from twins import run_ranks
 from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
 from allhands.checkpoints.arrays import local_arrays
 from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.distributed import shards
 from allhands.distributed.mesh import Mesh
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.run.session import Surroundings, run_finetune
 
 HALF, WHOLE = 4, 8
 # Ranks, and their strategy.

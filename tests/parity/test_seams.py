@@ -21,13 +21,13 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import SingleProcess
-from allhands.metrics import read_metrics
+from allhands.io.trees import flatten
+from allhands.observe.metrics import read_metrics
 from allhands.parallel.costs import DataCosts
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.train.optimizers import SGD, KernelAdamW
 from allhands.train.result import StepResult
 from allhands.train.step import StepOptions, make_step
-from allhands.trees import flatten
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 VOCABULARY = 96

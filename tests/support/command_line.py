@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import typer.main
 
-from allhands.aliases import canonical_flag
 from allhands.cli.main import main, make_app
 from allhands.cli.parser import with_auto_resume
+from allhands.config.aliases import canonical_flag
 
 
 def call_allhands(

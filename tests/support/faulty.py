@@ -23,9 +23,9 @@ from safetensors.numpy import load_file
 from tiny import write_chat_data, write_model
 
 from allhands.checkpoints import checkpoints_in
-from allhands.cluster.journal import read_events
-from allhands.faults import FiredFault, fired
-from allhands.metrics import read_metrics
+from allhands.observe.journal import read_events
+from allhands.observe.metrics import read_metrics
+from allhands.runtime.faults import FiredFault, fired
 
 LORA = '{"rank": 4, "scale": 10.0, "dropout": 0.1}'
 ITERS = 30

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from allhands.metrics import RunHistory, read_metrics
+from allhands.observe.metrics import RunHistory, read_metrics
 
 _MARK = "ALLHANDS_TEST_MARK"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny import write_tokenizer
 
-from allhands.metrics import read_metrics
+from allhands.observe.metrics import read_metrics
 
 SHAPE = ("--shape", "llama", "--layers", "4", "--dims", "256", "--mlp-dims", "768", "--heads", "4")
 TRAINING = (*SHAPE, "--block-size", "256", "--batch-size", "16", "--packing", "--sample-prompts", "[]")

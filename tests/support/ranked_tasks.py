@@ -26,19 +26,19 @@ import pytest
 from mlx.utils import tree_map
 from unpainted import leave_unpainted
 
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
+from allhands.kernels.fused.leaves import Leaves
 from allhands.model.adapters import make_trainable, trained_weights
-from allhands.model.fused.leaves import Leaves
 from allhands.model.load import load_model
 from allhands.objectives.causal_lm import make_loss
-from allhands.sizing import Sizing
-from allhands.train.datasets import load_data
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.run.datasets import load_data
+from allhands.run.session import Surroundings, run_finetune
+from allhands.runtime.sizing import Sizing
 
 
 def finetune(

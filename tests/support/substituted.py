@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from allhands.accelerator import Accelerator, detect
 from allhands.model.passes import PassContext, apply_passes
+from allhands.runtime.accelerator import Accelerator, detect
 
 
 def prepare_dense(model: Any) -> None:

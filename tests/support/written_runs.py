@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from allhands.metrics import JsonlSink, RunEnded, RunStarted, Sampled, TrainReport, ValidReport, Warned
-from allhands.monitor import Sample, encode_sample, monitor_file
+from allhands.observe.metrics import JsonlSink, RunEnded, RunStarted, Sampled, TrainReport, ValidReport, Warned
+from allhands.observe.monitor import Sample, encode_sample, monitor_file
 
 BEGAN = 1_795_000_000.0
 # Text of a run that would run if it were not escaped, and then say so in the page's title.

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from allhands.staging import locked, publish, staging
+from allhands.io.staging import locked, publish, staging
 
 DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 CACHE = Path(os.environ.get("ALLHANDS_TEST_CACHE", Path.home() / ".cache" / "allhands-tests"))

@@ -8,18 +8,18 @@ import sys
 
 import numpy as np
 
-from allhands.accelerator import sizing_of
 from allhands.data.order import micro_batches
+from allhands.runtime.accelerator import sizing_of
 
 # A process of its own: one that ran other tests has memory of theirs to give back while this one measures.
 GROWS = """
 import json, subprocess, sys
 import numpy as np
-from allhands.accelerator import detect, peak_memory_bytes
+from allhands.runtime.accelerator import detect, peak_memory_bytes
 before = peak_memory_bytes(detect())
 ballast = np.ones(60_000_000)
 grown = peak_memory_bytes(detect())
-command = "from allhands.accelerator import detect, peak_memory_bytes; print(peak_memory_bytes(detect()))"
+command = "from allhands.runtime.accelerator import detect, peak_memory_bytes; print(peak_memory_bytes(detect()))"
 child = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
 print(json.dumps([before, grown, int(child.stdout), float(ballast[-1])]))
 """

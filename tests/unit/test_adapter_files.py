@@ -13,7 +13,7 @@ from written_runs import write_run
 
 from allhands.checkpoints import Tensor, checkpoint_path, write_checkpoint
 from allhands.errors import ConfigError, ModelError
-from allhands.model.adapter_files import check_adapter, instead_of, model_below, warning_of
+from allhands.run.adapter_files import check_adapter, instead_of, model_below, warning_of
 
 
 @pytest.fixture(scope="module")

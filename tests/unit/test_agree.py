@@ -109,8 +109,8 @@ def test_only_what_the_strategy_calls_equal_is_compared() -> None:
     """Stages of a pipeline have arrays of their own; those that all have must be the same."""
     import mlx.nn as nn
 
-    from allhands.config import TrainConfig
-    from allhands.train.facts import RankFacts
+    from allhands.config.schema import TrainConfig
+    from allhands.run.facts import RankFacts
 
     def facts(shapes: dict[str, int], equal: set[str] | None) -> Any:
         model: Any = nn.Module()

@@ -18,95 +18,13 @@ from pathlib import Path
 import pytest
 
 import allhands
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.records import ColumnNames
 from allhands.distributed.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 
-# The longest prefix that fits counts. Imports point to the same layer or further down.
-_LOWEST = """
-errors aliases yaml_files optimizer_arguments config config_errors config_values paths
-pretrain_config eval_config blas files staging without_torch threads formatting gpus http_guard
-faults memory sizing versions callers ports strict_json names terminal blame kernels native
-"""
-LAYERS: dict[str, int] = {
-    **{f"allhands.{name}": 0 for name in _LOWEST.split()},
-    "allhands.checkpoints": 1,
-    "allhands.checkpoints.arrays": 3,
-    "allhands.checkpoints.parts": 3,
-    "allhands.checkpoints.resuming": 3,
-    "allhands.checkpoints.saving": 3,
-    "allhands.checkpoints.settings": 3,
-    "allhands.checkpoints.rundir": 3,
-    "allhands.checkpoints.copies": 3,
-    "allhands.data": 1,
-    "allhands.metrics": 1,
-    "allhands.monitor": 1,
-    "allhands.pictures": 1,
-    "allhands.plan": 1,
-    "allhands.plots": 1,
-    "allhands.histograms": 1,
-    "allhands.report": 1,
-    "allhands.reporting": 1,
-    "allhands.distributed.mesh": 1,
-    "allhands.distributed.capabilities": 1,
-    "allhands.parallel.costs": 1,
-    "allhands.parallel.registry": 1,
-    "allhands.trees": 2,
-    "allhands.nested": 2,
-    "allhands.model": 2,
-    "allhands.distributed": 2,
-    "allhands.accelerator": 2,
-    "allhands.objectives": 3,
-    "allhands.parallel": 3,
-    "allhands.train.optimizers": 3,
-    "allhands.train.graph_update": 3,
-    "allhands.train.strategy_choice": 3,
-    "allhands.train.updater": 3,
-    "allhands.train.samples": 3,
-    "allhands.model.fresh": 3,
-    "allhands.train.step": 3,
-    "allhands.train.optim": 3,
-    "allhands.train.native_update": 3,
-    "allhands.train.result": 3,
-    "allhands.train.callbacks": 3,
-    "allhands.train.explain": 3,
-    "allhands.train.expecting": 3,
-    "allhands.train.choosing": 3,
-    "allhands.train.operations": 3,
-    "allhands.train.measuring": 3,
-    "allhands.train.datasets": 3,
-    "allhands.train.gradient_check": 3,
-    "allhands.train.gradient_cost": 3,
-    "allhands.train.poison": 3,
-    "allhands.train.unlearned": 3,
-    "allhands.train.state": 3,
-    "allhands.train.sharded_state": 3,
-    "allhands.train.facts": 3,
-    "allhands.evaluate": 3,
-    "allhands.generate": 3,
-    "allhands.conversation": 3,
-    "allhands.shipping": 3,
-    "allhands.train.loop": 4,
-    "allhands.train.preparing": 4,
-    "allhands.train.outputs": 4,
-    "allhands.train.recipes": 4,
-    "allhands.train.evaluating": 4,
-    "allhands.cluster": 5,
-    "allhands.dashboard": 5,
-    "allhands.supervised": 5,
-    "allhands.checkpointer": 5,
-    "allhands.recorder": 5,
-    "allhands.sharding": 5,
-    "allhands.starting": 5,
-    "allhands.world": 5,
-    "allhands.cli": 6,
-    "allhands.api": 6,
-    "allhands.__main__": 6,
-    "allhands": 6,
-}
 MLX = ("mlx", "mlx_lm")
 
 
@@ -128,11 +46,6 @@ def sources() -> dict[str, ast.Module]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
     return found
-
-
-def layer(module: str) -> int:
-    fitting = [prefix for prefix in LAYERS if module == prefix or module.startswith(prefix + ".")]
-    return LAYERS[max(fitting, key=len)]
 
 
 def imports(module: str) -> Iterator[Import]:
@@ -176,81 +89,25 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-# --- layers ------------------------------------------------------------------------------------------
+# --- rooms -------------------------------------------------------------------------------------------
 
 
-def test_every_module_has_a_layer_of_its_own_choice() -> None:
-    # Only the package itself may fall back on "allhands".
-    strays = [
-        name for name in sources() if name != "allhands" and name != "allhands.train" and name != "allhands.parallel"
-    ]
-    for name in strays:
-        assert any(name == prefix or name.startswith(prefix + ".") for prefix in LAYERS if prefix != "allhands"), name
-    # And the table names nothing that is gone.
-    assert all(any(name == prefix or name.startswith(prefix + ".") for name in sources()) for prefix in LAYERS)
+def test_imports_point_down_and_in_no_circle() -> None:
+    """The rules are in ``pyproject.toml``; import-linter reads them."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", ROOT / "pyproject.toml"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
 
 
-def test_the_table_for_contributors_has_every_module_in_its_row() -> None:
-    told: dict[str, tuple[int, str]] = {}
-    rows = re.findall(r"^\| (\d) \| (.+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
-    for number, modules, mlx in rows:
-        for name in re.findall(r"`(.+?)`", modules):
-            told["allhands." + name.rstrip("/").replace("/", ".")] = int(number), mlx
-    assert all(any(name == prefix or name.startswith(prefix + ".") for name in sources()) for prefix in told)
-    for module in sources().keys() - {"allhands", "allhands.train", "allhands.parallel"}:
-        fitting = [prefix for prefix in told if module == prefix or module.startswith(prefix + ".")]
-        assert fitting, f"{module} is in no row"
-        number, mlx = told[max(fitting, key=len)]
-        assert number == layer(module), module
-        users = [found for found in imports(module) if found.target.split(".")[0] in MLX]
-        assert {"no": not users, "inside functions": all(one.deferred for one in users), "yes": True}[mlx], module
+def test_few_modules_are_in_no_room() -> None:
+    assert len(list((SOURCE / "allhands").glob("*.py"))) <= 6
 
 
-@pytest.mark.parametrize("module", sorted(sources()))
-def test_imports_point_down(module: str) -> None:
-    if module.startswith("allhands.cli") or module == "allhands":
-        return
-    wrong = [
-        f"{module}:{found.line} (layer {layer(module)}) imports {found.target} (layer {layer(found.target)})"
-        for found in imports(module)
-        if found.target in sources() and layer(found.target) > layer(module)
-    ]
-    assert wrong == []
-
-
-def test_nothing_but_the_entry_points_imports_the_command_line() -> None:
-    users = {
-        module
-        for module in sources()
-        for found in imports(module)
-        if found.target.startswith("allhands.cli") and not module.startswith("allhands.cli")
-    }
-    assert users <= {"allhands.__main__"}
-
-
-def test_there_is_no_import_cycle() -> None:
-    graph = {
-        module: {found.target for found in imports(module) if not found.deferred and found.target in sources()}
-        for module in sources()
-    }
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path, module))
-        if module not in done:
-            for target in graph[module]:
-                visit(target, (*path, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
-
-
-def test_the_lower_layers_and_the_cluster_do_without_mlx() -> None:
+def test_mlx_waits_until_a_command_or_a_loop_needs_it() -> None:
+    rooms = ("allhands.cli", "allhands.api", "allhands.loops", "allhands.__main__")
     for module in sources():
-        # Without a device, hence without MLX (their own functions may call something above that has it).
-        if layer(module) <= 1 or f"{module}.".startswith("allhands.cluster."):
-            users = [found for found in imports(module) if found.target.split(".")[0] in MLX]
+        if module.startswith(rooms) or module == "allhands":
+            users = [found for found in imports(module) if found.target.split(".")[0] in MLX and not found.deferred]
             assert users == [], module
 
 
@@ -292,7 +149,7 @@ def test_only_the_step_divides_gradients_by_token_counts() -> None:
         and any("num_targets" in dotted(part) for part in ast.walk(node.right))
     }
     # The updaters (gradients; in a graph train.graph_update does it); loop and evaluator divide sums of losses.
-    assert users == {"allhands.train.updater", "allhands.train.loop", "allhands.evaluate"}
+    assert users == {"allhands.train.updater", "allhands.run.loop", "allhands.train.evaluation"}
 
 
 def test_nothing_is_pickled() -> None:
@@ -387,7 +244,7 @@ def test_every_option_is_read_somewhere() -> None:
     read = {
         node.attr
         for module, node in nodes(ast.Attribute)
-        if isinstance(node, ast.Attribute) and module != "allhands.config"
+        if isinstance(node, ast.Attribute) and module != "allhands.config.schema"
         if dotted(node.value).split(".")[-1] in ("config", "chosen", "_config")
     }
     assert [field for field in TrainConfig.model_fields if field not in read | READ_BY_NAME] == []

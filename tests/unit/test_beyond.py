@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tiny import run_allhands, write_adapter, write_model, write_tokenizer
 
-from allhands.config import build_config
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError, ModelError
-from allhands.eval_config import EvalConfig
 from allhands.model.load import load_model
-from allhands.train.evaluating import run_evaluation
-from allhands.train.preparing import Surroundings, compiles
-from allhands.train.recipes import run_finetune
+from allhands.run.evaluating import run_evaluation
+from allhands.run.preparing import Surroundings, compiles
+from allhands.run.session import run_finetune
 
 COMMON = {
     "vocab_size": 259,

@@ -9,12 +9,20 @@ import pytest
 from computers import cluster, facts, host
 from twins import run_ranks
 
-from allhands.blame import SOFTWARE, BlameVerdict, Circumstances, MisfitError, Statement, init_command, judge
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.setup import plan
 from allhands.cluster.setup.state import Installed, SetupHostState, SetupSource, WantedSetup
 from allhands.distributed.agree import Witness, agree
-from allhands.versions import SOURCE, merely_different, required, unequal
+from allhands.distributed.blame import (
+    SOFTWARE,
+    BlameVerdict,
+    Circumstances,
+    MisfitError,
+    Statement,
+    init_command,
+    judge,
+)
+from allhands.runtime.versions import SOURCE, merely_different, required, unequal
 
 HAVE = {"python": "3.11.7", "allhands": "0.1.0", SOURCE: "5" * 64, "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 GIVEN = Circumstances("a", "--hostfile hosts.json", "models/m", "data/d")

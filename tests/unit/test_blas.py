@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from allhands.blas import available_cores, cache_dir, flags_of_full_width, kernels_held_back
+from allhands.runtime.blas import available_cores, cache_dir, flags_of_full_width, kernels_held_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own BLAS")
 
 STATUS = """
 import json
-from allhands.blas import preload_blas
+from allhands.runtime.blas import preload_blas
 status = preload_blas()
 print(json.dumps([status.state, status.reason, str(status.library)]))
 """
@@ -115,7 +115,7 @@ def test_commands_that_compute_load_it_before_mlx(cache: Path) -> None:
     code = (
         "import sys\nsys.argv = ['allhands', 'env']\nfrom allhands.__main__ import run\n"
         "try:\n    run()\nexcept SystemExit:\n    pass\n"
-        "from allhands.blas import preload_blas\nprint('mlx.core' in sys.modules, preload_blas().state)"
+        "from allhands.runtime.blas import preload_blas\nprint('mlx.core' in sys.modules, preload_blas().state)"
     )
     assert run_python(code, cache).splitlines()[-1] == "True fast"
 
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_the_run_says_that_it_is_slow_and_why(tmp_path: Path) -> None:
-    code = "import allhands\nfrom allhands.accelerator import detect\nprint(detect().warning)"
+    code = "import allhands\nfrom allhands.runtime.accelerator import detect\nprint(detect().warning)"
     warning = run_python(code, tmp_path, ALLHANDS_BLAS="off")
     assert "30 times slower (switched off by ALLHANDS_BLAS)" in warning
 
@@ -220,7 +220,8 @@ def test_arm_has_other_words_for_it() -> None:
 
 def test_a_variable_that_holds_openblas_back_is_told_and_what_it_costs(cache: Path) -> None:
     code = (
-        "import allhands\nfrom allhands.accelerator import detect\nfrom allhands.blas import preload_blas\n"
+        "import allhands\n"
+        "from allhands.runtime.accelerator import detect\nfrom allhands.runtime.blas import preload_blas\n"
         "warning = detect().warning; print(preload_blas().reason); print(warning)"
     )
 
@@ -271,7 +272,7 @@ def test_cores_follow_the_variable_and_the_affinity(monkeypatch: pytest.MonkeyPa
 def test_native_code_stays_when_the_cache_is_elsewhere_later(cache: Path, tmp_path: Path) -> None:
     code = f"""
 import os, allhands
-from allhands.blas import native_library, preload_blas
+from allhands.runtime.blas import native_library, preload_blas
 first = preload_blas().native
 os.environ["ALLHANDS_CACHE"] = {str(tmp_path)!r}
 print(first is not None, native_library() is first)
@@ -286,7 +287,7 @@ def test_native_code_for_a_lesser_processor_is_another_library(cache: Path) -> N
     """As valgrind needs it, which knows nothing wider than AVX2."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
-    code = "import allhands\nfrom allhands.blas import preload_blas\nstatus = preload_blas()\n"
+    code = "import allhands\nfrom allhands.runtime.blas import preload_blas\nstatus = preload_blas()\n"
     code += "print(status.native is not None, 'AVX-512' in status.reason or 'AMX' in status.reason)"
     assert run_python(code, cache, ALLHANDS_NATIVE="x86-64-v3").split() == ["True", "False"]
     assert "the C compiler failed" in status(cache, ALLHANDS_NATIVE="no-such-processor")[1]
@@ -313,7 +314,7 @@ def test_a_compiler_that_fails_costs_no_training(tmp_path: Path, cache: Path) ->
     state, reason, _ = status(cache, PATH=path)
     assert state == "fast"
     assert reason.endswith("the C compiler failed: cc: no such flag")
-    code = "import allhands\nfrom allhands.accelerator import slow_products\nprint(slow_products())"
+    code = "import allhands\nfrom allhands.runtime.accelerator import slow_products\nprint(slow_products())"
     assert "cc: no such flag" in run_python(code, cache, PATH=path)
     for well in ({"ALLHANDS_NATIVE": "off", "PATH": path}, {"PATH": str(tmp_path)}, {}):
         assert run_python(code, cache, **well) == "None\n"

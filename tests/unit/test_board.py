@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from test_monitor import SAMPLE
 
-from allhands.monitor import Board
+from allhands.observe.monitor import Board
 
 
 def test_together_is_never_below_the_highest_of_one_process() -> None:

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strangers import HANDED, changed, hello, inputs, loopback_sources, pestering, say, say_all
 
-from allhands import callers
-from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
 from allhands.cluster.meeting import _Hello
-from allhands.strict_json import read_object
+from allhands.io.strict_json import read_object
+from allhands.runtime import callers
+from allhands.runtime.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
 
 KEY = key_for("a test", {"ALLHANDS_MEETING_KEY": "our secret"})
 

@@ -14,9 +14,9 @@ import pytest
 from command_line import call_allhands
 from tiny import with_positions, write_model
 
-from allhands.conversation import Conversation
 from allhands.errors import ModelError
-from allhands.generate import PromptTooLong, Sampling, load_for_generation
+from allhands.infer.conversation import Conversation
+from allhands.infer.generate import PromptTooLong, Sampling, load_for_generation
 
 COMMAND = [sys.executable, "-m", "allhands", "chat"]
 

@@ -13,15 +13,15 @@ from tiny import run_allhands, with_positions, write_model
 
 from allhands.cli.check import spread_table
 from allhands.cli.findings import message_of, remedy_of
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.data.check import CheckOptions, Examiner, check
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import NUM_REASONS
 from allhands.data.records import ColumnNames
 from allhands.data.shapes import NO_LAST_ANSWER, STARTS_WITH_ANSWER, TWO_SYSTEM, parse_example, remedy_of_warning
 from allhands.errors import DataError
-from allhands.formatting import counted
-from allhands.train.datasets import load_data
+from allhands.io.formatting import counted
+from allhands.run.datasets import load_data
 
 
 def turns(*roles: str) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import pytest
 from test_supervised import make_session
 from twins import ThreadCommunicator, run_ranks
 
-from allhands import supervised
-from allhands.checkpointer import Checkpointer
 from allhands.checkpoints import checkpoints_in
 from allhands.errors import CheckpointError, ConfigError
-from allhands.sharding import DistributedLoader
-from allhands.world import World
+from allhands.loops import supervised
+from allhands.loops.checkpointer import Checkpointer
+from allhands.loops.loader import DistributedLoader
+from allhands.loops.world import World
 
 ALONE = World(0, 1, 0, 1, "none", "single", None)  # type: ignore[arg-type]
 

@@ -28,8 +28,8 @@ from allhands.checkpoints import (
     open_checkpoint,
     write_checkpoint,
 )
-from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.errors import CheckpointError, StorageError
+from allhands.io.tensors import safetensors_pieces
 
 RUN = "a1b2c3d4e5f6"
 CODES = {

@@ -18,11 +18,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from substituted import prepare_dense, prepare_quantized
 from twins import run_ranks
 
-from allhands.accelerator import Accelerator
 from allhands.cli.main import main
 from allhands.errors import ConfigError, ModelError
-from allhands.model import choices, measurements, native, native_products
-from allhands.model.choices import (
+from allhands.kernels import native, native_products
+from allhands.kernels import selection as choices
+from allhands.kernels.fused import linear
+from allhands.kernels.fused.blocks import fuse
+from allhands.kernels.selection import (
     BY_RULE,
     FORMS,
     Choices,
@@ -33,12 +35,12 @@ from allhands.model.choices import (
     parse_wishes,
     tolerance,
 )
-from allhands.model.fused import linear
-from allhands.model.fused.blocks import fuse
+from allhands.model import measurements
 from allhands.objectives.cross_entropy import eager_linear_cross_entropy
-from allhands.train import measuring, operations
-from allhands.train.choosing import Settlement, agreed, own_choices, resumed
-from allhands.train.explain import kernel_choices
+from allhands.run import measuring, operations
+from allhands.run.choosing import Settlement, agreed, own_choices, resumed
+from allhands.run.explain import kernel_choices
+from allhands.runtime.accelerator import Accelerator
 
 KINDS: tuple[Kind, ...] = ("cpu", "metal", "cuda")
 EVERY = [(name, kind) for name in FORMS for kind in KINDS if kind in FORMS[name]]

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from allhands.checkpoints import Tensor, checkpoint_path, checkpoints_in, open_checkpoint, write_checkpoint
 from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import CheckpointError
-from allhands.pretrain_config import PretrainConfig
 
 STATE = {
     "iteration": 400,

@@ -12,11 +12,11 @@ import pytest
 from command_line import parse, verbs
 from tiny import run_allhands
 
-from allhands.aliases import ALIASES, COMMANDS, ELSEWHERE, OF_VERBS, for_flag
 from allhands.cli.main import main, make_app
 from allhands.cli.option_groups import GROUPS
-from allhands.config import TrainConfig
-from allhands.pretrain_config import PretrainConfig
+from allhands.config.aliases import ALIASES, COMMANDS, ELSEWHERE, OF_VERBS, for_flag
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig
 
 # Of two seconds on a busy machine most is Python's own start; importing MLX alone would add more than that.
 HELP_SECONDS = 5.0
@@ -119,7 +119,7 @@ def test_the_overview_imports_the_parser_and_nothing_else(arguments: tuple[str, 
 @pytest.mark.parametrize("arguments", [("plot", "--help"), ("model", "get", "--help"), ("trian",), ("version",)])
 def test_a_verb_imports_nothing_for_the_others(arguments: tuple[str, ...]) -> None:
     found = {name for name in loaded_by(*arguments) if name.startswith("allhands")}
-    assert found | {"allhands.terminal"} == {f"allhands{name}" for name in OWN}, "besides what shows an error"
+    assert found | {"allhands.io.terminal"} == {f"allhands{name}" for name in OWN}, "besides what shows an error"
 
 
 def test_options_are_all_that_the_help_of_training_loads() -> None:

@@ -20,7 +20,7 @@ from allhands.errors import AllhandsError
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.histograms.draw_lengths", lambda *_: None)
+    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import typer
 
-from allhands.aliases import ELSEWHERE, OF_MLX_LM, OF_VERBS
 from allhands.cli.main import make_app
-from allhands.config import TrainConfig
+from allhands.config.aliases import ELSEWHERE, OF_MLX_LM, OF_VERBS
+from allhands.config.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from-mlx-lm.md").read_text(encoding="utf-8")

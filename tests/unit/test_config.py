@@ -10,12 +10,12 @@ import pytest
 from command_line import parse
 from mlx_lm.lora import CONFIG_DEFAULTS
 
-from allhands.aliases import ALIASES, ELSEWHERE, for_key
 from allhands.cli.demo import arguments, command_line, demo_config
-from allhands.config import TrainConfig, build_config
+from allhands.config.aliases import ALIASES, ELSEWHERE, for_key
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig, build_config
+from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
-from allhands.pretrain_config import PretrainConfig
-from allhands.yaml_files import read_yaml
 
 
 def refused(flags: dict[str, Any], yaml_file: Path | None = None) -> ConfigError:

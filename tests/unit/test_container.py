@@ -22,7 +22,7 @@ from allhands.cli.container_inputs import (
     plain_value,
 )
 from allhands.cli.container_results import copy_whole, publish_model, reason_of, tell_failure
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 
 

@@ -14,7 +14,7 @@ from allhands.checkpoints.copies import NUMBERS, Copies
 from allhands.checkpoints.resuming import Restored
 from allhands.checkpoints.rundir import share_history
 from allhands.errors import AllhandsError, StorageError
-from allhands.metrics import METRICS_FILE, SavedReport, Warned
+from allhands.observe.metrics import METRICS_FILE, SavedReport, Warned
 
 FULL = StorageError("cannot be written: No space left on device", where="/out")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmark_scripts import scripts_on_the_path
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 
 
 @pytest.fixture(scope="module")

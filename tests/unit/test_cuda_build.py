@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from allhands.model.fused import build, kernels
+from allhands.kernels.fused import build, kernels
 
 CONSTANTS = [
     ("DEQUANTIZE", {"GROUP": 64}),

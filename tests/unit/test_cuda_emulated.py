@@ -19,10 +19,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from allhands.model import embedding
-from allhands.model.fused import kernels, ops, sources
-from allhands.model.fused.linear import _adapted_mlp
-from allhands.trees import number
+from allhands.io.trees import number
+from allhands.kernels.fused import embedding, kernels, ops, sources
+from allhands.kernels.fused.linear import _adapted_mlp
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -319,7 +318,7 @@ def test_an_adapted_feed_forward_block(emulated: list[str]) -> None:
 
 def _parts_of(function: Callable[..., mx.array], arrays: list[mx.array]) -> tuple[Any, Any]:
     """The forward and backward parts that ``function`` hands to ``with_vjp``."""
-    from allhands.model.fused import linear
+    from allhands.kernels.fused import linear
 
     taken: list[Any] = []
 

@@ -17,10 +17,19 @@ from command_line import call_allhands
 from dashboards import Dashboard, dashboard
 from written_runs import HOSTILE, write_run, write_samples
 
-from allhands.dashboard.runs import Judged, ask_to_stop, facts_of, find_runs, head_of, logs_of, summary_of, tail_of
 from allhands.errors import DataError
-from allhands.monitor import encode_sample, read_samples
+from allhands.observe.monitor import encode_sample, read_samples
 from allhands.plan.kept import keep_plan
+from allhands.report.dashboard.runs import (
+    Judged,
+    ask_to_stop,
+    facts_of,
+    find_runs,
+    head_of,
+    logs_of,
+    summary_of,
+    tail_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +248,7 @@ def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_pat
 
 
 def test_curves_are_judged_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allhands.dashboard import runs
+    from allhands.report.dashboard import runs
 
     run, judged, asked = write_run(tmp_path / "run", ended=None), Judged(), list[int]()
     judge = runs.harm

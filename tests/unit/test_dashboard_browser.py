@@ -19,7 +19,7 @@ from test_monitor import SAMPLE
 from test_report_browser import CONTRAST, WIDTHS, browser, pytestmark  # noqa: F401 - the fixture and the marks
 from written_runs import HOSTILE, write_run, write_samples
 
-from allhands.monitor import encode_sample, monitor_file
+from allhands.observe.monitor import encode_sample, monitor_file
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from serving import connect, parsed, received
 from written_runs import HOSTILE, write_run, write_samples
 
-from allhands.dashboard.app import Settings, make_app
-from allhands.dashboard.runs import facts_of, logs_of, processes_of, summary_of
 from allhands.errors import AllhandsError
-from allhands.http_guard import Guard
+from allhands.report.dashboard.app import Settings, make_app
+from allhands.report.dashboard.runs import facts_of, logs_of, processes_of, summary_of
 from allhands.report.html import page_parts
 from allhands.report.page import make_page
+from allhands.runtime.http_guard import Guard
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +371,7 @@ def test_a_run_that_cannot_be_shown_hides_no_other(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("out of nowhere")
 
-    monkeypatch.setattr("allhands.dashboard.app.make_page", fails)
+    monkeypatch.setattr("allhands.report.dashboard.app.make_page", fails)
     assert client.get("/api/page?run=one").status_code == 500
     assert client.get("/api/runs").json()[0]["name"] == "one"
     assert capsys.readouterr().err.count("out of nowhere") == 1

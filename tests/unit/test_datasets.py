@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from allhands.config import build_config
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import build_config
 from allhands.data import store
 from allhands.data.splits import RecordSource
 from allhands.errors import ConfigError, DataError
 from allhands.model.load import load_tokenizer
-from allhands.pretrain_config import PretrainConfig
-from allhands.train import datasets
-from allhands.train.datasets import find_splits, load_data, open_data
+from allhands.run import datasets
+from allhands.run.datasets import find_splits, load_data, open_data
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from allhands.cli.container_inputs import hyperparameters, merged, parse_arguments
 from allhands.cluster.environment import recognise
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError
 
 ROOT = Path(__file__).parents[2]

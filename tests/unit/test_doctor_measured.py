@@ -12,7 +12,7 @@ from allhands.cluster.doctor.facts import Tree
 from allhands.cluster.doctor.measured import full_parameters, lora_parameters, measured, shapes_of, trained_parameters
 from allhands.cluster.figures import Failure, Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
 
 

@@ -19,8 +19,8 @@ from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding
 from numpy.typing import NDArray
 
-from allhands.model import embedding
-from allhands.model.embedding import OrderedEmbedding, look_up, make_deterministic
+from allhands.kernels.fused import embedding
+from allhands.kernels.fused.embedding import OrderedEmbedding, look_up, make_deterministic
 
 SIZE, DIMS = 23, 5
 Floats = NDArray[np.float64]

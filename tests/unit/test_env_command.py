@@ -119,7 +119,7 @@ def test_a_contradiction_is_exit_code_7(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_broken_mlx_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from allhands import accelerator
+    from allhands.runtime import accelerator
 
     def broken() -> None:
         raise RuntimeError("libcuda.so.1: cannot open shared object file")

@@ -10,7 +10,7 @@ import pytest
 
 from allhands.distributed import reduce
 from allhands.distributed.reduce import Lookups, start_all_reduce, start_sum
-from allhands.trees import flatten
+from allhands.io.trees import flatten
 
 
 class Twin:

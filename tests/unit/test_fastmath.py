@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from numpy.typing import NDArray
 from test_split import build, llama
 
-from allhands.model.fastmath import sigmoid, swiglu, use_fast_mlp
+from allhands.kernels.fastmath import sigmoid, swiglu, use_fast_mlp
 
 Float64 = NDArray[np.float64]
 

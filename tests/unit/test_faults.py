@@ -17,12 +17,12 @@ import psutil
 import pytest
 from hostile import until
 
-from allhands import faults
 from allhands.errors import ConfigError
+from allhands.runtime import faults
 
 _PROGRAM = """
 import sys
-from allhands import faults
+from allhands.runtime import faults
 for step in range(6):
     print(step, faults.fire("step", step, 0), flush=True)
 """

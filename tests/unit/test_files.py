@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from allhands.errors import StorageError
-from allhands.files import claimed, make_directory, private_opener, require_writable, write_whole
+from allhands.io.files import claimed, make_directory, private_opener, require_writable, write_whole
 
 
 def names(directory: Path) -> list[str]:
@@ -151,7 +151,7 @@ def test_an_interruption_leaves_the_old_file_and_nothing_else(error: type[BaseEx
 KILLED = """
 import sys, time
 from pathlib import Path
-from allhands.files import write_whole
+from allhands.io.files import write_whole
 
 def write(temporary):
     with temporary.open("wb") as file:
@@ -225,7 +225,7 @@ import resource, sys
 from pathlib import Path
 import mlx.core as mx
 from allhands.errors import StorageError
-from allhands.files import write_whole
+from allhands.io.files import write_whole
 array = mx.zeros((10_000,))
 mx.eval(array)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -17,8 +17,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from allhands.checkpoints.arrays import tensors_of
-from allhands.checkpoints.tensors import safetensors_pieces
 from allhands.errors import ModelError
+from allhands.io.tensors import safetensors_pieces
 from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import TokenIds, find_shape, model_config
 

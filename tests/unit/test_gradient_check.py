@@ -18,17 +18,17 @@ from command_line import call_allhands
 from mlx.utils import tree_flatten
 from tiny import write_chat_data, write_model, write_tokenizer
 
-from allhands.accelerator import detect
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ModelError
-from allhands.model import known
+from allhands.kernels import known
+from allhands.kernels.selection import KernelSelection
 from allhands.model.adapters import make_trainable
-from allhands.model.choices import KernelSelection
 from allhands.model.dropout import dropout_keys_of
 from allhands.model.passes import apply_passes
-from allhands.train import gradient_cost
-from allhands.train.gradient_check import GradientCheck, GradientVerdict
-from allhands.train.preparing import pass_context
+from allhands.run import gradient_cost
+from allhands.run.gradient_check import GradientCheck, GradientVerdict
+from allhands.run.preparing import pass_context
+from allhands.runtime.accelerator import detect
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 259, "tie_word_embeddings": True}
@@ -284,7 +284,7 @@ def test_a_check_that_could_not_compare_every_row_is_made_again(
 def test_a_training_that_would_be_wrong_is_refused_and_not_remembered(
     run: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from allhands.model import native
+    from allhands.kernels import native
 
     right = native.swiglu
     monkeypatch.setattr(native, "swiglu", lambda gate, up: 1.1 * right(gate, up))

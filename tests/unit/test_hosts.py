@@ -24,7 +24,7 @@ from allhands.cluster.hosts import (
     read_hostfile,
     write_hosts,
 )
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 
 

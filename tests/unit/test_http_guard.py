@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from allhands.errors import ConfigError
-from allhands.http_guard import Guard, listen, origin_of
+from allhands.runtime.http_guard import Guard, listen, origin_of
 
 
 def status(guard: Guard, method: str = "GET", **headers: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cluster.journal import EVENTS_FILE, Journal, SupervisorEvent, read_events
+from allhands.observe.journal import EVENTS_FILE, Journal, SupervisorEvent, read_events
 
 _FAULT = SupervisorEvent(
     "fault",

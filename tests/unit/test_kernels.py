@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allhands import kernels
+from allhands.runtime import jit_cache as kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles kernels like this on Linux only")
 

@@ -14,13 +14,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama, rope_utils
 
-from allhands.accelerator import detect
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
-from allhands.model import known
-from allhands.model.choices import KernelSelection
+from allhands.kernels import known
+from allhands.kernels.selection import KernelSelection
 from allhands.model.passes import apply_passes
-from allhands.train.preparing import pass_context
+from allhands.run.preparing import pass_context
+from allhands.runtime.accelerator import detect
 
 # Digests of the sources of ``__call__`` that were read for each list, without types and comments. Where this fails,
 # mlx_lm has changed: read the class again, then put its new digest here, or take the class out of the list.

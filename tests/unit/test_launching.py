@@ -20,10 +20,10 @@ from allhands.cli.train import job_of
 from allhands.cluster import addresses
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.supervisor import SupervisorEvent
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
-from allhands.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
-from allhands.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
+from allhands.observe.metrics.console import ended_line, skipped_line, started_lines, train_line, valid_line
+from allhands.observe.metrics.events import RunEnded, RunStarted, StepSkipped, TrainReport, ValidReport
 
 _RESUME = "to go on from step 20: the same command with --resume"
 Err = Callable[[], str]
@@ -393,7 +393,7 @@ def test_the_ranks_of_hosts_are_not_those_of_n() -> None:
     """``--hosts a,b`` is two ranks, so two weights fit: who counts ``-n`` would want one."""
     from allhands.cli.train import check_launch
     from allhands.cluster.environment import recognise
-    from allhands.config import build_config
+    from allhands.config.schema import build_config
 
     config = build_config({"hosts": "a,b", "rank_weights": [2, 1]}, None)
     check_launch(config, recognise({}))
@@ -429,7 +429,7 @@ def test_processes_that_take_turns_are_told_of(
     ranks: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    monkeypatch.setattr("allhands.gpus.nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr("allhands.runtime.gpus.nvidia_gpus", lambda: gpus)
     launching._tell_cores(TrainingJob(Path(), Path(), num_ranks=ranks, backend="ring"))
     assert capsys.readouterr().err == told
 

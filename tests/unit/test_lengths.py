@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from allhands import histograms
+from allhands.data import histograms
+from allhands.data.histograms import draw_lengths
 from allhands.data.lengths import LengthSummary, bars, percent
 from allhands.errors import ConfigError, StorageError
-from allhands.histograms import draw_lengths
 
 some_lengths = st.lists(st.integers(0, 100_000), min_size=1, max_size=60)
 limits = st.none() | st.integers(1, 120_000)

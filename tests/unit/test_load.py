@@ -20,10 +20,10 @@ from huggingface_hub import errors as hub_errors
 from tiny_gguf import dense_parameters, tiny_model
 
 from allhands.errors import ConfigError, ModelError, StorageError
+from allhands.io.staging import publish, staging
 from allhands.model import sources
 from allhands.model.load import get_model, load_bare_tokenizer, load_model, load_tokenizer
 from allhands.model.sources import resolve
-from allhands.staging import publish, staging
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def test_full_disk_leaves_nothing(tiny: tuple[Path, dict[str, np.ndarray]], tmp_
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from allhands.staging import staging
+from allhands.io.staging import staging
 with staging(Path(sys.argv[1])) as staged:
     (staged / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -20,8 +20,8 @@ from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
-from allhands.evaluate import Evaluator
-from allhands.sizing import Sizing, best_ladder
+from allhands.runtime.sizing import Sizing, best_ladder
+from allhands.train.evaluation import Evaluator
 
 quick = settings(max_examples=50, deadline=None, database=None)
 Example = tuple[list[int], list[bool]]  # tokens and mask

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from allhands.callers import CALLER, LISTENER, Call, Caller, Handshake, key_for
 from allhands.cluster import meeting
 from allhands.cluster.environment import recognise, rendezvous
 from allhands.cluster.meeting import Patience, meet
 from allhands.cluster.place import MeetingPoint
 from allhands.errors import DistributedError
+from allhands.runtime.callers import CALLER, LISTENER, Call, Caller, Handshake, key_for
 
 QUICK = Patience(20.0, first_pause_s=0.02, longest_pause_s=0.1)
 SHORT = Patience(1.5, first_pause_s=0.02, longest_pause_s=0.1)

@@ -23,8 +23,8 @@ from allhands.distributed.capabilities import CAPABILITIES, can, require_groups,
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import AXES, Coordinates, Mesh
 from allhands.errors import ConfigError, Interrupted
-from allhands.evaluate import Evaluator
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
+from allhands.train.evaluation import Evaluator
 
 SIZES: list[dict[str, int]] = [
     {},

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allhands.errors import DataError, StorageError
-from allhands.formatting import format_bytes, format_count, format_duration, format_memory, format_rate, format_size
-from allhands.metrics import (
+from allhands.io.formatting import format_bytes, format_count, format_duration, format_memory, format_rate, format_size
+from allhands.observe.metrics import (
     ConsoleSink,
     Event,
     JsonlSink,

@@ -22,8 +22,9 @@ from rich.console import Console
 from allhands.cli.main import main
 from allhands.cli.monitor import table_of, view
 from allhands.errors import DataError
-from allhands.metrics import read_metrics
-from allhands.monitor import (
+from allhands.loops.recorder import Metrics
+from allhands.observe.metrics import read_metrics
+from allhands.observe.monitor import (
     Board,
     Follower,
     Identity,
@@ -36,9 +37,8 @@ from allhands.monitor import (
     picture,
     read_samples,
 )
-from allhands.monitor.picture import plot_memory
-from allhands.monitor.sampler import PhaseClock
-from allhands.recorder import Metrics
+from allhands.observe.monitor.picture import plot_memory
+from allhands.observe.monitor.sampler import PhaseClock
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional share is Linux's")
@@ -47,7 +47,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional sha
 SAMPLED = """
 import mmap, os, sys, time
 from pathlib import Path
-from allhands.monitor import Identity, ProcessSampler
+from allhands.observe.monitor import Identity, ProcessSampler
 file, size, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 with ProcessSampler(Identity("rank", 0, run="test"), {"ALLHANDS_MONITOR_EVERY_S": "0.05"}) as sampler:
     sampler.write_to(target)
@@ -477,7 +477,7 @@ def test_no_samples_are_taken_where_none_are_wanted(tmp_path: Path) -> None:
 
 
 def test_a_sample_says_when_its_process_began() -> None:
-    late = "import time; time.sleep(1); from allhands.monitor import *;"
+    late = "import time; time.sleep(1); from allhands.observe.monitor import *;"
     code = f"{late} print(ProcessSampler(Identity('rank')).sample().began)"
     before = time.time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

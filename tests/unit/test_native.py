@@ -18,13 +18,13 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from substituted import prepare_dense
 
-from allhands.blas import native_library
-from allhands.model import native, native_arrays, native_products
+from allhands.kernels import native, native_arrays, native_products
+from allhands.kernels.documents import DocumentRow, caches_for
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.documents import DocumentRow, caches_for
 from allhands.model.quantized import UnpackedLinear
-from allhands.native.library import architecture, wanted
 from allhands.parallel.gradient import make_gradient
+from allhands.runtime.blas import native_library
+from allhands.runtime.native.library import architecture, wanted
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Arrays = tuple[mx.array, ...]

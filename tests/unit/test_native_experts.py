@@ -13,7 +13,7 @@ from mlx_lm.models import mixtral, olmo2, qwen3
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from allhands.model import native, native_experts
+from allhands.kernels import native, native_experts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from allhands.blas import native_library, preload_blas
-from allhands.model import native
-from allhands.model.native_arrays import at
+from allhands.kernels import native
+from allhands.kernels.native_arrays import at
+from allhands.runtime.blas import native_library, preload_blas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Matrix = NDArray[Any]

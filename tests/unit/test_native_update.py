@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from allhands.blas import native_library
-from allhands.model import native
+from allhands.io.trees import flatten, part_of, unflatten
+from allhands.kernels import native
+from allhands.runtime.blas import native_library
 from allhands.train import native_update
 from allhands.train.graph_update import initialise
 from allhands.train.native_update import NativeUpdate
 from allhands.train.optimizers import SGD, KernelAdam, KernelAdamW
-from allhands.trees import flatten, part_of, unflatten
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 # On both sides of a part of 16,384 numbers and of what is updated together.

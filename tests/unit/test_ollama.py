@@ -11,7 +11,7 @@ from tiny import CHAT_TEMPLATE, write_model
 from transformers import AutoTokenizer
 
 from allhands.errors import ModelError
-from allhands.shipping.ollama import modelfile, recognise
+from allhands.export.ollama import modelfile, recognise
 
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"

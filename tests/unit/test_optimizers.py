@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
+from allhands.io.trees import flatten, unflatten
 from allhands.train.graph_update import GraphUpdate, initialise
 from allhands.train.optimizers import SGD, HiddenMuon, KernelAdamW, Muon, Optimizer, orthogonalised
-from allhands.trees import flatten, unflatten
 
 
 class Block(nn.Module):

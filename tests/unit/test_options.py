@@ -16,11 +16,11 @@ from command_line import call_allhands, parse, verbs
 from pydantic import BaseModel
 
 from allhands.cli.plan import training_config
-from allhands.config import HfDataset, TrainConfig, build_config
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import HfDataset, TrainConfig, build_config
 from allhands.errors import ConfigError
-from allhands.eval_config import EvalConfig
-from allhands.paths import expanded, written
-from allhands.pretrain_config import PretrainConfig
+from allhands.io.paths import expanded, written
 
 # Texts that are no paths of this computer. A new option of text belongs here, to TEXT_PATHS, or is a Path.
 NO_PATHS = {

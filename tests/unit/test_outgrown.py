@@ -9,7 +9,7 @@ import pytest
 from test_monitor import SAMPLE
 from test_plan import history
 
-from allhands.monitor import Sample
+from allhands.observe.monitor import Sample
 from allhands.plan.outgrown import signs_of
 
 

@@ -8,7 +8,7 @@ import pytest
 from allhands.data.check import CheckOptions
 from allhands.data.order import GlobalOrder
 from allhands.data.padding import estimate_padding
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 
 def test_padding_is_that_of_the_batches() -> None:

@@ -11,13 +11,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from allhands.accelerator import Accelerator
-from allhands.model import native
-from allhands.model.choices import BY_RULE, Choices, KernelSelection, parse_wishes, selection_of
+from allhands.kernels import native
+from allhands.kernels.instances import form_for_a_while, give_form
+from allhands.kernels.selection import BY_RULE, Choices, KernelSelection, parse_wishes, selection_of
 from allhands.model.dropout import dropout_keys_of
-from allhands.model.instances import form_for_a_while, give_form
 from allhands.model.passes import PASSES, Applied, PassContext, apply_passes
 from allhands.parallel.gradient import make_gradient
+from allhands.runtime.accelerator import Accelerator
 
 SIZES = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 101}

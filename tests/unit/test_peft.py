@@ -19,13 +19,13 @@ from mlx_lm.utils import load
 from tiny import run_allhands, write_adapter, write_model
 
 from allhands.errors import ModelError
-from allhands.generate import load_for_generation
+from allhands.infer.generate import load_for_generation
+from allhands.io.trees import flatten
 from allhands.model.hf_names import ARCHITECTURES
 from allhands.model.load import load_model
 from allhands.model.peft import Adapter, to_peft
 from allhands.model.peft_base import PeftBase
 from allhands.model.peft_import import from_peft
-from allhands.trees import flatten
 
 LAYERS = 3
 ALL = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")

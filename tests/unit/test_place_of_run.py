@@ -13,9 +13,9 @@ import pytest
 from command_line import call_allhands
 from tiny import write_adapter
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import AllhandsError, ConfigError
-from allhands.metrics import METRICS_FILE
+from allhands.observe.metrics import METRICS_FILE
 
 
 def trained(model: Path, data: Path, place: Path, **more: Any) -> tuple[int, str]:

@@ -12,18 +12,18 @@ from command_line import call_allhands
 
 from allhands.cluster.figures import Figures, Timing
 from allhands.errors import ConfigError
-from allhands.metrics import RunEnded, RunHistory, RunStarted, TrainReport
-from allhands.metrics.events import encode_event
 from allhands.model.load import load_tokenizer
+from allhands.observe.metrics import RunEnded, RunHistory, RunStarted, TrainReport
+from allhands.observe.metrics.events import encode_event
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
 from allhands.plan.links import Link, Measured, link_of
-from allhands.plan.memory import Blocks, Work, on_cpu, on_gpu
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import Job, Prices, look_ahead
-from allhands.plan.sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.plan.speed import StepModel, amdahl, enough, fitted, gustafson, predict
 from allhands.plan.strategies import Way, ways_of_one, ways_of_team
+from allhands.run.model_sizes import adapter_weights, all_weights, expert_weights, flops_per_token
+from allhands.run.training_memory import Blocks, Work, on_cpu, on_gpu
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)

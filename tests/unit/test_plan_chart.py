@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allhands.errors import ConfigError
-from allhands.pictures import picture_suffix
+from allhands.io.pictures import picture_suffix
 from allhands.plan import advice as chart
 from allhands.plan.advice import Offer, Situation, advise
 from allhands.plan.chart import arrows_of

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from written_runs import write_run
 
-from allhands.metrics import read_metrics
-from allhands.names import PLAN_FILE
+from allhands.io.names import PLAN_FILE
+from allhands.observe.metrics import read_metrics
 from allhands.plan.compared import compare
 from allhands.plan.computers import Computer
 from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
-from allhands.plan.memory import Blocks, Work, on_gpu
 from allhands.plan.outlook import Job, Outlook, look_ahead
 from allhands.plan.speed import StepModel
+from allhands.run.training_memory import Blocks, Work, on_gpu
 
 # 1.44 billion weights with float32 copies: 64 rows of 2048 in micro-batches of 8, as on an RTX 4090.
 LLAMA = Blocks(layers=24, dims=2048, mlp_dims=5632, queries=2048, keys=1024, vocabulary=151_680)

@@ -13,10 +13,10 @@ import pytest
 from written_runs import write_run, write_samples
 
 from allhands.cli.plan_calibration import Calibration, calibrate, settings, steps_of
-from allhands.config import TrainConfig
-from allhands.metrics import JsonlSink, RunStarted, TrainReport, read_metrics
-from allhands.monitor import decode_sample, encode_sample
-from allhands.names import PLAN_FILE
+from allhands.config.schema import TrainConfig
+from allhands.io.names import PLAN_FILE
+from allhands.observe.metrics import JsonlSink, RunStarted, TrainReport, read_metrics
+from allhands.observe.monitor import decode_sample, encode_sample
 from allhands.plan.compared import compare
 from allhands.plan.kept import keep_plan, read_plan
 

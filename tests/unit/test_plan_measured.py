@@ -14,8 +14,8 @@ import pytest
 from allhands.cli import plan_calibration
 from allhands.cli.plan_calibration import Calibration, calibrate
 from allhands.cli.plan_noise import LoadWatch
-from allhands.config import TrainConfig
-from allhands.metrics import JsonlSink, RunStarted, TrainReport
+from allhands.config.schema import TrainConfig
+from allhands.observe.metrics import JsonlSink, RunStarted, TrainReport
 
 ROW = 100.0  # tokens
 

@@ -18,9 +18,9 @@ from allhands.plan.chart import bars_of, draw_chart, told_of
 from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import device_of
 from allhands.plan.links import link_of
-from allhands.plan.memory import Blocks, Work, on_gpu
 from allhands.plan.outlook import Job, Outlook, look_ahead
 from allhands.plan.speed import StepModel, enough_of, predict
+from allhands.run.training_memory import Blocks, Work, on_gpu
 
 MISTRAL = Blocks(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
 LORA_BYTES = 20_000_000

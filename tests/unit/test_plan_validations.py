@@ -12,17 +12,17 @@ from command_line import call_allhands, changed
 from written_runs import write_run
 
 from allhands.cli.plan_validations import ValidRows, number_of, seconds_of
-from allhands.config import TrainConfig
-from allhands.metrics import read_metrics
-from allhands.names import PLAN_FILE
+from allhands.config.schema import TrainConfig
+from allhands.io.names import PLAN_FILE
+from allhands.observe.metrics import read_metrics
 from allhands.plan.compared import Figure, compare
 from allhands.plan.computers import Computer
 from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
-from allhands.plan.memory import Blocks, on_cpu
 from allhands.plan.outlook import Job, look_ahead
-from allhands.plan.sizes import forward_share
 from allhands.plan.speed import StepModel
+from allhands.run.model_sizes import forward_share
+from allhands.run.training_memory import Blocks, on_cpu
 
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 BLOCKS = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)

@@ -15,10 +15,10 @@ from command_line import call_allhands
 from written_runs import BEGAN, write_run, write_samples
 
 from allhands.cli.plan_calibration import calibrate
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
-from allhands.metrics import RunEnded, read_metrics
-from allhands.monitor import decode_sample, encode_sample
+from allhands.observe.metrics import RunEnded, read_metrics
+from allhands.observe.monitor import decode_sample, encode_sample
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.plan.kept import keep_plan, plan_before, plan_record, read_plan
 from allhands.report import make_page, read_facts, to_html, to_markdown

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from allhands.errors import ConfigError, DataError, StorageError
-from allhands.metrics import RunEnded, RunHistory, RunStarted, StepSkipped, TrainReport, ValidReport
-from allhands.plots import plot_losses, smooth, times_markdown, times_table
+from allhands.observe.metrics import RunEnded, RunHistory, RunStarted, StepSkipped, TrainReport, ValidReport
+from allhands.observe.plots import plot_losses, smooth, times_markdown, times_table
 
 
 def history(name: str = "run", ranks: int = 1, step_s: float = 2.0, num_points: int = 30) -> RunHistory:
@@ -232,7 +232,7 @@ def test_settings_of_the_caller_neither_count_nor_change(tmp_path: Path) -> None
 
 
 def test_pyplot_and_mlx_are_not_imported() -> None:
-    code = "import sys, allhands.plots; print([m for m in ('matplotlib.pyplot', 'mlx') if m in sys.modules])"
+    code = "import sys, allhands.observe.plots; print([m for m in ('matplotlib.pyplot', 'mlx') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from allhands import ports
-from allhands.callers import CALLER, Call, key_for, listen_at
 from allhands.cluster import join, meeting
 from allhands.cluster.meeting import Patience, meet
 from allhands.cluster.place import Launch, MeetingPoint
 from allhands.cluster.processes import reserve_ports
 from allhands.distributed.ring import PortTakenError, take_turns
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.http_guard import listen
-from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
+from allhands.runtime import ports
+from allhands.runtime.callers import CALLER, Call, key_for, listen_at
+from allhands.runtime.http_guard import listen
+from allhands.runtime.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 SETTINGS = PortSettings("--port", "--host")
 

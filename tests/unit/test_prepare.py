@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import WORDS, report_of, rows_of, sentence, texts, write
 
+from allhands.data.histograms import draw_lengths
 from allhands.data.intake import PrepareOptions
 from allhands.data.outcome import PrepareOutcome
 from allhands.data.prepare import NothingLeft, prepare
@@ -25,13 +26,12 @@ from allhands.data.splitting import (
     SplitShare,
 )
 from allhands.errors import ConfigError, DataError, StorageError
-from allhands.histograms import draw_lengths
 
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.histograms.draw_lengths", lambda *_: None)
+    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
 
 
 def run(folder: Path, files: Mapping[str, Iterable[Any]], **options: Any) -> PrepareOutcome:
@@ -376,7 +376,7 @@ def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> 
 
 
 def test_without_a_model_lengths_are_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allhands.histograms.draw_lengths", draw_lengths)
+    monkeypatch.setattr("allhands.data.histograms.draw_lengths", draw_lengths)
     outcome = run(tmp_path, {"a.jsonl": [{"text": "x" * n} for n in (3, 5, 10)]})
     assert outcome.lengths is not None
     assert outcome.lengths.unit == "characters"

@@ -18,7 +18,7 @@ from allhands.data.tables import rows_of_table, separator_of
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.histograms.draw_lengths", lambda *_: None)
+    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
 
 
 def run(folder: Path, rows: list[Any], *flags: str) -> tuple[int, str]:

@@ -19,7 +19,7 @@ import pytest
 
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
-from allhands.cluster.doctor.probes import computer
+from allhands.cluster.probes import computer
 
 SOURCE = Path(probe.__file__).parent
 PARTS = (*sorted((SOURCE / "doctor" / "probes").glob("*.py")), SOURCE / "probe.py")

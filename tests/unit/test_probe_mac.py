@@ -7,7 +7,7 @@ import json
 import pytest
 
 from allhands.cluster.doctor.facts import HostFacts, Interface, Mac
-from allhands.cluster.doctor.probes import computer, mac, network
+from allhands.cluster.probes import computer, mac, network
 
 PORTS = """
 Hardware Port: Ethernet

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from strangers import inputs, loopback_sources, pestering, say_all
 
-from allhands.cluster.doctor.probes import network, reach, trees
+from allhands.cluster.probes import network, reach, trees
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def test_who_is_called_sends_a_new_number_first(monkeypatch: pytest.MonkeyPatch)
 
 _LISTENS = """
 import sys
-from allhands.cluster.doctor.probes.reach import Listeners
+from allhands.cluster.probes.reach import Listeners
 print(Listeners("s").open(["127.0.0.1"])["ports"]["127.0.0.1"], flush=True)
 sys.stdin.read()
 """

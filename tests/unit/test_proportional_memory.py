@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from allhands.monitor import process
-from allhands.monitor.process import ProportionalMemory
-from allhands.monitor.sampler import Identity, ProcessSampler
+from allhands.observe.monitor import process
+from allhands.observe.monitor.process import ProportionalMemory
+from allhands.observe.monitor.sampler import Identity, ProcessSampler
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell it")
 

@@ -18,9 +18,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from substituted import prepare_quantized
 from tiny import write_model
 
-from allhands.accelerator import Accelerator
 from allhands.model.load import load_model
 from allhands.model.quantized import UnpackedLinear
+from allhands.runtime.accelerator import Accelerator
 
 
 def quantized(bits: int, group_size: int, bias: bool = False) -> nn.QuantizedLinear:

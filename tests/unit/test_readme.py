@@ -16,9 +16,9 @@ from command_line import parse, verbs
 from tiny import write_model
 
 import allhands
-from allhands.aliases import ALIASES, ELSEWHERE, for_flag
-from allhands.config import TrainConfig, build_config
-from allhands.pretrain_config import PretrainConfig
+from allhands.config.aliases import ALIASES, ELSEWHERE, for_flag
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig, build_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from allhands.model import native
+from allhands.kernels import native
 from allhands.model.checkpointing import checkpoint_layers
 
 AT_ONCE = [

@@ -15,10 +15,10 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.cli.main import main
 from allhands.distributed.backend import SingleProcess
 from allhands.errors import ConfigError
-from allhands.metrics.history import read_metrics
-from allhands.monitor import Sample, encode_sample, monitor_file
-from allhands.recorder import Metrics
-from allhands.world import World
+from allhands.loops.recorder import Metrics
+from allhands.loops.world import World
+from allhands.observe.metrics.history import read_metrics
+from allhands.observe.monitor import Sample, encode_sample, monitor_file
 
 ALONE = World(0, 1, 0, 1, "none", "single", SingleProcess())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from allhands.faults import FiredFault, PlannedFault, read_schedule
+from allhands.runtime.faults import FiredFault, PlannedFault, read_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,12 +25,12 @@ from allhands.checkpoints import checkpoints_in, open_checkpoint, write_checkpoi
 from allhands.cli import launching
 from allhands.cli.train import RESTARTS_OF_SEVERAL, job_of
 from allhands.cluster.supervisor import LaunchSpec
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, Interrupted, NumericsError, Regroup, StorageError
-from allhands.files import CLAIMED, claim_mark, claimed
-from allhands.metrics import read_metrics
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.io.files import CLAIMED, claim_mark, claimed
+from allhands.observe.metrics import read_metrics
+from allhands.run.session import Surroundings, run_finetune
 
 TAKEN = "another run is writing into this directory"
 
@@ -235,7 +235,7 @@ def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monke
     def plot(*_: Any, **__: Any) -> Path:
         raise StorageError("cannot be written: No space left on device", where="loss.png")
 
-    monkeypatch.setattr("allhands.plots.plot_losses", plot)
+    monkeypatch.setattr("allhands.observe.plots.plot_losses", plot)
     text = io.StringIO()
     result = run_finetune(build_config(flags), Surroundings(console=Console(file=text, width=200)))
     assert (result.ended.reason, result.plot) == ("finished", None)

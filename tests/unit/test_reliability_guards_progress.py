@@ -25,8 +25,8 @@ from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Phase, Place, RankEx
 from allhands.cluster.runfiles import RunFiles
 from allhands.cluster.watch import Limits, ProgressWatch
 from allhands.cluster.worker import WorkerContext
-from allhands.config import TrainConfig, build_config
-from allhands.train.recipes import run_finetune
+from allhands.config.schema import TrainConfig, build_config
+from allhands.run.session import run_finetune
 
 
 @pytest.fixture(scope="module")

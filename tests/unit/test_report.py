@@ -16,9 +16,9 @@ from written_runs import BEGAN, HOSTILE, write_run, write_samples
 from allhands.cli.main import main
 from allhands.cli.train import tell_troubles
 from allhands.errors import DataError
-from allhands.metrics import RunEnded, read_metrics
-from allhands.pictures import palettes, phase_colour
-from allhands.plots import times_of
+from allhands.io.pictures import palettes, phase_colour
+from allhands.observe.metrics import RunEnded, read_metrics
+from allhands.observe.plots import times_of
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.html import colour_sheet, in_script
 from allhands.report.page import Page
@@ -453,7 +453,9 @@ def test_characters_that_cannot_be_written_or_steer_a_terminal(
 
 def test_lines_can_be_told_from_the_page_in_both_schemes() -> None:
     """At least 3 to 1, as WCAG 2.1 (1.4.11) asks of what is drawn; the same colours in both, and in pictures."""
-    style = (Path(__file__).parents[2] / "src" / "allhands" / "web" / "report.css").read_text(encoding="utf-8")
+    style = (Path(__file__).parents[2] / "src" / "allhands" / "report" / "web" / "report.css").read_text(
+        encoding="utf-8"
+    )
     backgrounds = [re.findall(r"--background: (#[0-9a-f]{6})", block)[0] for block in style.split(":root")[1:3]]
     named = dict(re.findall(r"--([a-z]+-[0-9]+): (#[0-9a-f]{6})", colour_sheet()))
     for kind, some in palettes().items():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from written_runs import BEGAN, write_run, write_samples
 
-from allhands.metrics import read_metrics
-from allhands.plots import plot_losses
+from allhands.observe.metrics import read_metrics
+from allhands.observe.plots import plot_losses
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.charts import Chart
 from allhands.report.page import Page

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, write_run, write_samples
 
-from allhands.metrics import read_metrics
-from allhands.monitor import Sample, read_samples
-from allhands.plots import times_markdown
+from allhands.observe.metrics import read_metrics
+from allhands.observe.monitor import Sample, read_samples
+from allhands.observe.plots import times_markdown
 from allhands.report import make_page, read_facts, to_markdown
 from allhands.report.charts import Bars, Chart
 from allhands.report.phases import phase_charts

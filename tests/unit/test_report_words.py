@@ -14,11 +14,11 @@ from command_line import call_allhands
 from written_runs import write_run
 
 from allhands.cli.train import tell_troubles
-from allhands.dashboard.runs import summary_of
+from allhands.observe.course import Course, Judgement
+from allhands.observe.curves import Curve, trend
+from allhands.observe.judging import judge
 from allhands.report import make_page, read_facts
-from allhands.report.course import Course, Judgement
-from allhands.report.curves import Curve, trend
-from allhands.report.words import judge
+from allhands.report.dashboard.runs import summary_of
 
 
 def curve(height: Callable[[float], float], *, steps: int, every: int, first: int, noise: float = 0.0) -> Curve:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
-from allhands.metrics import RunEnded, SavedReport, TrainReport, ValidReport, read_metrics
-from allhands.reporting import TrackerSink, start_trackers, tracked_values, tracker_names
-from allhands.train.recipes import Surroundings, run_finetune
+from allhands.observe.metrics import RunEnded, SavedReport, TrainReport, ValidReport, read_metrics
+from allhands.observe.trackers import TrackerSink, start_trackers, tracked_values, tracker_names
+from allhands.run.session import Surroundings, run_finetune
 
 TRAIN = TrainReport(
     step=10,

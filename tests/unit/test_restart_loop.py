@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from allhands.cluster.connection import HostError
-from allhands.cluster.journal import Journal, read_events
 from allhands.cluster.membership import Roster
 from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
 from allhands.errors import DistributedError
+from allhands.observe.journal import Journal, read_events
 
 Script = Outcome | Exception | Callable[[], Outcome]
 _KILLED = Fault("killed", 1, "here", "rank 1 was killed by SIGKILL", 137, step=7)

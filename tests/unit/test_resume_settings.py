@@ -10,10 +10,10 @@ import pytest
 from tiny import write_tokenizer
 
 from allhands.checkpoints.settings import check_contents, check_settings
-from allhands.config import build_config
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import build_config
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.model.load import load_bare_tokenizer
-from allhands.pretrain_config import PretrainConfig
 
 GIVEN = {"train": True, "tokenizer": "t", "data": "d", "shape": "llama-15m", "layers": 2, "max_seq_length": 64}
 

@@ -14,7 +14,7 @@ from allhands.checkpoints import RUN_NAME, checkpoint_path, checkpoints_in, find
 from allhands.checkpoints import reading as checkpoint_reading
 from allhands.checkpoints.resuming import find_checkpoint, tell_kept_aside
 from allhands.cli.train import train
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import CheckpointError
 
 SHORT, ALTERED = "bytes instead of", "SHA-256 sum is wrong"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from allhands.metrics import (
+from allhands.observe.metrics import (
     Event,
     JsonlSink,
     RunEnded,

@@ -13,10 +13,10 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.checkpoints import checkpoint_path, checkpoints_in, find
 from allhands.checkpoints.resuming import Restored, receive
 from allhands.checkpoints.rundir import kept_as, make_room
-from allhands.config import build_config
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import build_config
 from allhands.errors import ModelError
-from allhands.pretrain_config import PretrainConfig
-from allhands.train.preparing import Surroundings, starting_weights
+from allhands.run.preparing import Surroundings, starting_weights
 
 FILES = ("metrics.jsonl", "loss.png", "0000100_adapters.safetensors", "0000200_adapters.safetensors")
 ANSWERS = "answers.json"

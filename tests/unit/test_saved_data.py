@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather
 
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.other_types import way_from
 from allhands.data.reading import notes_of, read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
@@ -27,7 +27,7 @@ from allhands.data.rows import Item, Row, RowProblem
 from allhands.data.sources import find_sources
 from allhands.data.splits import load_split, split_of_folder
 from allhands.errors import AllhandsError, DataError
-from allhands.train.datasets import find_splits
+from allhands.run.datasets import find_splits
 
 DEFAULT = ColumnNames()
 ROWS = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(5)]

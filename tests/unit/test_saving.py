@@ -14,8 +14,8 @@ from allhands.checkpoints import Tensor, checkpoint_path, open_checkpoint
 from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.checkpoints.saving import SaveKind, SavePlan, Saver
 from allhands.errors import StorageError
-from allhands.metrics import SavedReport
-from allhands.train.state import LoopState
+from allhands.observe.metrics import SavedReport
+from allhands.run.state import LoopState
 
 
 class JustDone(Future[SavedReport]):

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
+from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError
-from allhands.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[2]
 

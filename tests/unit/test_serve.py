@@ -21,9 +21,9 @@ import pytest
 from command_line import call_allhands
 from tiny import write_adapter
 
-from allhands.conversation import Conversation
 from allhands.data.templates import ChatChoice
-from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
+from allhands.infer.conversation import Conversation
+from allhands.infer.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
 
 @contextmanager

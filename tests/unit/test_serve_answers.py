@@ -22,10 +22,10 @@ from mlx_lm.models.llama import Model, ModelArgs
 from serving import Served, parsed, received, served
 from tiny import SPECIAL, write_model, write_tokenizer
 
+from allhands.infer.replies import Answer, Piece
+from allhands.infer.texts import StopWords, TextStream, TokenBytes
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import positions_of
-from allhands.shipping.replies import Answer, Piece
-from allhands.shipping.texts import StopWords, TextStream, TokenBytes
 
 openai = pytest.importorskip("openai")
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import Served, served
 
-from allhands.shipping.completions import Refused, read_request
-from allhands.shipping.completions import Served as Model
+from allhands.infer.completions import Refused, read_request
+from allhands.infer.completions import Served as Model
 
 MODEL = Model("tiny", None, 259)
 

@@ -15,9 +15,9 @@ import pytest
 from command_line import call_allhands
 from serving import Served, parsed, received, served
 
-from allhands.http_guard import listen
-from allhands.shipping import handler, serving
-from allhands.shipping.serving import ServeOptions, serve
+from allhands.infer import handler, serving
+from allhands.infer.serving import ServeOptions, serve
+from allhands.runtime.http_guard import listen
 
 CHAT = {"messages": [{"role": "user", "content": "What is dew?"}], "max_tokens": 2}
 ROUTES = [

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from allhands.data.order import Shuffle
 from allhands.errors import CheckpointError, ConfigError, DataError
-from allhands.sharding import DistributedLoader, shard
-from allhands.world import World
+from allhands.loops.loader import DistributedLoader, shard
+from allhands.loops.world import World
 
 
 def world(rank: int, size: int) -> World:

@@ -71,8 +71,8 @@ def part_of(
     directory: Path, file: str, tensors: list[Tensor], shape: tuple[int, ...], region: Region
 ) -> parts.WrittenPart:
     from allhands.checkpoints.format import StoredArray, StoredSlice
-    from allhands.checkpoints.tensors import safetensors_pieces
     from allhands.checkpoints.writing import write_file
+    from allhands.io.tensors import safetensors_pieces
 
     stored = write_file(directory / file, safetensors_pieces(tensors), lambda: None)
     return parts.WrittenPart({file: stored}, [StoredArray("state.w", shape, "F32", (StoredSlice(file, "w", region),))])

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from allhands.errors import ConfigError, StorageError
-from allhands.staging import Scratch, locked, locked_now, publish, require_place, staging
+from allhands.io.staging import Scratch, locked, locked_now, publish, require_place, staging
 
 # Killed between the two renames of an exchange.
 KILLED = """
 import os, signal, sys
 from contextlib import nullcontext
 from pathlib import Path
-from allhands.staging import publish, staging
+from allhands.io.staging import publish, staging
 with staging(Path(sys.argv[1])) as staged:
     (staged / "new").touch()
     real = Path.rename
@@ -174,7 +174,7 @@ def test_the_new_name_is_on_the_disk_before_anybody_is_told(out: Path, monkeypat
         done.append("parent" if path == out.parent else "staged")
 
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr("allhands.staging.sync", sync)
+    monkeypatch.setattr("allhands.io.staging.sync", sync)
     stage(out, lambda staged: publish(staged, out))
     assert done == ["staged", "staged", "rename", "rename", "parent"]
 
@@ -190,7 +190,7 @@ def test_a_lock_is_had_at_once_or_not(tmp_path: Path) -> None:
 
 _HOLDER = """
 import sys, time
-from allhands.staging import Scratch
+from allhands.io.staging import Scratch
 print(Scratch(sys.argv[1]).path, flush=True)
 time.sleep(60)
 """

@@ -24,7 +24,7 @@ from allhands.data.render import Rendered
 from allhands.data.store import StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
 from allhands.data.tokens import TokenSet
 from allhands.errors import DataError, ModelError, StorageError
-from allhands.staging import locked
+from allhands.io.staging import locked
 
 Example = tuple[list[int], list[bool]]
 ARRAYS = ("tokens", "mask_bits", "offsets", "work", "num_targets")

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 from twins import ThreadCommunicator, run_ranks
 
-from allhands import supervised
 from allhands.checkpoints import checkpoints_in
 from allhands.cluster.environment import Launch
 from allhands.cluster.worker import WorkerContext
 from allhands.errors import CheckpointError, ConfigError, StorageError
-from allhands.nested import put_together, take_apart
-from allhands.supervised import Saved, last_checkpoint, progress, save_checkpoint
+from allhands.io.nested import put_together, take_apart
+from allhands.loops import supervised
+from allhands.loops.supervised import Saved, last_checkpoint, progress, save_checkpoint
 
 
 def make_session(
@@ -301,7 +301,7 @@ def test_progress_marks_and_beats(tmp_path: Path) -> None:
 
 _PROGRAM = """
 import atexit, os, signal, sys, tempfile, time
-import allhands.supervised as allhands
+import allhands.loops.supervised as allhands
 print("begins", flush=True)
 atexit.register(print, "earlier clean-up")
 def train(number):
@@ -339,7 +339,7 @@ def test_an_error_after_a_stop_stays_an_error() -> None:
 def test_another_thread_only_beats(tmp_path: Path) -> None:
     """Signals can be taken over in the main thread only; the program must not be ended by a second thread's call."""
     program = (
-        "import signal, threading, allhands.supervised as allhands\n"
+        "import signal, threading, allhands.loops.supervised as allhands\n"
         "before = signal.getsignal(signal.SIGTERM)\n"
         "thread = threading.Thread(target=allhands.progress, args=(5,))\n"
         "thread.start(); thread.join()\n"

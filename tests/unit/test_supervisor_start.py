@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from allhands.cluster.journal import Journal, read_events
 from allhands.cluster.membership import Roster
 from allhands.cluster.outcome import Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.ssh import SshTrouble
 from allhands.cluster.supervisor import SuperviseOptions, SupervisorEvent, SupervisorSeams, supervise
+from allhands.observe.journal import Journal, read_events
 
 UNKNOWN = SshTrouble("ssh: Could not resolve hostname b: Name or service not known", "correct the name", lasting=True)
 REFUSED = SshTrouble("ssh: connect to host c port 22: Connection refused", "start the ssh server there")

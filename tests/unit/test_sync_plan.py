@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import typer
 
-from allhands.blas import cache_dir
 from allhands.cli.cluster_sync import sync
 from allhands.cluster.hosts import Host
 from allhands.cluster.sync.plan import FoundFiles, Root, environment_of, make_plan, parents
 from allhands.cluster.sync.worker import base_directory, root_directory
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+from allhands.runtime.blas import cache_dir
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from allhands.cli.talk import (
 )
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
-from allhands.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
+from allhands.infer.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
 from allhands.model.load import load_model
 from allhands.report import read_facts
 

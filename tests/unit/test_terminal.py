@@ -25,9 +25,9 @@ from rich.table import Table
 from test_metrics import ENDED, STARTED, train, valid
 
 from allhands.cluster.mpi import find_mpi, usable_mpi
-from allhands.metrics import ConsoleSink
-from allhands.metrics.console import train_line
-from allhands.terminal import broken, console_for, fitted, is_read_live, is_screen, print_table, progress_console
+from allhands.io.terminal import broken, console_for, fitted, is_read_live, is_screen, print_table, progress_console
+from allhands.observe.metrics import ConsoleSink
+from allhands.observe.metrics.console import train_line
 
 WIDTHS = (*range(60, 131), 150, 177, 200)
 UNIT = re.compile(r"(?:MB|GB|kB|B|s|ms|M|k|%)\b|%")

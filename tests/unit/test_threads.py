@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from allhands.threads import side_by_side
+from allhands.runtime.threads import side_by_side
 
 
 @pytest.mark.parametrize(("threads", "most"), [(1, 1), (3, 3), (None, 9), (50, 9)])

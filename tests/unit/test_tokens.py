@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from allhands.data.loader import MicroBatch, collate, collate_share
 from allhands.data.tokens import PackedRows, TokenSet, Window, joined_fingerprint, pack_mask
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 quick = settings(max_examples=60, deadline=None, database=None)
 Example = tuple[list[int], list[bool]]

@@ -8,8 +8,8 @@ import pytest
 
 from allhands.checkpoints import RUN_NAME
 from allhands.cli.train import job_of
-from allhands.cluster.journal import Journal, SupervisorEvent
-from allhands.config import build_config
+from allhands.config.schema import build_config
+from allhands.observe.journal import Journal, SupervisorEvent
 
 
 @pytest.mark.parametrize(("kind", "begun"), [("started", True), ("given up", False)])

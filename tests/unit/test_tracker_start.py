@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from allhands import reporting
+from allhands.observe import trackers as reporting
 
 
 def test_a_server_that_does_not_answer_does_not_keep_training_from_beginning(

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from allhands.model.fused import kernels
+from allhands.io.trees import flatten, number, unflatten
+from allhands.kernels.fused import kernels
 from allhands.train.graph_update import GraphUpdate
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, KernelAdamW
-from allhands.trees import flatten, number, unflatten
 
 TOKENS = 37.0
 Schedule = Callable[[mx.array], mx.array]

@@ -17,9 +17,9 @@ import pytest
 from written_runs import BEGAN, write_run
 
 from allhands.cli.main import main
-from allhands.dashboard.runs import facts_of, summary_of
-from allhands.metrics import RunEnded
-from allhands.monitor import Sample, encode_sample, monitor_file
+from allhands.observe.metrics import RunEnded
+from allhands.observe.monitor import Sample, encode_sample, monitor_file
+from allhands.report.dashboard.runs import facts_of, summary_of
 
 
 @pytest.fixture

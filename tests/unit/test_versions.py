@@ -10,7 +10,7 @@ import pytest
 import allhands
 from allhands.cluster.setup.source import find_source
 from allhands.errors import ConfigError
-from allhands.versions import version_of, versions_of
+from allhands.runtime.versions import version_of, versions_of
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("not_installed")
 def test_a_source_tree_that_is_not_installed_knows_its_version() -> None:
-    from allhands.accelerator import detect
     from allhands.model.measurements import device_facts
-    from allhands.train.preparing import versions
+    from allhands.run.preparing import versions
+    from allhands.runtime.accelerator import detect
 
     assert version_of("allhands") == allhands.__version__
     assert versions()["allhands"] == allhands.__version__

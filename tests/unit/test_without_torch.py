@@ -33,7 +33,7 @@ def ran(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str
 
 
 def test_transformers_takes_it_for_not_installed_and_nobody_else_does(with_torch: dict[str, str]) -> None:
-    found = ran(with_torch, "-c", f"import allhands.without_torch as it; it.leave_torch_out(){AFTER}")
+    found = ran(with_torch, "-c", f"import allhands.runtime.without_torch as it; it.leave_torch_out(){AFTER}")
     assert (found.stdout, found.stderr.strip()[-18:]) == ("False True __init__.py\n", "torch was imported")
 
 

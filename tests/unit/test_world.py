@@ -22,7 +22,7 @@ from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.join import join_here
 from allhands.cluster.processes import reserve_ports
 from allhands.errors import ConfigError, DistributedError
-from allhands.world import World, world_of
+from allhands.loops.world import World, world_of
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +221,7 @@ def test_what_torchrun_starts_meets_and_stays_one_world() -> None:
 
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:
-    text = "import sys, allhands; print([n for n in ('mlx.core', 'numpy', 'allhands.world') if n in sys.modules])"
+    text = "import sys, allhands; print([n for n in ('mlx.core', 'numpy', 'allhands.loops.world') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, env={**os.environ})
     assert done.stdout == "[]\n"
 

@@ -30,8 +30,8 @@ from allhands.checkpoints.layout import (
 )
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint
-from allhands.checkpoints.tensors import Tensor
 from allhands.checkpoints.writing import write_checkpoint
+from allhands.io.tensors import Tensor
 
 __all__ = [
     "BEST",

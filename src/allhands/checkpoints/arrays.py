@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from allhands.checkpoints.format import Groups, OwnedSlice, ShardedState, num_bytes_of
 from allhands.checkpoints.reading import Checkpoint
 from allhands.checkpoints.slices import StoredNumbers, cut, stored_numbers
-from allhands.checkpoints.tensors import Tensor
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_bytes, hand_out_json
 from allhands.errors import CheckpointError
 from allhands.io.regions import ITEM_BYTES, Flat, Region, Shape, everything
-from allhands.trees import flatten
+from allhands.io.tensors import Tensor
+from allhands.io.trees import flatten
 
 # Names of safetensors' types. Numpy has no bfloat16: it travels as the integers of the same bits.
 _CODES: dict[mx.Dtype, str] = {

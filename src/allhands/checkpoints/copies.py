@@ -14,8 +14,8 @@ import numpy as np
 
 from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.errors import AllhandsError
-from allhands.metrics import SavedReport, Warned
-from allhands.trees import numbers
+from allhands.io.trees import numbers
+from allhands.observe.metrics import SavedReport, Warned
 
 NUMBERS = 2  # of a rank, for the others
 _TEXT_BYTES = 512  # of what a rank says of its copy

@@ -30,7 +30,7 @@ from allhands.checkpoints.reading import (
     with_state,
 )
 from allhands.errors import CheckpointError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and place in the data"
 

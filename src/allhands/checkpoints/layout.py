@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from allhands.errors import CheckpointError
-from allhands.names import BEST, CHECKPOINTS
+from allhands.io.names import BEST, CHECKPOINTS
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

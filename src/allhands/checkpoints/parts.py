@@ -33,12 +33,12 @@ from allhands.checkpoints.format import (
     file_of_rank,
 )
 from allhands.checkpoints.resuming import sees_main
-from allhands.checkpoints.tensors import Tensor, safetensors_pieces, safetensors_size
 from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_bytes, gather_json, hand_out_json
 from allhands.errors import AllhandsError, StorageError
-from allhands.files import storage_error_of
+from allhands.io.files import storage_error_of
+from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
 # As long as that nothing of a rank's file may come before it is given up; once the run is at its end, sooner.

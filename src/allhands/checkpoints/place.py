@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from allhands.checkpoints.layout import RUN_NAME, best_in, checkpoints_in, entries
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
 from allhands.errors import CheckpointError, ConfigError
-from allhands.names import (
+from allhands.io.names import (
     ANSWERS_FILE,
     BEST,
     CHECKPOINTS,
@@ -20,7 +21,6 @@ from allhands.names import (
     MODELS_OF_A_RUN,
     PLOT_FILE,
 )
-from allhands.pretrain_config import pretraining
 
 # Names that a run replaces or sets aside.
 _REPLACED = (CHECKPOINTS, BEST, PLOT_FILE, MEMORY_FILE, ANSWERS_FILE)
@@ -86,7 +86,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _is_ours(metrics: Path) -> bool:
     """Whether a line of it is an event of a run, or there is none that is whole."""
-    from allhands.metrics.events import decode_event
+    from allhands.observe.metrics.events import decode_event
 
     with metrics.open(encoding="utf-8", errors="replace") as lines:
         first = [line for _, line in zip(range(20), lines, strict=False) if line.endswith("\n")]

@@ -11,7 +11,7 @@ from allhands.checkpoints.finding import look, survey
 from allhands.checkpoints.layout import CHECKPOINTS, removal_path
 from allhands.checkpoints.reading import Checkpoint
 from allhands.checkpoints.writing import others_in, sweep
-from allhands.files import storage_error_of
+from allhands.io.files import storage_error_of
 
 
 def prune(

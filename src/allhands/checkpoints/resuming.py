@@ -21,17 +21,17 @@ from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
 from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
 from allhands.checkpoints.writing import sweep
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, CheckpointError
-from allhands.files import make_directory
-from allhands.metrics import read_metrics
+from allhands.io.files import make_directory
+from allhands.io.trees import numbers, unflatten
 from allhands.model.adapters import trained_weights
-from allhands.trees import numbers, unflatten
+from allhands.observe.metrics import read_metrics
 
 AUTO = "auto"
 _SEEN = ".seen-"

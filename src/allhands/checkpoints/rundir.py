@@ -19,14 +19,14 @@ from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_bytes, hand_out_json
 from allhands.errors import AllhandsError, CheckpointError
-from allhands.files import make_directory, storage_error, storage_error_of, write_whole
-from allhands.metrics import ANSWERS_FILE, METRICS_FILE
+from allhands.io.files import make_directory, storage_error, storage_error_of, write_whole
+from allhands.io.names import MEMORY_FILE, PLOT_FILE
+from allhands.io.staging import publish, staging
+from allhands.io.trees import numbers
 from allhands.model.adapters import CONFIG_FILE
 from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
-from allhands.names import MEMORY_FILE, PLOT_FILE
-from allhands.staging import publish, staging
-from allhands.trees import numbers
+from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
 # Everything of a run that is set aside under its own name with a number; numbered adapters go into one directory.
 _KEPT = (CHECKPOINTS, BEST, METRICS_FILE, ANSWERS_FILE, PLOT_FILE, MEMORY_FILE, MODEL, BEST_MODEL)

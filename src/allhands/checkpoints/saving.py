@@ -21,17 +21,17 @@ from allhands.checkpoints.layout import BEST, checkpoint_path
 from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
-from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.checkpoints.writing import write_checkpoint
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
-from allhands.faults import fire
-from allhands.files import make_directory, storage_error, storage_error_of, write_whole
-from allhands.metrics import SavedReport, Warned
+from allhands.io.files import make_directory, storage_error, storage_error_of, write_whole
+from allhands.io.tensors import Tensor, safetensors_pieces
 from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapter_config, save_template
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
+from allhands.observe.metrics import SavedReport, Warned
+from allhands.runtime.faults import fire
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.

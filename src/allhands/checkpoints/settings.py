@@ -10,12 +10,12 @@ from datetime import datetime
 from typing import Any
 
 from allhands.checkpoints import Checkpoint
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import NUMBERS, pretraining
+from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
-from allhands.pretrain_config import NUMBERS, pretraining
 
 # What is trained, on which samples, in which order: with another value it would be another run.
 FIXED: frozenset[str] = frozenset(

@@ -26,11 +26,11 @@ from allhands.checkpoints.format import (
 )
 from allhands.checkpoints.layout import MANIFEST, STATE, entries, is_plain, leftovers
 from allhands.checkpoints.reading import Checkpoint, described
-from allhands.checkpoints.tensors import Tensor, safetensors_pieces
 from allhands.errors import CheckpointError, StorageError
-from allhands.files import make_directory, storage_error, sync
+from allhands.io.files import make_directory, storage_error, sync
 from allhands.io.regions import everything
-from allhands.staging import publish, staging
+from allhands.io.staging import publish, staging
+from allhands.io.tensors import Tensor, safetensors_pieces
 
 _Pieces = Iterable[bytes | memoryview]
 _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")

@@ -1,0 +1,1 @@
+"""The commands, one module each: they parse, build the configuration, call one function and print."""

@@ -13,11 +13,11 @@ import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.errors import AllhandsError
-from allhands.paths import require_words
-from allhands.terminal import tell
+from allhands.io.paths import require_words
+from allhands.io.terminal import tell
 
 if TYPE_CHECKING:
-    from allhands.conversation import Conversation
+    from allhands.infer.conversation import Conversation
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -44,8 +44,8 @@ def chat(
     is a turn.
     """
     from allhands.cli.talk import tell_harm, tell_notes
-    from allhands.conversation import Conversation
-    from allhands.generate import Sampling, load_for_generation
+    from allhands.infer.conversation import Conversation
+    from allhands.infer.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
     with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):

@@ -16,11 +16,11 @@ import typer
 
 from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.options import option_function
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.data.records import ColumnNames
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.formatting import counted
-from allhands.terminal import console_for, progress_console
+from allhands.io.formatting import counted
+from allhands.io.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +115,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
     from allhands.data.check import check as look
     from allhands.model.load import load_tokenizer
     from allhands.model.tokenizer import positions_in
-    from allhands.train.datasets import chat_of
+    from allhands.run.datasets import chat_of
 
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
@@ -144,8 +144,8 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
 
 
 def _options(config: TrainConfig, model: Path) -> CheckOptions:
-    from allhands.accelerator import detect
     from allhands.data.check import CheckOptions
+    from allhands.runtime.accelerator import detect
 
     return CheckOptions(
         max_seq_length=config.max_seq_length,
@@ -201,7 +201,7 @@ def _sources(
 
     And what is to be known of how they are read, each with its split.
     """
-    from allhands.train.datasets import find_splits
+    from allhands.run.datasets import find_splits
 
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
     chosen = config.model_copy(update={**wanted, "val_batches": -1})

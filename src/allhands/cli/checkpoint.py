@@ -15,9 +15,9 @@ import typer
 
 from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
-from allhands.formatting import format_size
-from allhands.paths import meant
-from allhands.terminal import console_for
+from allhands.io.formatting import format_size
+from allhands.io.paths import meant
+from allhands.io.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,7 +223,7 @@ def _show(checkpoint: Checkpoint) -> None:
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     """What is known of the run, in the order in which a person asks."""
-    from allhands.formatting import format_count, format_duration
+    from allhands.io.formatting import format_count, format_duration
 
     state = checkpoint.state
     facts: list[tuple[str, object]] = [("step", checkpoint.step)]
@@ -271,8 +271,8 @@ def _is_of_pretraining(settings: Mapping[str, Any]) -> bool:
 
 
 def _changed_settings(config: Any) -> dict[str, Any]:
-    from allhands.config import TrainConfig
-    from allhands.pretrain_config import PretrainConfig
+    from allhands.config.pretrain_schema import PretrainConfig
+    from allhands.config.schema import TrainConfig
 
     settings = _mapping(config)
     kind = PretrainConfig if _is_of_pretraining(settings) else TrainConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError, DistributedError
-from allhands.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,7 +174,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def host_line(host: HostReport) -> str:
     """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
-    from allhands.formatting import format_bytes
+    from allhands.io.formatting import format_bytes
 
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
@@ -211,7 +211,7 @@ def _speed(link: LinkSpeed) -> str:
 
 
 def _seconds(taken: float) -> str:
-    from allhands.formatting import format_duration
+    from allhands.io.formatting import format_duration
 
     return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
 

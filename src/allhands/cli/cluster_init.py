@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError, DistributedError
-from allhands.formatting import format_bytes
-from allhands.terminal import tell
+from allhands.io.formatting import format_bytes
+from allhands.io.terminal import tell
 
 if TYPE_CHECKING:
     from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes

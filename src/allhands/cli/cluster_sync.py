@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from allhands.errors import ConfigError, DataError
-from allhands.formatting import format_duration, format_size
-from allhands.terminal import progress_console
-from allhands.without_torch import leave_torch_out
+from allhands.io.formatting import format_duration, format_size
+from allhands.io.terminal import progress_console
+from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -71,8 +71,8 @@ def sync(
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
-    from allhands.blas import cache_dir
     from allhands.cluster.sync import SyncOptions, Transport
+    from allhands.runtime.blas import cache_dir
 
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
@@ -121,7 +121,7 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
 
 def _words(wanted: WantedSync) -> list[str]:
     """The paths of what is wanted; what the configuration names counts where no flag says something else."""
-    from allhands.yaml_files import read_yaml
+    from allhands.config.yaml_files import read_yaml
 
     words = list(wanted.paths)
     model, data = wanted.model, wanted.data

@@ -122,7 +122,7 @@ def _add_train(app: typer.Typer) -> None:
 
 def _add_pretrain(app: typer.Typer) -> None:
     from allhands.cli.options import option_function
-    from allhands.pretrain_config import PretrainConfig
+    from allhands.config.pretrain_schema import PretrainConfig
 
     app.command("pretrain", help=_PRETRAIN_HELP)(option_function(_pretrain, _PRETRAIN_HELP, PretrainConfig))
 
@@ -270,7 +270,7 @@ def _train(flags: dict[str, Any]) -> None:
 
 def _pretrain(flags: dict[str, Any]) -> None:
     from allhands.cli.train import train
-    from allhands.pretrain_config import PretrainConfig
+    from allhands.config.pretrain_schema import PretrainConfig
 
     raise typer.Exit(train({"train": True, **flags}, PretrainConfig))
 
@@ -423,7 +423,7 @@ def demo(
 
 def version() -> None:
     """Versions of allhands and of what it stands on."""
-    from allhands.versions import version_of
+    from allhands.runtime.versions import version_of
 
     for name in ("allhands", "mlx", "mlx-lm", "numpy"):
         typer.echo(f"{name} {version_of(name) or 'is not installed'}")

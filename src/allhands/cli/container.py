@@ -22,14 +22,14 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
-from allhands.blas import allowed_cores
 from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
 from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
 from allhands.cluster.environment import has_cuda, read_text, recognise
 from allhands.cluster.place import Launch, Paths
 from allhands.cluster.platforms import from_bucket
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
+from allhands.runtime.blas import allowed_cores
 
 # How the verb is registered: what it is given belongs to ``allhands train``, or is another program.
 SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -100,7 +100,7 @@ def here() -> Machine:
     """This machine."""
     if not has_cuda():
         return Machine()
-    from allhands.gpus import nvidia_gpus
+    from allhands.runtime.gpus import nvidia_gpus
 
     return Machine(gpus=nvidia_gpus(), cuda=True)
 

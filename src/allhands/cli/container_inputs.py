@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.config import ALIASES, TrainConfig, build_config
-from allhands.config_values import unique
+from allhands.config.schema import ALIASES, TrainConfig, build_config
+from allhands.config.values import unique
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
-from allhands.files import storage_error
+from allhands.io.files import storage_error
 
 MODEL_CHANNELS = ("model", "pretrained")
 SPLITS = {
@@ -141,9 +141,9 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """
     import typer.main
 
-    from allhands.aliases import canonical_flag
     from allhands.cli.options import option_function
     from allhands.cli.parser import App, with_auto_resume
+    from allhands.config.aliases import canonical_flag
 
     given: dict[str, Any] = {}
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.checkpoints import BEST, CHECKPOINTS, MANIFEST, RUN_NAME, checkpoints_in
-from allhands.cluster.journal import EVENTS_FILE
 from allhands.cluster.logs import clear_logs
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, StorageError
-from allhands.files import make_directory, make_unused, storage_error, sync
+from allhands.io.files import make_directory, make_unused, storage_error, sync
+from allhands.observe.journal import EVENTS_FILE
 
 _MODEL = ("adapters.safetensors", "adapter_config.json")
 # Of the run directory, beside its checkpoints.

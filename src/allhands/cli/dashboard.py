@@ -12,8 +12,8 @@ import typer
 
 from allhands.cli.options import Host, HostNames, Port, Token
 from allhands.errors import DataError
-from allhands.paths import meant
-from allhands.terminal import tell
+from allhands.io.paths import meant
+from allhands.io.terminal import tell
 
 
 def dashboard(
@@ -31,11 +31,11 @@ def dashboard(
     if not runs.is_dir():
         there = "this is a file" if runs.exists() else "there is no such directory"
         raise DataError(there, where=str(runs), hint=meant(runs, "give the directory in which runs are"))
-    from allhands.http_guard import listen
+    from allhands.runtime.http_guard import listen
 
     listening = listen(host, port, token=token, names=name or ())
-    from allhands.dashboard.app import Settings, make_app
-    from allhands.dashboard.serving import run
+    from allhands.report.dashboard.app import Settings, make_app
+    from allhands.report.dashboard.serving import run
 
     token = listening.guard.token
     known = f"?token={quote(token, safe='')}" if token else ""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from allhands.blas import allowed_cores
 from allhands.cli.talk import (
     SCORED,
     answers,
@@ -20,14 +19,15 @@ from allhands.cli.talk import (
     show_speed,
 )
 from allhands.cli.train import supervise_training
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError
-from allhands.files import make_directory, write_whole
-from allhands.metrics import ANSWERS_FILE, RunHistory, read_metrics
-from allhands.pictures import DRAWN_HERE
-from allhands.plots import plot_losses, times_markdown, times_table
-from allhands.terminal import console_for
+from allhands.io.files import make_directory, write_whole
+from allhands.io.pictures import DRAWN_HERE
+from allhands.io.terminal import console_for
+from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
+from allhands.observe.plots import plot_losses, times_markdown, times_table
+from allhands.runtime.blas import allowed_cores
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
@@ -179,7 +179,7 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 def hardware_line(cores: int) -> str:
     """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
-    from allhands.gpus import nvidia_gpus
+    from allhands.runtime.gpus import nvidia_gpus
 
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()

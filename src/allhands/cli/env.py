@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allhands.formatting import format_bytes
-from allhands.terminal import console_for
-from allhands.versions import version_of
+from allhands.io.formatting import format_bytes
+from allhands.io.terminal import console_for
+from allhands.runtime.versions import version_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,7 @@ def _versions() -> dict[str, str]:
 def _device() -> dict[str, Any]:
     """What MLX computes on, or why it cannot: this command is asked when something is wrong."""
     try:
-        from allhands.accelerator import detect
+        from allhands.runtime.accelerator import detect
 
         found = detect()
     except Exception as error:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allhands.blas import preload_blas
 from allhands.cli.options import ChatTemplate
 from allhands.errors import ConfigError, Interrupted, ModelError
-from allhands.formatting import counted
-from allhands.terminal import progress_console, tell
+from allhands.io.formatting import counted
+from allhands.io.terminal import progress_console, tell
+from allhands.runtime.blas import preload_blas
 
 if TYPE_CHECKING:
     from allhands.cluster.environment import Launch
     from allhands.cluster.worker import WorkerContext
-    from allhands.eval_config import EvalConfig
-    from allhands.train.evaluating import Evaluation
+    from allhands.config.eval_schema import EvalConfig
+    from allhands.run.evaluating import Evaluation
 
 
 class Split(StrEnum):
@@ -111,8 +111,8 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     from allhands.cli.train import check_launch, leave, rank_0_speaks_first
     from allhands.cluster.environment import recognise_here
     from allhands.cluster.worker import install
-    from allhands.config import build_config
-    from allhands.eval_config import EvalConfig
+    from allhands.config.eval_schema import EvalConfig
+    from allhands.config.schema import build_config
 
     launch = recognise_here()
     with rank_0_speaks_first(launch):
@@ -164,7 +164,7 @@ def _supervise(config: EvalConfig) -> int:
 def _check_adapter(config: EvalConfig) -> None:
     """Find an adapter's absence before anything is started or loaded."""
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
-        from allhands.model.adapter_files import what_is
+        from allhands.run.adapter_files import what_is
 
         found, hint = what_is(Path(config.adapter_path))
         raise ModelError(f"there is no adapter (adapters.safetensors): {found}", where=config.adapter_path, hint=hint)
@@ -178,7 +178,7 @@ def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext,
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
     with collector_paused():
-        from allhands.train.evaluating import run_evaluation
+        from allhands.run.evaluating import run_evaluation
 
     console = progress_console(highlight=False) if launch.rank == 0 else None
     surroundings = replace(surroundings_of(worker, launch, config), console=console, cores_per_rank=cores)
@@ -220,7 +220,7 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
         hint = "pip install lm_eval"
         raise ConfigError("benchmarks need lm-evaluation-harness, which is not installed", where="--tasks", hint=hint)
     preload_blas()
-    from allhands.shipping.harness import Harness, run_harness
+    from allhands.export.harness import Harness, run_harness
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:

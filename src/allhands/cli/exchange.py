@@ -12,8 +12,8 @@ import typer
 
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
-from allhands.paths import meant
-from allhands.staging import require_place
+from allhands.io.paths import meant
+from allhands.io.staging import require_place
 
 if TYPE_CHECKING:
     from allhands.model.peft import Adapter
@@ -70,7 +70,7 @@ def export_adapter(
     from allhands.cli.talk import tell_harm
 
     if to is Target.peft:
-        from allhands.model.adapter_files import check_adapter
+        from allhands.run.adapter_files import check_adapter
 
         if adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
@@ -81,18 +81,18 @@ def export_adapter(
     if adapter_path is None and model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
     from allhands.cli.export_models import export_model
-    from allhands.shipping.fusing import FuseOptions
+    from allhands.export.fusing import FuseOptions
 
     tell_harm(adapter_path, model)  # before it may be refused for what the training did
     export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
-    from allhands.model.adapter_files import model_below
     from allhands.model.load import load_model
     from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
     from allhands.model.peft_base import PeftBase
     from allhands.model.peft_check import check_peft
+    from allhands.run.adapter_files import model_below
 
     adapter = _read(adapter_path, *_OURS)
     below = model or model_below(adapter_path, adapter.config)
@@ -144,12 +144,12 @@ def import_adapter(
     """
     import mlx.core as mx
 
-    from allhands.generate import put_on
+    from allhands.infer.generate import put_on
+    from allhands.io.trees import flatten
     from allhands.model.load import load_model
     from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE
     from allhands.model.peft_base import PeftBase
     from allhands.model.peft_import import from_peft
-    from allhands.trees import flatten
 
     assert source is Format.peft
     if not (path / WEIGHTS_FILE).is_file() and (path / "adapter_model.bin").is_file():
@@ -240,8 +240,8 @@ def _write(
     """
     import mlx.core as mx
 
-    from allhands.files import write_whole
-    from allhands.staging import publish, staging
+    from allhands.io.files import write_whole
+    from allhands.io.staging import publish, staging
 
     with staging(out, private=private) as staged:
         write_whole(

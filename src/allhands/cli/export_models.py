@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 from allhands.cli.fuse import tell, tell_gguf
 
 if TYPE_CHECKING:
-    from allhands.shipping.fusing import Fused, FuseOptions
-    from allhands.shipping.ollama import Recognised
+    from allhands.export.fusing import Fused, FuseOptions
+    from allhands.export.ollama import Recognised
 
 
 def export_model(to: str, options: FuseOptions, out: Path) -> None:
     """Write the model that ``options`` describe into ``out`` for ``to``: hf, gguf or ollama."""
     if to == "hf":
-        from allhands.shipping.huggingface import export_hf
+        from allhands.export.huggingface import export_hf
 
         tell(export_hf(options, out), out, adapter=options.adapter_path)
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
+    from allhands.export.fusing import described
+    from allhands.export.gguf import check_convertible
+    from allhands.export.ollama import modelfile, recognise
     from allhands.model.sources import resolve
-    from allhands.shipping.fusing import described
-    from allhands.shipping.gguf import check_convertible
-    from allhands.shipping.ollama import modelfile, recognise
 
     source = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
     assert source is not None
@@ -49,10 +49,10 @@ _OURS = (_GGUF, "Modelfile", "README.md")
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
+    from allhands.export.fusing import fuse_model
+    from allhands.export.gguf import write_gguf
+    from allhands.io.staging import publish, require_place, staging
     from allhands.model.sources import name_of
-    from allhands.shipping.fusing import fuse_model
-    from allhands.shipping.gguf import write_gguf
-    from allhands.staging import publish, require_place, staging
 
     require_place(out, "an export", _OURS, force=options.force)
     with staging(out) as staged:

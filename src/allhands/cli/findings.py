@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from allhands.data.heard import WORDS as UNHEARD
-from allhands.formatting import counted
+from allhands.io.formatting import counted
 
 if TYPE_CHECKING:
-    from allhands.config import TrainConfig
+    from allhands.config.schema import TrainConfig
     from allhands.data.check import DataFinding, SplitReport
 
 # What is said about a finding; errors bring their own words.

@@ -10,7 +10,7 @@ import typer
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
-    from allhands.shipping.fusing import Fused
+    from allhands.export.fusing import Fused
 
 Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
 Adapter = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
@@ -46,14 +46,14 @@ def fuse(
         hint = f"allhands upload {save_path} --to {upload_repo}, when you have looked at it"
         raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
     from allhands.cli.talk import tell_harm
-    from allhands.shipping.fusing import FuseOptions, fuse_model
+    from allhands.export.fusing import FuseOptions, fuse_model
 
     tell_harm(adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
     if export_gguf:
+        from allhands.export.fusing import described
+        from allhands.export.gguf import check_convertible, gguf_writer
         from allhands.model.sources import name_of, resolve
-        from allhands.shipping.fusing import described
-        from allhands.shipping.gguf import check_convertible, gguf_writer
 
         # Before any work is done.
         below = described(adapter_path, model)[1]
@@ -83,5 +83,5 @@ def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) ->
 
 
 def tell_gguf(name: str) -> None:
-    """What :func:`allhands.shipping.gguf.write_gguf` has made sure of."""
+    """What :func:`allhands.export.gguf.write_gguf` has made sure of."""
     print(f"checked: every weight of {name} is that of the model, within rounding")

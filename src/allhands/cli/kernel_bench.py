@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from allhands.accelerator import Accelerator
-    from allhands.model.choices import FormTimes, SizedOperation
+    from allhands.kernels.selection import FormTimes, SizedOperation
     from allhands.model.measurements import Facts
-    from allhands.train.operations import ModelSizes
+    from allhands.run.operations import ModelSizes
+    from allhands.runtime.accelerator import Accelerator
 
 _TOKENS = {"cpu": "512,2048"}
 _GPU_TOKENS = "512,2048,8192"
@@ -44,9 +44,9 @@ def kernels(
 
     Training takes the fastest that computes the same. Without a measurement it goes by rules.
     """
-    from allhands.accelerator import detect
     from allhands.model.measurements import device_facts, save_table
-    from allhands.train.operations import problems
+    from allhands.run.operations import problems
+    from allhands.runtime.accelerator import detect
 
     accelerator = detect()
     counts = _counts(tokens or _TOKENS.get(accelerator.kind, _GPU_TOKENS))
@@ -73,7 +73,7 @@ def _counts(text: str) -> list[int]:
 def _sizes(model: str | None, shape: str, accelerator: Accelerator) -> ModelSizes:
     from allhands.model.load import read_config
     from allhands.model.sources import resolve
-    from allhands.train.operations import SHAPES, sizes_named, sizes_of
+    from allhands.run.operations import SHAPES, sizes_named, sizes_of
 
     if model is not None:
         return sizes_of(read_config(resolve(model)), accelerator)
@@ -96,7 +96,7 @@ def _selected(found: Sequence[SizedOperation], only: str | None, accelerator: Ac
 def _measure(found: Sequence[SizedOperation], accelerator: Accelerator, *, quiet: bool) -> list[FormTimes]:
     from rich.progress import track
 
-    from allhands.train.measuring import measure
+    from allhands.run.measuring import measure
 
     shown = found if quiet else track(found, description="measuring", console=_progress(), transient=True)
     return [measure(each, accelerator.kind) for each in shown]
@@ -119,7 +119,7 @@ def show(measured: Sequence[FormTimes], device: str, console: Console | None = N
     """Print a row for each problem: every form's time, the one to take, and how far it is from the plain one."""
     from rich.table import Table
 
-    from allhands.model.choices import reference
+    from allhands.kernels.selection import reference
 
     console = console or console_for(highlight=False, width=110)
     table = Table(title=f"{device}: forms of operations", title_justify="left")

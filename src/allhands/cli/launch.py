@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from allhands.cluster.hosts import write_hosts
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
 
 def _job(options: LaunchOptions) -> TrainingJob:
     from allhands.cli.launching import TrainingJob
-    from allhands.supervised import DIRECTORY_VARIABLE
+    from allhands.loops.supervised import DIRECTORY_VARIABLE
 
     logs = options.log_dir.resolve()
     chosen = options.checkpoints or os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE, ""))

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from allhands.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
-from allhands.blas import allowed_cores
 from allhands.cli.notices import Notices, say
 from allhands.cluster.addresses import require_distinct
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
-from allhands.cluster.journal import EVENTS_FILE, Journal
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.newcomers import Tries
 from allhands.cluster.ranks import ATTEST_VARIABLE, Place
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
+from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.errors import ConfigError
-from allhands.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
-from allhands.terminal import is_screen
+from allhands.io.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
+from allhands.io.terminal import is_screen
+from allhands.observe.journal import EVENTS_FILE, Journal
+from allhands.runtime.blas import allowed_cores
 
 RANKS_A_CORE = 8  # at most: to try many ranks out on a small computer
 
@@ -159,7 +159,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
 
 
 def _check_backend(job: TrainingJob, size: int) -> None:
-    from allhands.gpus import nvidia_gpus
+    from allhands.runtime.gpus import nvidia_gpus
 
     if job.hostfile is not None:
         asked = hostfile_backend(job.hostfile) if job.backend == "auto" else job.backend
@@ -248,7 +248,7 @@ def _tell_slots(job: TrainingJob) -> None:
 
 def _tell_cores(job: TrainingJob) -> None:
     """That processes must take turns, where they compute on cores; which may be meant, to try what many do."""
-    from allhands.gpus import nvidia_gpus
+    from allhands.runtime.gpus import nvidia_gpus
 
     cores = allowed_cores()
     if job.hostfile is None and job.size > cores and not nvidia_gpus():

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from allhands.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.cli import commands
 from allhands.cli.parser import App, UnknownCommand, with_auto_resume
+from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.errors import AllhandsError, ConfigError, in_our_words
-from allhands.paths import check_variables
+from allhands.io.paths import check_variables
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
@@ -118,7 +118,7 @@ def _exit_of(error: Exception) -> int | None:
         return int(getattr(error, "exit_code", 1))
     if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
         # Files of ours are written by functions that say which one it is: what is left is the output itself.
-        from allhands.files import storage_error_of
+        from allhands.io.files import storage_error_of
 
         _silence_output()
         told = storage_error_of(error, "standard output")
@@ -165,6 +165,6 @@ def print_error(error: AllhandsError) -> None:
 
 
 def _tell(text: str) -> None:
-    from allhands.terminal import tell
+    from allhands.io.terminal import tell
 
     tell(text)

@@ -9,19 +9,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from allhands.accelerator import detect
-from allhands.config import build_config
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
+from allhands.io.terminal import console_for
+from allhands.kernels.selection import KernelSelection
 from allhands.model.adapters import make_trainable
-from allhands.model.choices import KernelSelection
 from allhands.model.dropout import dropout_keys_of
 from allhands.model.load import LoadedModel, get_model, load_model
 from allhands.model.passes import apply_passes
-from allhands.terminal import console_for
-from allhands.train.choosing import own_choices
-from allhands.train.datasets import load_data
-from allhands.train.gradient_check import GradientCheck, GradientVerdict
-from allhands.train.preparing import pass_context
+from allhands.run.choosing import own_choices
+from allhands.run.datasets import load_data
+from allhands.run.gradient_check import GradientCheck, GradientVerdict
+from allhands.run.preparing import pass_context
+from allhands.runtime.accelerator import detect
 
 # Tokens of the long row where no data say how long rows are.
 DEFAULT_LONGEST = 1024

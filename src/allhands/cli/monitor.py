@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.errors import AllhandsError, DataError
-from allhands.formatting import format_bytes, format_duration, format_rate, format_size
-from allhands.metrics import RunHistory, read_metrics
-from allhands.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
-from allhands.monitor.samples import in_order
-from allhands.names import LOGS
-from allhands.paths import meant
-from allhands.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
+from allhands.io.formatting import format_bytes, format_duration, format_rate, format_size
+from allhands.io.names import LOGS
+from allhands.io.paths import meant
+from allhands.io.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
+from allhands.observe.metrics import RunHistory, read_metrics
+from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
+from allhands.observe.monitor.samples import in_order
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -161,7 +161,7 @@ def _view_now(run: Path, board: Board, width: int) -> Group:
 
 def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
     """How the run stands, in the report's words; ``None``: nothing but its processes tells."""
-    from allhands.cluster.journal import read_events
+    from allhands.observe.journal import read_events
     from allhands.report.verdict import verdict_of
 
     journal = read_events(run) or read_events(run / LOGS)

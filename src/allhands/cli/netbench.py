@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.terminal import console_for
+from allhands.io.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console

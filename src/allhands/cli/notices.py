@@ -12,7 +12,7 @@ from itertools import dropwhile
 
 from allhands.cluster.hosts import is_here
 from allhands.cluster.supervisor import SupervisorEvent
-from allhands.terminal import is_screen, tell
+from allhands.io.terminal import is_screen, tell
 
 _PLAIN = ("retrying", "cancelling", "waiting", "restarting", "left out", "regrouping", "given up")
 _OF_FILES = ("DataError:", "ModelError:")

@@ -12,7 +12,7 @@ import typer
 
 from allhands.cli.option_groups import group_of
 from allhands.cli.parser import twice
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from allhands.errors import ConfigError
-from allhands.paths import local_path, require_words
+from allhands.io.paths import local_path, require_words
 
 # Options and arguments that are read as text and are paths, or names that may be: of models, of data sets.
 TEXT_PATHS = frozenset(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import echo, tell
+from allhands.io.terminal import echo, tell
 
 if TYPE_CHECKING:
-    from allhands.config import TrainConfig
+    from allhands.config.schema import TrainConfig
     from allhands.plan.compared import Comparison
     from allhands.plan.outlook import Outlook
 
@@ -109,8 +109,8 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
         ConfigError: it is no name of a picture, or a file of somebody else's.
         StorageError: it cannot be written.
     """
-    from allhands.files import require_ours, require_writable
-    from allhands.pictures import DRAWN_HERE, picture_suffix
+    from allhands.io.files import require_ours, require_writable
+    from allhands.io.pictures import DRAWN_HERE, picture_suffix
 
     if picture is not None:
         suffix = picture_suffix(picture)
@@ -122,7 +122,7 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
 
 def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
     from allhands.plan.kept import plan_record
-    from allhands.plan.memory import on_cpu
+    from allhands.run.training_memory import on_cpu
 
     # Options that this kind of training does not have are no options of the plan.
     options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
@@ -132,7 +132,7 @@ def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> di
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
     from allhands.errors import StorageError
-    from allhands.names import PLAN_FILE
+    from allhands.io.names import PLAN_FILE
     from allhands.plan.kept import has_begun, keep_plan
 
     if imagined and has_begun(directory):
@@ -152,12 +152,12 @@ def training_config(words: Sequence[str]) -> TrainConfig:
     Raises:
         ConfigError: an option that neither has, or a value that cannot be.
     """
-    from allhands.aliases import canonical_flag
     from allhands.cli.options import option_function
     from allhands.cli.parser import App
-    from allhands.config import TrainConfig, build_config
-    from allhands.pretrain_config import PretrainConfig
-    from allhands.yaml_files import read_yaml
+    from allhands.config.aliases import canonical_flag
+    from allhands.config.pretrain_schema import PretrainConfig
+    from allhands.config.schema import TrainConfig, build_config
+    from allhands.config.yaml_files import read_yaml
 
     flags: dict[str, Any] = {}
     app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
@@ -190,10 +190,10 @@ def show_after(run: Path, *, as_json: bool) -> None:
     Raises:
         DataError: there is no run.
     """
+    from allhands.observe.judging import harm
     from allhands.plan.outgrown import signs_of
     from allhands.report.facts import read_facts
     from allhands.report.planned import comparison_of
-    from allhands.report.words import harm
 
     facts = read_facts(run)
     found, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
@@ -221,7 +221,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
 
 
 def _show_compared(found: Comparison) -> None:
-    from allhands.formatting import format_moment
+    from allhands.io.formatting import format_moment
 
     typer.echo(
         f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"

@@ -17,11 +17,11 @@ from typing import Any
 
 from allhands.cli.plan_noise import busy, contradiction, suspicious, watched
 from allhands.cluster.guard import die_with_parent
-from allhands.config import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.metrics import RunStarted, TrainReport
-from allhands.metrics.events import decode_event
-from allhands.monitor import read_samples
+from allhands.observe.metrics import RunStarted, TrainReport
+from allhands.observe.metrics.events import decode_event
+from allhands.observe.monitor import read_samples
 
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
@@ -317,7 +317,7 @@ def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: b
 
 
 def _can_be_compiled(model: str) -> bool:
-    from allhands.model.known import can_be_compiled
+    from allhands.kernels.known import can_be_compiled
     from allhands.model.load import read_config
     from allhands.model.sources import resolve
 

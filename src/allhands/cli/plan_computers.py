@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, DistributedError
-from allhands.formatting import format_bytes
+from allhands.io.formatting import format_bytes
 from allhands.plan.computers import Computer
 from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
 from allhands.plan.links import ExchangeTimes, Measured, link_of
@@ -120,11 +120,11 @@ def _described(device: Device, first: Device, *, watts: bool) -> Computer:
 def _here(kind: str) -> Computer:
     """This one: what arrays may take now, or at all where that is the GPU's own."""
     if kind == "cpu":
-        from allhands.cluster.doctor.probes.computer import memory_facts
+        from allhands.cluster.probes.computer import memory_facts
 
         memory = memory_facts()
         return Computer(_HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now")
-    from allhands.accelerator import device_memory
+    from allhands.runtime.accelerator import device_memory
 
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES

@@ -20,16 +20,16 @@ from allhands.cli.plan_computers import (
     prices_of,
 )
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
-from allhands.formatting import format_bytes, format_count, format_duration
+from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.plan.devices import Device
-from allhands.plan.memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.plan.outlook import Job
-from allhands.plan.sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.plan.speed import StepModel, fitted
-from allhands.pretrain_config import pretraining
+from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
+from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
 _PROGRAM_BYTES = 150_000_000
@@ -129,8 +129,8 @@ def facts_of(
         kind=kind,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
-        from allhands.accelerator import device_memory
         from allhands.parallel.runahead import limit_for
+        from allhands.runtime.accelerator import device_memory
 
         most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
@@ -188,7 +188,7 @@ def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
     ranks = max(host.slots for host in hosts_of(config))
     if ranks == 1:
         return config
-    from allhands.blas import available_cores
+    from allhands.runtime.blas import available_cores
 
     cores, there = max(1, available_cores() // ranks), available_cores()
     told = f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below"
@@ -200,13 +200,13 @@ def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
 
 def _room(config: TrainConfig) -> int:
     """How many processes of this computer there are cores for."""
-    from allhands.blas import available_cores
+    from allhands.runtime.blas import available_cores
 
     return max(1, available_cores() // (config.cores_per_rank or 1))
 
 
 def _kind_here() -> str:
-    from allhands.accelerator import detect
+    from allhands.runtime.accelerator import detect
 
     return detect().kind
 
@@ -341,7 +341,7 @@ def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str]
 def _read(config: TrainConfig) -> _Rows:
     """Tokenised as for the training, which finds the tokens again."""
     from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.train.datasets import chat_of, find_splits, open_data
+    from allhands.run.datasets import chat_of, find_splits, open_data
 
     alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
     fresh, trust = pretraining(config), config.trust_remote_code
@@ -375,7 +375,7 @@ def _batches(config: TrainConfig, rows: _Rows) -> int:
 def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None, rows: _Rows) -> Work | None:
     if model.blocks is None:
         return None
-    from allhands.accelerator import sizing_of
+    from allhands.runtime.accelerator import sizing_of
 
     share = config.batch_size * config.max_seq_length
     most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
@@ -390,8 +390,8 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
     fresh = pretraining(config) is not None
     weights = model.weights_bytes
     if kind == "cuda" and model.bits and measured is not None:
-        from allhands.accelerator import device_memory
         from allhands.model.quantized import held_dense
+        from allhands.runtime.accelerator import device_memory
 
         if held_dense(measured.total, device_memory()):
             weights = 2 * measured.total

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from allhands.blas import allowed_cores, available_cores
+from allhands.runtime.blas import allowed_cores, available_cores
 
 # Of this computer's cores others may take so much, and half a core in any case, before times are no measure.
 _BUSY, _HALF = 0.15, 0.5

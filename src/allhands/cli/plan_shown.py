@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from allhands.formatting import format_bytes, format_duration
+from allhands.io.formatting import format_bytes, format_duration
+from allhands.io.terminal import console_for, print_table
 from allhands.plan.computers import largest
 from allhands.plan.strategies import Way
-from allhands.terminal import console_for, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
 from allhands.errors import AllhandsError
-from allhands.plan.memory import Blocks
-from allhands.plan.sizes import forward_share
 from allhands.plan.speed import StepModel
-from allhands.pretrain_config import pretraining
+from allhands.run.model_sizes import forward_share
+from allhands.run.training_memory import Blocks
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None
 
     from allhands.data.order import Shuffle
     from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.train.datasets import chat_of, find_splits, open_data
+    from allhands.run.datasets import chat_of, find_splits, open_data
 
     source = find_splits(config.model_copy(update={"test": False})).get("valid")
     if source is None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allhands.errors import DataError
-from allhands.files import require_ours
-from allhands.metrics import read_metrics
-from allhands.monitor import Sample, read_samples
-from allhands.monitor.picture import can_be_drawn, plot_memory
-from allhands.pictures import DRAWN_HERE
-from allhands.plots import plot_losses, times_table
-from allhands.terminal import console_for
+from allhands.io.files import require_ours
+from allhands.io.pictures import DRAWN_HERE
+from allhands.io.terminal import console_for
+from allhands.observe.metrics import read_metrics
+from allhands.observe.monitor import Sample, read_samples
+from allhands.observe.monitor.picture import can_be_drawn, plot_memory
+from allhands.observe.plots import plot_losses, times_table
 
 
 def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool = False) -> None:

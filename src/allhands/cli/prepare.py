@@ -16,7 +16,7 @@ import typer
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
-from allhands.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
     from rich.console import Console

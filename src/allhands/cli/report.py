@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import echo
+from allhands.io.terminal import echo
 
 Runs = Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files; the first is compared with.")]
 Out = Annotated[
@@ -34,8 +34,8 @@ def report(
     One HTML file that needs no network, and the same words and tables as Markdown: curves, what they say of
     overfitting and underfitting, speed, memory, restarts, machines, data, samples and configuration.
     """
-    from allhands.cluster.journal import read_events
-    from allhands.files import make_directory, require_ours, write_whole
+    from allhands.io.files import make_directory, require_ours, write_whole
+    from allhands.observe.journal import read_events
     from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
     from allhands.report.markdown import one_line
 
@@ -66,7 +66,7 @@ def report(
 
 def _require_different(runs: list[Path]) -> None:
     """Refuse to compare a run with itself, by whatever name it is called."""
-    from allhands.metrics import METRICS_FILE
+    from allhands.observe.metrics import METRICS_FILE
 
     seen = set[Path]()
     for run in runs:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from allhands.cli.options import ChatTemplate, Host, HostNames, Port, System, Token, chat_choice
-from allhands.terminal import tell
+from allhands.io.terminal import tell
 
 
 def serve(
@@ -47,7 +47,7 @@ def serve(
     web pages may not, unless --allow-origin names them; other computers only if --host lets them, with a token.
     Ends with Ctrl-C.
     """
-    from allhands.http_guard import listen
+    from allhands.runtime.http_guard import listen
 
     choice = chat_choice(chat_template, system)
     listening = listen(host, port, token=token, names=name or (), origins=allowed_origins or ())
@@ -61,8 +61,8 @@ def serve(
         told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
         tell(f"allhands: warning: {told}")
     from allhands.cli.talk import tell_harm
-    from allhands.shipping.serving import ServeOptions
-    from allhands.shipping.serving import serve as answer
+    from allhands.infer.serving import ServeOptions
+    from allhands.infer.serving import serve as answer
 
     def ready() -> None:
         tell_harm(adapter_path, model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import console_for
+from allhands.io.terminal import console_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,7 @@ def style(
 
 
 def _save(text: str, path: Path) -> None:
-    from allhands.files import make_directory, write_whole
+    from allhands.io.files import make_directory, write_whole
 
     if path.exists():
         raise ConfigError("the file exists", where=f"--save-rules {path}", hint="choose another name")

@@ -18,9 +18,9 @@ from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split
 from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.errors import ConfigError, DataError
-from allhands.files import make_directory, require_ours, require_writable, write_whole
-from allhands.metrics import ANSWERS_FILE, METRICS_FILE
-from allhands.terminal import console_for, tell
+from allhands.io.files import make_directory, require_ours, require_writable, write_whole
+from allhands.io.terminal import console_for, tell
+from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
     from allhands.model.load import LoadedModel
@@ -54,7 +54,7 @@ def tell_notes(loaded: LoadedModel) -> None:
 
 def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
     """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
-    from allhands.model.adapter_files import warning_of
+    from allhands.run.adapter_files import warning_of
 
     if told := warning_of(adapter_path, model):
         tell(f"allhands: warning: {told}")
@@ -73,7 +73,7 @@ def run_generate(options: GenerateOptions) -> None:
 
 
 def _generate(options: GenerateOptions, prompt: str) -> None:
-    from allhands.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
+    from allhands.infer.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
 
     if options.ignore_chat_template and options.chat != ChatChoice():
         flag = "--system" if options.chat.template is None else "--chat-template"
@@ -144,7 +144,7 @@ def answers(
     model: str, adapter_path: Path | None, prompts: Sequence[str], max_tokens: int, chat: ChatChoice | None = None
 ) -> tuple[list[str], Any]:
     """Greedy answers and their speed; the model is freed afterwards."""
-    from allhands.generate import answer_all, load_for_generation
+    from allhands.infer.generate import answer_all, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
     with limits_told(answering(model, adapter_path)):
@@ -209,7 +209,7 @@ def run_compare(
     """
     if adapter_path is None:
         raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
-    from allhands.model.adapter_files import check_adapter
+    from allhands.run.adapter_files import check_adapter
 
     check_adapter(adapter_path)
     console = console_for()

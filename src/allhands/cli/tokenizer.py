@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.errors import ConfigError
-from allhands.terminal import progress_console
+from allhands.io.terminal import progress_console
 
 if TYPE_CHECKING:
     from allhands.data.corpus import Progress
@@ -84,7 +84,7 @@ def bracketed(pieces: Sequence[str]) -> str:
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
     """What was made, in words."""
-    from allhands.formatting import format_duration, format_size
+    from allhands.io.formatting import format_duration, format_size
 
     fewer = f" of {wanted} asked for: the text has no more to join" if report.vocabulary < wanted else ""
     documents = f"{report.documents} text{'s' * (report.documents != 1)} of {format_size(report.num_bytes)}"
@@ -109,7 +109,7 @@ def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
 def _progress() -> Generator[Progress, None, None]:
     """A line on standard error that counts, if that is a terminal."""
 
-    from allhands.formatting import format_size
+    from allhands.io.formatting import format_size
 
     console = progress_console(highlight=False)
     if not console.is_terminal:

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allhands import faults
-from allhands.blas import preload_blas
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
@@ -24,15 +22,17 @@ from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import surroundings_of
-from allhands.cluster.journal import read_events
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
-from allhands.config import TrainConfig, build_config
+from allhands.config.schema import TrainConfig, build_config
 from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
-from allhands.kernels import publish
-from allhands.paths import written
-from allhands.terminal import print_line, progress_console, tell, tell_lost_words
-from allhands.without_torch import leave_torch_out
+from allhands.io.paths import written
+from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
+from allhands.observe.journal import read_events
+from allhands.runtime import faults
+from allhands.runtime.blas import preload_blas
+from allhands.runtime.jit_cache import publish
+from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +126,7 @@ def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
     """Refuse failures on purpose that cannot happen in this run, and tell of those that will not happen again.
 
     Raises:
-        ConfigError: see :func:`allhands.faults.check`.
+        ConfigError: see :func:`allhands.runtime.faults.check`.
     """
     if not faults.active() or launch.launcher == "allhands":
         return  # a rank may be one of fewer than there were at first
@@ -288,8 +288,8 @@ def leave(launch: Launch) -> None:
 
 def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
     """Write down that a run without a supervisor was ended, not lost; how to go on."""
-    from allhands.cluster.journal import EVENTS_FILE, Journal
     from allhands.cluster.supervisor import SupervisorEvent
+    from allhands.observe.journal import EVENTS_FILE, Journal
 
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
@@ -304,7 +304,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     preload_blas()
     with collector_paused():
         leave_torch_out()
-        from allhands.train.recipes import run_finetune
+        from allhands.run.session import run_finetune
 
     # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.
     tagged = TAG_VARIABLE in os.environ
@@ -329,8 +329,8 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 def tell_troubles(directory: Path) -> None:
     """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
-    from allhands.metrics.history import read_metrics
-    from allhands.report.words import harm
+    from allhands.observe.judging import harm
+    from allhands.observe.metrics.history import read_metrics
 
     with suppress(AllhandsError, OSError):
         for one in harm(read_metrics(directory)):
@@ -348,7 +348,7 @@ def _console(tagged: bool) -> Console:
 
 def share_cores(config: TrainConfig, launch: Launch) -> int | None:
     """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
-    from allhands.blas import available_cores, limit_cores
+    from allhands.runtime.blas import available_cores, limit_cores
 
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank

@@ -18,6 +18,6 @@ def upload(
 
     The one command that sends anything away. Checkpoints and logs of a run are left out. `hf auth login` comes first.
     """
-    from allhands.shipping.hub import upload as send
+    from allhands.export.hub import upload as send
 
     print(f"uploaded: {send(directory, to, private=private, message=message)}")

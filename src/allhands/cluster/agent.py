@@ -22,17 +22,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.blas import allowed_cores
 from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, FrameLink
 from allhands.cluster.processes import Share, reserve_ports, start_share
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.runfiles import read_attested
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
-from allhands.files import make_directory, private_opener, storage_error_of
-from allhands.monitor import Follower, Identity, ProcessSampler, monitor_file
-from allhands.staging import Scratch
-from allhands.versions import software_here
+from allhands.io.files import make_directory, private_opener, storage_error_of
+from allhands.io.staging import Scratch
+from allhands.observe.monitor import Follower, Identity, ProcessSampler, monitor_file
+from allhands.runtime.blas import allowed_cores
+from allhands.runtime.versions import software_here
 
 SILENCE_S = 15.0  # without a word from the supervisor, after which its ranks are ended
 _TICK_S = 0.05

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from allhands.cluster import processes
-from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
 from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.remote import start_remote
 from allhands.cluster.watch import Limits, ProgressWatch, Stall
 from allhands.errors import DistributedError, PeerLostError
+from allhands.observe.journal import SupervisorEvent
 
 _TICK_S = 0.05
 _POLL_S = 0.5

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from allhands.blas import preload_blas
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.join import join_group
 from allhands.cluster.worker import install
-from allhands.files import private_opener
+from allhands.io.files import private_opener
+from allhands.runtime.blas import preload_blas
 
 _CONNECT_S = 60.0
 
@@ -31,8 +31,8 @@ def main(arguments: list[str]) -> None:
         preload_blas()
         communicator = join_group(launch, request.get("connect_s", _CONNECT_S))
         worker.mark_started()
-        from allhands.accelerator import detect
         from allhands.distributed.bench import BenchPlan, time_all_sum
+        from allhands.runtime.accelerator import detect
 
         detect()  # MLX's settings as training has them
         plan = BenchPlan(request["sizes"], request.get("seconds", 0.2), request.get("budget_s", 60.0))

@@ -194,7 +194,7 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
     # Only now: they need a moment, and the table alone needs neither.
     from allhands.cluster.mpi import find_mpi
-    from allhands.gpus import nvidia_gpus
+    from allhands.runtime.gpus import nvidia_gpus
 
     mpi = find_mpi()
     version = ".".join(map(str, mpi.version)) if mpi else ""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.blas import allowed_cores, cache_dir
 from allhands.cluster.candidates import (
     Backend,
     Choice,
@@ -30,9 +29,10 @@ from allhands.cluster.hosts import Host
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.cluster.place import Launch
 from allhands.errors import AllhandsError
-from allhands.files import make_directory, write_whole
-from allhands.formatting import format_duration
-from allhands.versions import versions_of
+from allhands.io.files import make_directory, write_whole
+from allhands.io.formatting import format_duration
+from allhands.runtime.blas import allowed_cores, cache_dir
+from allhands.runtime.versions import versions_of
 
 SMALL_BYTES, GRADIENT_BYTES = 4 << 10, 16 << 20
 _SIZES = (SMALL_BYTES, 256 << 10, GRADIENT_BYTES)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from allhands.blame import init_command
 from allhands.cluster import ssh
 from allhands.cluster.frames import FROM_AGENT, GARBLED, Frame, FrameLink
 from allhands.cluster.hosts import Host
 from allhands.cluster.runfiles import tail
+from allhands.distributed.blame import init_command
 from allhands.errors import AllhandsError, DistributedError, error_named
 
 LOST_S = 5.0  # without a word, after which a computer counts as lost

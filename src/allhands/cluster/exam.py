@@ -17,7 +17,7 @@ from typing import Any
 
 from allhands.cluster.guard import write_whole
 from allhands.cluster.runfiles import ATTESTED_FILE
-from allhands.versions import software_here
+from allhands.runtime.versions import software_here
 
 _BUSY_EVERY_S = 1.0
 

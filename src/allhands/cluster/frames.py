@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from allhands.strict_json import (
+from allhands.io.strict_json import (
     Check,
     integer,
     is_flag,

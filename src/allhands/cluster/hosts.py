@@ -18,8 +18,8 @@ from typing import Any, NoReturn, cast
 import psutil
 
 from allhands.errors import ConfigError
-from allhands.files import make_directory, storage_error, write_whole
-from allhands.paths import meant
+from allhands.io.files import make_directory, storage_error, write_whole
+from allhands.io.paths import meant
 
 _MOST_SLOTS = 4096
 _MOST_BYTES = 1 << 20

@@ -18,23 +18,23 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allhands.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.cluster.environment import Launch, launch_here, rendezvous
 from allhands.cluster.guard import write_whole
 from allhands.cluster.mpi import prepare_mpi_environment
 from allhands.cluster.outcome import ALL_LISTEN
 from allhands.cluster.patience import Patience
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE
+from allhands.distributed.blame import COMPUTER_VARIABLE, circumstances_in
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
-from allhands.kernels import prepare_process
-from allhands.staging import Scratch
+from allhands.io.staging import Scratch
+from allhands.runtime.jit_cache import prepare_process
 
 if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
-    from allhands.config import TrainConfig
+    from allhands.config.schema import TrainConfig
     from allhands.distributed.backend import Communicator
-    from allhands.train.preparing import Surroundings
+    from allhands.run.preparing import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
     Raises:
         ConfigError: not one weight for each rank.
     """
-    from allhands.train.preparing import Surroundings
+    from allhands.run.preparing import Surroundings
 
     take_device(launch)
 
@@ -185,7 +185,7 @@ def join_here() -> Communicator:
     prepare_process()
     take_device(launch)
     communicator = join_group(launch, _JOIN_TIMEOUT_S)
-    from allhands.accelerator import slow_products
+    from allhands.runtime.accelerator import slow_products
 
     if launch.local_rank == 0 and (warning := slow_products()):
         _log.warning("allhands: %s", warning)

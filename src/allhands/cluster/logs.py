@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from allhands.files import storage_error_of
+from allhands.io.files import storage_error_of
 
 _KEPT = 3
 _KEPT_JOBS = 5

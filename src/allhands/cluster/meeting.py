@@ -5,9 +5,9 @@ first comer for its neighbour and lets no deadline interrupt it. So rank 0 first
 say who they are, from which address they came and on which port they will listen, and all get the whole list. Then all
 listen, and each tries the ways that MLX is going to take, see :mod:`allhands.cluster.ways`.
 
-Rank 0 and every caller prove to each other, by :mod:`allhands.callers`, that they know what the ranks of a job have in
-common, so strangers (port scanners, health checks, another job) are told nothing and stop nothing. That keeps mistakes
-out, not an attacker who knows the job's variables; ``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
+Rank 0 and every caller prove to each other, by :mod:`allhands.runtime.callers`, that they know what the ranks of a
+job have in common, so strangers (port scanners, health checks, another job) are told nothing and stop nothing. That
+keeps mistakes out, not an attacker who knows the job's variables; ``ALLHANDS_MEETING_KEY`` on every rank adds a secret.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from allhands.callers import (
+from allhands.cluster.patience import Patience
+from allhands.cluster.patience import Waiting as _Waiting
+from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
+from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
+from allhands.errors import DistributedError
+from allhands.io.formatting import format_duration
+from allhands.io.strict_json import is_integer, read_object
+from allhands.runtime.callers import (
     CALLER,
     LISTENER,
     MEETING_KEY,
@@ -37,14 +44,7 @@ from allhands.callers import (
     key_for,
     listen_at,
 )
-from allhands.cluster.patience import Patience
-from allhands.cluster.patience import Waiting as _Waiting
-from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
-from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
-from allhands.errors import DistributedError
-from allhands.formatting import format_duration
-from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
-from allhands.strict_json import is_integer, read_object
+from allhands.runtime.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 _VERSION = 2
 _MOST_BYTES = 4096  # of what a guest may say

@@ -22,7 +22,7 @@ from allhands.cluster import ssh
 from allhands.cluster.agent import enter_directory
 from allhands.cluster.hosts import Host, below_home
 from allhands.errors import AllhandsError, DataError
-from allhands.monitor import Follower, Sample, decode_sample
+from allhands.observe.monitor import Follower, Sample, decode_sample
 
 _PATIENCE_S = 20.0
 _LOOK_S = 0.5

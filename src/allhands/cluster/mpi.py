@@ -17,7 +17,7 @@ from pathlib import Path
 
 from allhands.cluster.reaper import Reaper
 from allhands.errors import DistributedError
-from allhands.staging import Scratch
+from allhands.io.staging import Scratch
 
 _LIBRARIES = ("libmpi.so.40", "libmpi.40.dylib", "libmpi.so", "libmpi.dylib")
 

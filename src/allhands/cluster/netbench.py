@@ -29,7 +29,7 @@ from allhands.cluster.candidates import facts_of, table_choice
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
 from allhands.cluster.hosts import Host
 from allhands.errors import ConfigError
-from allhands.files import make_directory
+from allhands.io.files import make_directory
 
 _PROGRAM = ("-P", "-m", "allhands.cluster.bench_groups")
 _LONGEST_LINE = 1 << 20

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from allhands.cluster.journal import SupervisorEvent
 from allhands.cluster.membership import Members, Roster
 from allhands.cluster.ranks import LaunchSpec, Place
+from allhands.observe.journal import SupervisorEvent
 
 _TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 

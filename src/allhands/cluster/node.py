@@ -27,8 +27,8 @@ from allhands.cluster.ranks import LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.watch import Limits, ProgressWatch
 from allhands.errors import DistributedError, PeerLostError
-from allhands.files import make_directory
-from allhands.staging import Scratch
+from allhands.io.files import make_directory
+from allhands.io.staging import Scratch
 
 _TICK_S = 0.05
 _COLLECT_S = 2.0  # after the first failure, for the rank that is the cause to say so

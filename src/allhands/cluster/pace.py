@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from allhands.cluster.place import Launch
-from allhands.formatting import format_duration
+from allhands.io.formatting import format_duration
 
 _RECENT = 20
 _BETWEEN = ("validate", "save", "start", "end")  # phases outside a step

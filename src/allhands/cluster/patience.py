@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allhands.formatting import format_duration
+from allhands.io.formatting import format_duration
 
 
 def _silent(text: str) -> None:

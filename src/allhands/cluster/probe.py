@@ -1,7 +1,7 @@
 """What the doctor runs on every computer: a conversation in JSON lines with a program that is sent over ssh.
 
-The program (:func:`program`) is this module, :mod:`allhands.versions` and the parts in
-:mod:`allhands.cluster.doctor.probes`, joined into one text that needs nothing but Python 3.9. :data:`BOOTSTRAP`,
+The program (:func:`program`) is this module, :mod:`allhands.runtime.versions` and the parts in
+:mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9. :data:`BOOTSTRAP`,
 given to ``python -c``, reads the first line of its input (``TOKEN LENGTH``), then the text, and hands over to
 :func:`converse`; it runs on any Python since 2.7, so that an old one can say that it is old. Each request is a line
 of JSON, each answer a line of the token and JSON: what a login shell or a library prints is told from it. The program
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allhands.cluster.doctor.probes.computer import (
+from allhands.cluster.probes.computer import (
     ON_MAC,
     disk_facts,
     gpu_facts,
@@ -34,11 +34,11 @@ from allhands.cluster.doctor.probes.computer import (
     system_facts,
     variable_facts,
 )
-from allhands.cluster.doctor.probes.mac import mac_facts, mac_interfaces
-from allhands.cluster.doctor.probes.network import linux_firewalls, linux_interfaces, route_fact
-from allhands.cluster.doctor.probes.reach import Listeners, login_facts, reach_facts
-from allhands.cluster.doctor.probes.tools import gathered
-from allhands.cluster.doctor.probes.trees import tree_fact
+from allhands.cluster.probes.mac import mac_facts, mac_interfaces
+from allhands.cluster.probes.network import linux_firewalls, linux_interfaces, route_fact
+from allhands.cluster.probes.reach import Listeners, login_facts, reach_facts
+from allhands.cluster.probes.tools import gathered
+from allhands.cluster.probes.trees import tree_fact
 
 # The oldest Python that can run the program.
 OLDEST = (3, 9)
@@ -82,8 +82,8 @@ def _joined() -> str:
 
     here = Path(__file__)
     texts = ["from __future__ import annotations\n"]
-    parts = (here.parent / "doctor" / "probes" / f"{part}.py" for part in _PARTS)
-    for path in (here.parent.parent / "versions.py", *parts, here):
+    parts = (here.parent / "probes" / f"{part}.py" for part in _PARTS)
+    for path in (here.parents[1] / "runtime" / "versions.py", *parts, here):
         lines = path.read_text(encoding="ascii").splitlines(keepends=True)
         for node in ast.parse("".join(lines)).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("__future__", "allhands"):

@@ -24,8 +24,6 @@ from typing import Any
 
 import psutil
 
-from allhands.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
-from allhands.callers import RING_KEY
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
@@ -33,9 +31,11 @@ from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, 
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
+from allhands.distributed.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
 from allhands.errors import AllhandsError, DistributedError
-from allhands.files import private_opener, storage_error_of
-from allhands.ports import PortSettings, cannot_listen
+from allhands.io.files import private_opener, storage_error_of
+from allhands.runtime.callers import RING_KEY
+from allhands.runtime.ports import PortSettings, cannot_listen
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from allhands.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
-from allhands.callers import RING_KEY
 from allhands.cluster.addresses import addresses, interface_to
 from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
@@ -27,10 +25,12 @@ from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.ranks import ATTEST_VARIABLE, Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 from allhands.cluster.tails import for_screen
+from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.files import make_directory, private_opener
-from allhands.monitor.samples import decode_sample, relayed_file
-from allhands.versions import MUST_BE_EQUAL, described, required, unequal
+from allhands.io.files import make_directory, private_opener
+from allhands.observe.monitor.samples import decode_sample, relayed_file
+from allhands.runtime.callers import RING_KEY
+from allhands.runtime.versions import MUST_BE_EQUAL, described, required, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0

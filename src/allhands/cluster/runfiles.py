@@ -13,7 +13,7 @@ from typing import Any
 
 from allhands.cluster.frames import BEAT, ERROR
 from allhands.cluster.ranks import Beat, Marks
-from allhands.strict_json import read_object
+from allhands.io.strict_json import read_object
 
 BEAT_BYTES = 128  # of the file with the latest beat, which is written over in place
 ATTESTED_FILE = "attested.json"  # what the ranks have agreed on

@@ -20,10 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from allhands.blame import TRUSTED_VARIABLE
 from allhands.cluster.attempt import Attempt
 from allhands.cluster.connection import UnfitHosts
-from allhands.cluster.journal import Journal, SupervisorEvent
 from allhands.cluster.logs import archive_logs, clear_logs
 from allhands.cluster.membership import LocalMembers, Members, Roster
 from allhands.cluster.newcomers import Newcomers, TryOut
@@ -31,10 +29,12 @@ from allhands.cluster.outcome import Fault, Outcome
 from allhands.cluster.policy import GiveUp, Past, Restart, RestartLimits, RunDone, judge
 from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
+from allhands.distributed.blame import TRUSTED_VARIABLE
 from allhands.errors import DistributedError
-from allhands.files import make_directory
-from allhands.monitor import Identity, ProcessSampler, monitor_file
-from allhands.staging import Scratch
+from allhands.io.files import make_directory
+from allhands.io.staging import Scratch
+from allhands.observe.journal import Journal, SupervisorEvent
+from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 
 __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams", "supervise"]
 

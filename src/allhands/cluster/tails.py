@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from allhands.terminal import fitted_to, is_read_live
+from allhands.io.terminal import fitted_to, is_read_live
 
 _POLL_S = 0.1
 _PARTIAL_POLLS = 10  # after which a line without an end, such as a question, is shown as it is

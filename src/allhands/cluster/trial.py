@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allhands.blame import SOFTWARE, Statement, circumstances_in, judge
 from allhands.cluster.addresses import addresses
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.newcomers import NewcomerRefusal
 from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
+from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, judge
 from allhands.errors import AllhandsError
-from allhands.versions import TOKEN_MAKERS, required, unequal
+from allhands.runtime.versions import TOKEN_MAKERS, required, unequal
 
 _TICK_S = 0.2
 _END_S = 2.0

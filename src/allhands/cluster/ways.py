@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from allhands.callers import listen_at
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
-from allhands.ports import cannot_listen, fate_of, kind_of
+from allhands.runtime.callers import listen_at
+from allhands.runtime.ports import cannot_listen, fate_of, kind_of
 
 _EVERYWHERE = ""
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")

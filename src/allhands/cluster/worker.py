@@ -31,18 +31,18 @@ from typing import Any, NoReturn, Self
 
 import psutil
 
-from allhands.blame import MisfitError
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.guard import TAG_VARIABLE, die_with_parent, write_whole
 from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
+from allhands.distributed.blame import MisfitError
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
-from allhands.files import private_opener, storage_error_of
-from allhands.kernels import prepare_process, publish
-from allhands.monitor import Identity, ProcessSampler, monitor_file
-from allhands.terminal import is_screen, tell
+from allhands.io.files import private_opener, storage_error_of
+from allhands.io.terminal import is_screen, tell
+from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
+from allhands.runtime.jit_cache import prepare_process, publish
 
 _POLL_S = 0.5
 _KEEP_KERNELS_S = 10.0

@@ -30,7 +30,7 @@ from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_templ
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
 from allhands.data.token_roles import own_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 Severity = Literal["ruins", "harms", "note"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from allhands.data.order import GlobalOrder, divide, micro_batches
 from allhands.data.tokens import Windows
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 
 @dataclass(frozen=True)

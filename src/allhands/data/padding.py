@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.order import GlobalOrder, micro_batches
-from allhands.sizing import Sizing
+from allhands.runtime.sizing import Sizing
 
 # They are a random sample of an epoch.
 _SAMPLED_BATCHES = 500

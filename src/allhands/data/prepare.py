@@ -38,7 +38,7 @@ from allhands.data.splitting import (
 from allhands.data.spool import Spool, open_spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
-from allhands.staging import publish, publishing, staging
+from allhands.io.staging import publish, publishing, staging
 
 DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
@@ -215,7 +215,7 @@ def _default(intake: Intake) -> SplitShare:
 
 def _write_lengths(path: Path, outcome: PrepareOutcome, limit: int | None) -> None:
     """``limit`` is in tokens; without it, lengths are characters."""
-    from allhands.histograms import draw_lengths
+    from allhands.data.histograms import draw_lengths
 
     unit: Unit = "characters" if limit is None else "tokens"
     outcome.lengths = LengthSummary.of(np.concatenate([*outcome.row_lengths.values()]), limit, unit)

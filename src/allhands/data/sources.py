@@ -25,7 +25,7 @@ from allhands.data.reading import (
 from allhands.data.rows import Item, ReadOptions, Row, RowProblem, with_rest
 from allhands.data.saved import saved_files, saved_split, split_called, split_of_directory, split_of_part, why_no_data
 from allhands.errors import ConfigError, DataError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.

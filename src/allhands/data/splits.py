@@ -19,7 +19,7 @@ from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
 from allhands.data.store import input_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 _PART = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?(?P<after>\..*)?$")
 

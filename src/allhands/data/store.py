@@ -24,12 +24,12 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from allhands.blas import cache_dir
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
 from allhands.errors import ModelError, StorageError
-from allhands.files import make_directory, write_whole
-from allhands.staging import locked, locked_now, publish, staging
+from allhands.io.files import make_directory, write_whole
+from allhands.io.staging import locked, locked_now, publish, staging
+from allhands.runtime.blas import cache_dir
 
 # A new number whenever the layout of the files, or what the same input gives, changes.
 FORMAT = 1

@@ -22,8 +22,8 @@ from allhands.data.shapes import Example, json_line, parse_example
 from allhands.data.styles import RuleSet
 from allhands.data.styles.engine import Styler, keyed_number
 from allhands.errors import ConfigError, DataError
-from allhands.files import make_directory, write_whole
-from allhands.staging import publish, publishing, staging
+from allhands.io.files import make_directory, write_whole
+from allhands.io.staging import publish, publishing, staging
 
 if TYPE_CHECKING:
     from allhands.data.sources import Source

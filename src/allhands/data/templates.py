@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.errors import ConfigError, ModelError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 SystemPlace = Literal["template", "merge"]
 

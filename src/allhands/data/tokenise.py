@@ -30,7 +30,7 @@ from allhands.data.records import Record
 from allhands.data.render import Rendered, Renderer, Tokenizer, TrainOn
 from allhands.data.store import LeftOutPart, StoreWriter, TokenSetReport, file_hash
 from allhands.errors import AllhandsError, ConfigError, DataError
-from allhands.versions import version_of
+from allhands.runtime.versions import version_of
 
 # A chunk's encodings are alive at once: some 100 bytes a character.
 CHUNK_CHARACTERS = 1 << 20

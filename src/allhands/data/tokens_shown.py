@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allhands.errors import ConfigError, ModelError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,7 +16,7 @@ from allhands.data.corpus import Corpus, Progress
 from allhands.data.outcome import Reason
 from allhands.data.sources import Source
 from allhands.errors import ConfigError
-from allhands.staging import publish, staging
+from allhands.io.staging import publish, staging
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,0 +1,1 @@
+"""Ranks: their mesh, groups and collectives, what each back-end can do, and what all must agree on."""

@@ -3,7 +3,7 @@
 MLX's ring adds raw bytes: ranks that disagree about a shape or dtype get silently wrong sums. So each
 rank states its facts (options, parameter names, shapes and dtypes, data, versions), their hash is compared
 in a collective of fixed size, and only on a difference are the facts themselves exchanged, with the files behind
-them; :mod:`allhands.blame` says whose differ.
+them; :mod:`allhands.distributed.blame` says whose differ.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from allhands.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.backend import Communicator
+from allhands.distributed.blame import Circumstances, MisfitError, Statement, judge
 from allhands.distributed.handout import gather_json
-from allhands.versions import software_here
+from allhands.runtime.versions import software_here
 
 _GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
 
@@ -34,7 +34,7 @@ class Witness:
         computer: its name.
         leads: whether it is the first of its computer's ranks.
         details: the files behind sections of the facts: ``files`` and ``places`` of a
-            :class:`~allhands.blame.Statement`; may take as long as it takes to read them.
+            :class:`~allhands.distributed.blame.Statement`; may take as long as it takes to read them.
         given: for the words; ``launcher`` may be left out where it is the computer of rank 0.
     """
 

@@ -19,11 +19,11 @@ from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
-from allhands.accelerator import nothing_computed
 from allhands.distributed.capabilities import can, require_way
 from allhands.distributed.ring import Watch, reach_first, take_turns
 from allhands.errors import ConfigError, DistributedError
-from allhands.kernels import launch_directly
+from allhands.runtime.accelerator import nothing_computed
+from allhands.runtime.jit_cache import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word

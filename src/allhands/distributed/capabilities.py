@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from allhands.distributed.mesh import Axis, Mesh
 from allhands.errors import ConfigError
-from allhands.versions import version_of
+from allhands.runtime.versions import version_of
 
 # sum_scatter: each rank gets its part of a sum, for half the bytes of the whole sum.
 # split: groups of some of the ranks.

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from allhands.distributed.backend import Communicator, on_stream, sum_scatter
 from allhands.distributed.shards import Shards
-from allhands.trees import flatten, unflatten
+from allhands.io.trees import flatten, unflatten
 
 BUCKET_BYTES = 32_000_000
 _TAPER = 4  # parts of a bucket that the last ones have

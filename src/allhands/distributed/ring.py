@@ -7,7 +7,7 @@ one second, then after two more, for half a minute in all. So the word goes roun
 one, at the address that MLX is going to call, that it and all before it are there; the last rank begins, with the
 first, and goes when it has heard. Only neighbours talk to each other, as in the ring itself: others may have no cable
 between them. So every way that MLX will take has been tried, and who cannot be called though it listens is known. They
-know each other by the hostfile, and by the secrets of :mod:`allhands.callers` where there are some.
+know each other by the hostfile, and by the secrets of :mod:`allhands.runtime.callers` where there are some.
 
 NCCL and JACCL begin with a call of every rank to the first one: that way is tried likewise, see :func:`reach_first`.
 """
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from allhands.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
 from allhands.errors import DistributedError
-from allhands.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
+from allhands.runtime.callers import CALLER, LISTENER, Call, Caller, Callers, Handshake, Unproved, key_for, listen_at
+from allhands.runtime.ports import PortSettings, cannot_listen, fate_of, is_blocked, kind_of
 
 _log = logging.getLogger(__name__)
 

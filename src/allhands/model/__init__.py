@@ -1,0 +1,1 @@
+"""Models: loaded, adapted, quantised, made anew, and the ordered passes that change their modules."""

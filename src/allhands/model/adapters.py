@@ -13,16 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from allhands.config import TrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, ConfigError, ModelError
-from allhands.files import write_whole
+from allhands.io.files import write_whole
+from allhands.io.names import CONFIG_FILE
+from allhands.io.paths import meant
+from allhands.io.trees import flatten
 from allhands.model.beyond import fails, use_of
 from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
-from allhands.names import CONFIG_FILE
-from allhands.paths import meant
-from allhands.trees import flatten
 
 DEFAULT_ADAPTER_LAYERS = 16
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})

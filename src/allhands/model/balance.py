@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.model.fastmath import with_vjp
-from allhands.model.instances import give_form
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.instances import give_form
 
 
 def balance_experts(model: nn.Module, coefficient: float) -> int:

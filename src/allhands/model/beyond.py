@@ -21,11 +21,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from allhands.config import TrainConfig
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
 from allhands.errors import AllhandsError, ModelError
 from allhands.model.sources import first_line, resolve
-from allhands.pretrain_config import pretraining
-from allhands.versions import version_of
+from allhands.runtime.versions import version_of
 
 _LENGTHS = (8, 512)  # tokens of the rows that are tried
 _TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value

@@ -14,10 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from allhands.model.fastmath import with_vjp
-from allhands.model.instances import give_form
-from allhands.model.native_arrays import floats, no_gradient_through
-from allhands.trees import flatten, unflatten
+from allhands.io.trees import flatten, unflatten
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.instances import give_form
+from allhands.kernels.native_arrays import floats, no_gradient_through
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> None:
@@ -27,7 +27,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> 
     Doing it twice changes nothing.
 
     Args:
-        at_once: for layers that compute when they are called (:mod:`allhands.model.native`), not in a graph.
+        at_once: for layers that compute when they are called (:mod:`allhands.kernels.native`), not in a graph.
     """
     for layer in layers:
         if not hasattr(layer, "_recomputes"):

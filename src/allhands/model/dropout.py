@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from allhands.data.order import mix
 from allhands.errors import ConfigError
-from allhands.model.instances import give_form
-from allhands.trees import unflatten
+from allhands.io.trees import unflatten
+from allhands.kernels.instances import give_form
 
 # A feature's fate is decided by 16 bits, which costs less than a number of 32 and errs by 1/131,072 at most.
 _LEVELS = 1 << 16

@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from allhands.blas import available_cores
 from allhands.errors import ModelError
-from allhands.threads import side_by_side
+from allhands.runtime.blas import available_cores
+from allhands.runtime.threads import side_by_side
 
 BLOCK_BYTES = 64 << 20  # hashed in one piece, by one core
 _PIECE_BYTES = 4 << 20

@@ -13,18 +13,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from allhands.accelerator import Accelerator
-from allhands.checkpoints.tensors import Tensor, safetensors_pieces
+from allhands.config.pretrain_schema import PretrainConfig
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.data.tokenise import tokenizer_files_of, vocabulary_of
 from allhands.errors import ConfigError
+from allhands.io.staging import publish, staging
+from allhands.io.tensors import Tensor, safetensors_pieces
 from allhands.model.load import Json, LoadedModel, LoadedTokenizer
 from allhands.model.passes import PassContext, apply_passes
 from allhands.model.pretraining import build_model, portable_tensors
 from allhands.model.shapes import Shape, TokenIds, find_shape, model_config, rows_for
 from allhands.model.tokenizer import with_stop
-from allhands.pretrain_config import PretrainConfig
-from allhands.staging import publish, staging
+from allhands.runtime.accelerator import Accelerator
 
 MARK = "allhands.json"  # in it, so that nobody else's directory is taken for it
 _ROW = 1024  # tokens

@@ -29,7 +29,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from allhands.errors import ModelError, StorageError
-from allhands.files import storage_error
+from allhands.io.files import storage_error
 
 Json = dict[str, Any]
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]

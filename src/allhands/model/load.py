@@ -26,7 +26,9 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
-from allhands.files import write_error
+from allhands.io.files import write_error
+from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
+from allhands.io.staging import publish, same_files, staging
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, worth_threads
 from allhands.model.sources import Report, first_line, importing, quantising, resolve, silent
@@ -38,8 +40,6 @@ from allhands.model.tokenizer import (
     read_config,
     tokenizer_of,
 )
-from allhands.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
-from allhands.staging import publish, same_files, staging
 
 __all__ = [
     "BEST_MODEL",

@@ -1,7 +1,7 @@
 """The table of what was measured on this device, in the user's cache: one file for each device and version.
 
 What is damaged, was made by another version or belongs to another device is left alone, and said; training then goes
-by the rules of :mod:`allhands.model.choices`.
+by the rules of :mod:`allhands.kernels.selection`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from allhands.accelerator import Accelerator
-from allhands.blas import cache_dir
-from allhands.files import make_directory, write_whole
-from allhands.model import native
-from allhands.model.choices import FORMS, FormTimes
-from allhands.model.fused import kernels
-from allhands.versions import version_of
+from allhands.io.files import make_directory, write_whole
+from allhands.kernels import native
+from allhands.kernels.fused import kernels
+from allhands.kernels.selection import FORMS, FormTimes
+from allhands.runtime.accelerator import Accelerator
+from allhands.runtime.blas import cache_dir
+from allhands.runtime.versions import version_of
 
 Facts = dict[str, str | int]
 _ROWS = TypeAdapter(list[FormTimes])

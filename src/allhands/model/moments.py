@@ -16,9 +16,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from allhands.io.trees import flatten, unflatten
+from allhands.kernels.instances import form_for_a_while
 from allhands.model.dropout import SampleDropout
-from allhands.model.instances import form_for_a_while
-from allhands.trees import flatten, unflatten
 
 
 @contextmanager

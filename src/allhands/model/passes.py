@@ -1,6 +1,6 @@
 """The passes that turn a model of mlx_lm into the one that is trained, tested or asked: one list, in one order.
 
-A pass gives single modules another form, by :mod:`allhands.model.instances`. It changes known types only, instance by
+A pass gives single modules another form, by :mod:`allhands.kernels.instances`. It changes known types only, instance by
 instance; names and values of parameters stay. :data:`PASSES` states the order and its reasons; every caller applies the
 whole list (:func:`apply_passes`), and each pass decides by the model and the :class:`PassContext` whether it applies.
 """
@@ -14,18 +14,18 @@ from typing import Literal, Protocol
 
 import mlx.nn as nn
 
-from allhands.accelerator import Accelerator
 from allhands.errors import ConfigError
-from allhands.model import known, native
+from allhands.kernels import known, native
+from allhands.kernels.fastmath import use_fast_mlp
+from allhands.kernels.fused.blocks import fuse, keep_dense, kept_bytes
+from allhands.kernels.fused.embedding import make_deterministic
+from allhands.kernels.fused.linear import use_dense
+from allhands.kernels.selection import KernelSelection, give_selection
 from allhands.model.balance import balance_experts
 from allhands.model.checkpointing import checkpoint_layers
-from allhands.model.choices import KernelSelection, give_selection
 from allhands.model.dropout import SampleDropout, install_dropout
-from allhands.model.embedding import make_deterministic
-from allhands.model.fastmath import use_fast_mlp
-from allhands.model.fused.blocks import fuse, keep_dense, kept_bytes
-from allhands.model.fused.linear import use_dense
 from allhands.model.quantized import hold_in_float32, replace_quantized
+from allhands.runtime.accelerator import Accelerator
 
 Stage = Literal["made", "adapted", "agreed"]
 

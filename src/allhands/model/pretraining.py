@@ -15,8 +15,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from allhands.checkpoints.tensors import Tensor
 from allhands.errors import ModelError
+from allhands.io.tensors import Tensor
 from allhands.model.shapes import FAMILIES
 
 _STD = 0.02  # where a config tells none

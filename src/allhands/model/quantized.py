@@ -15,14 +15,14 @@ import numpy as np
 from mlx_lm.tuner.dora import DoRALinear
 from numpy.typing import NDArray
 
-from allhands.accelerator import Accelerator
-from allhands.model import native_products
+from allhands.io.trees import unflatten
+from allhands.kernels import native_products
+from allhands.kernels.fused.ops import product_with
+from allhands.kernels.native_arrays import available, forward_only
+from allhands.kernels.selection import PLAIN, selection_of
 from allhands.model.adapters import count_parameters
-from allhands.model.choices import PLAIN, selection_of
-from allhands.model.fused.ops import product_with
-from allhands.model.native_arrays import available, forward_only
 from allhands.model.split import dense_weight
-from allhands.trees import unflatten
+from allhands.runtime.accelerator import Accelerator
 
 # Of the device's memory.
 _SMALL_SHARE = 0.025

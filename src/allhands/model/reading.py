@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils as mlx_lm
 
-from allhands.blas import available_cores
-from allhands.threads import side_by_side
+from allhands.runtime.blas import available_cores
+from allhands.runtime.threads import side_by_side
 
 THREADS = 8
 SMALL_BYTES = 64 << 20  # below that, threads cost more than they save

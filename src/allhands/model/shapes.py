@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from allhands.errors import ConfigError
-from allhands.formatting import format_count
+from allhands.io.formatting import format_count
 
 Family = Literal["llama", "qwen3", "mixtral"]
 FAMILIES: tuple[str, ...] = get_args(Family)

@@ -20,12 +20,12 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from allhands.blas import cache_dir
 from allhands.errors import ModelError
-from allhands.files import storage_error_of
+from allhands.io.files import storage_error_of
+from allhands.io.paths import meant
+from allhands.io.staging import locked, publish, staging
 from allhands.model.gguf import DEMO_CARD, DEMO_WHEEL, Run, convert_gguf, fetch_demo_gguf
-from allhands.paths import meant
-from allhands.staging import locked, publish, staging
+from allhands.runtime.blas import cache_dir
 
 Report = Callable[[str], None]
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from allhands.model import known
-from allhands.model.choices import BY_RULE, Selector, selection_of
-from allhands.model.embedding import OrderedEmbedding, RowsEmbedding
-from allhands.model.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
+from allhands.kernels import known
+from allhands.kernels.fused.embedding import OrderedEmbedding, RowsEmbedding
+from allhands.kernels.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
+from allhands.kernels.selection import BY_RULE, Selector, selection_of
 
 _OURS = (OrderedEmbedding, RowsEmbedding, TrainedLinear, DenseQuantizedLinear)
 

@@ -14,9 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import MERGE, NAMED, ChatChoice, template_text
 from allhands.errors import ModelError
+from allhands.io.names import MODELS_OF_A_RUN
+from allhands.io.paths import meant
 from allhands.model.sources import first_line, importing, is_path, resolve
-from allhands.names import MODELS_OF_A_RUN
-from allhands.paths import meant
 
 Json = dict[str, Any]
 

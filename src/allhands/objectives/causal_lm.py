@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.loader import MicroBatch
-from allhands.model import native
-from allhands.model.documents import caches_for
-from allhands.model.fused.ops import rows_at
+from allhands.io.trees import flatten, unflatten
+from allhands.kernels import native
+from allhands.kernels.documents import caches_for
+from allhands.kernels.fused.ops import rows_at
 from allhands.model.split import SplitModel, split
 from allhands.objectives.base import GradFunction, SumsFunction
 from allhands.objectives.cross_entropy import (
@@ -23,7 +24,6 @@ from allhands.objectives.cross_entropy import (
     eager_loss,
     linear_cross_entropy,
 )
-from allhands.trees import flatten, unflatten
 
 # (inputs, positions, targets[, documents]) -> loss sum.
 LossFunction = Callable[..., mx.array]

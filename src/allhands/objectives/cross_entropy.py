@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.blas import available_cores
-from allhands.kernels import launches_directly
-from allhands.model import native_arrays
-from allhands.model.choices import BY_RULE, PLAIN, Kind, Selector
-from allhands.model.fused import kernels
+from allhands.kernels import native_arrays
+from allhands.kernels.fused import kernels
+from allhands.kernels.selection import BY_RULE, PLAIN, Kind, Selector
+from allhands.runtime.blas import available_cores
+from allhands.runtime.jit_cache import launches_directly
 
 CHUNK_ROWS = 256
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.

@@ -19,7 +19,7 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
-from allhands.model.fused.leaves import Leaves
+from allhands.kernels.fused.leaves import Leaves
 from allhands.parallel.passes import Passes
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.sums import Gradients, Reduced, Times

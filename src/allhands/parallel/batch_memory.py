@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.model.fused import kernels
+from allhands.kernels.fused import kernels
 
 ToArrays = Callable[[Sequence[NDArray[Any]]], tuple[mx.array, ...]]
 

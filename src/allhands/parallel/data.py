@@ -27,13 +27,13 @@ from allhands.distributed.reduce import (
     sum_over_ranks,
 )
 from allhands.distributed.shards import Shards
-from allhands.model.fused.leaves import Leaves
+from allhands.io.trees import flatten
+from allhands.kernels.fused.leaves import Leaves
 from allhands.parallel.base import Exchanging, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Pass, Passes
 from allhands.parallel.sums import Gradients, Named, Reduced, Times
-from allhands.trees import flatten
 
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
 # remains of the exchange.

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from allhands.kernels.fused.embedding import Apart
+from allhands.kernels.fused.leaves import Leaves
 from allhands.model.dropout import DropoutKeys
-from allhands.model.embedding import Apart
-from allhands.model.fused.leaves import Leaves
 from allhands.objectives.base import GradFunction, Objective, SumsFunction
 from allhands.objectives.causal_lm import CAUSAL_LM
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from allhands.data.loader import MicroBatch
 from allhands.distributed.reduce import Lookups, PendingReduce
 from allhands.distributed.shards import Shards
-from allhands.model.embedding import Apart, OrderedEmbedding, add_in_order
+from allhands.kernels.fused.embedding import Apart, OrderedEmbedding, add_in_order
 from allhands.objectives.base import Objective
 from allhands.parallel.gradient import Computing, FlatWeights, make_joined_gradient
 

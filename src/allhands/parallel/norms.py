@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from allhands.model.fused import kernels
+from allhands.kernels.fused import kernels
 
 
 def sum_of_squares(gradients: Sequence[mx.array]) -> mx.array:

@@ -11,17 +11,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from allhands.accelerator import device_memory
 from allhands.data.loader import MicroBatch
 from allhands.distributed.reduce import Lookups
-from allhands.model.fused import kernels
+from allhands.io.trees import flatten
+from allhands.kernels.fused import kernels
 from allhands.objectives.base import Objective
 from allhands.parallel.batch_memory import arrays_of_batches
 from allhands.parallel.gradient import Computing, FlatWeights, make_gradient, make_joined_gradient
 from allhands.parallel.lookups import TravellingLookups
 from allhands.parallel.runahead import RunAhead
 from allhands.parallel.sums import Gradients
-from allhands.trees import flatten
+from allhands.runtime.accelerator import device_memory
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from allhands.memory import MLX_PEAK
+from allhands.runtime.memory import MLX_PEAK
 
 # More is of no use: on an H200, QLoRA of 7 billion parameters, LoRA and full training of 1.2 billion and full training
 # of 135 million lose 1 % or less by it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from allhands.formatting import format_duration
+from allhands.io.formatting import format_duration
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
 
 Outcome = Literal[

@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from allhands.files import make_directory
-from allhands.formatting import format_duration
-from allhands.pictures import GREY, STYLE, picture_suffix, write_picture
+from allhands.io.files import make_directory
+from allhands.io.formatting import format_duration
+from allhands.io.pictures import GREY, STYLE, picture_suffix, write_picture
 from allhands.plan import advice as chart
 from allhands.plan.advice import Advice, Outcome
 from allhands.plan.computers import names

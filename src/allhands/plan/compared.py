@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.distributed.capabilities import can
-from allhands.formatting import format_bytes, format_count, format_duration
-from allhands.metrics import RunHistory, RunStarted, TrainReport, typical
-from allhands.monitor.samples import Sample
+from allhands.io.formatting import format_bytes, format_count, format_duration
+from allhands.observe.metrics import RunHistory, RunStarted, TrainReport, typical
+from allhands.observe.monitor.samples import Sample
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
 from allhands.plan.strategies import SHARD
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from allhands.formatting import format_bytes
+from allhands.io.formatting import format_bytes
 
 _ALL_SHOWN = 16  # lines of a table; of more computers only powers of two have one
 

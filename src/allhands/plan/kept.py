@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from pydantic import Field, ValidationError
 
 from allhands.errors import DataError
-from allhands.files import make_directory, storage_error, unused_name, write_whole
-from allhands.formatting import format_duration
-from allhands.metrics import METRICS_FILE, read_metrics
-from allhands.names import PLAN_FILE
-from allhands.paths import meant
+from allhands.io.files import make_directory, storage_error, unused_name, write_whole
+from allhands.io.formatting import format_duration
+from allhands.io.names import PLAN_FILE
+from allhands.io.paths import meant
+from allhands.observe.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

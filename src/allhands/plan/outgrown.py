@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allhands.formatting import format_duration
-from allhands.metrics import RunHistory, RunStarted
-from allhands.monitor.samples import Sample
+from allhands.io.formatting import format_duration
+from allhands.observe.metrics import RunHistory, RunStarted
+from allhands.observe.monitor.samples import Sample
 
 # Parts of a step from which on something is worth changing.
 _EXCHANGE, _DATA, _REST = 0.2, 0.05, 0.25

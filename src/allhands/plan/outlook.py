@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from allhands.formatting import format_bytes
+from allhands.io.formatting import format_bytes
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
 from allhands.plan.links import ExchangeTimes, faster_than
-from allhands.plan.memory import Blocks, Memory, Work, of_process
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, costs, those_told, ways_of_one, ways_of_team
+from allhands.run.training_memory import Blocks, Memory, Work, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 

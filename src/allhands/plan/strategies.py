@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
-from allhands.plan.memory import Blocks, Memory, Work
-from allhands.plan.sizes import all_weights, expert_weights
+from allhands.run.model_sizes import all_weights, expert_weights
+from allhands.run.training_memory import Blocks, Memory, Work
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16

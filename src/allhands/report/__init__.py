@@ -1,10 +1,10 @@
 """A run, or several, on one page: read, judged, and written as HTML that stands alone and as Markdown."""
 
+from allhands.observe.judging import Judgement, judge
 from allhands.report.facts import Answers, ReportFacts, read_facts
 from allhands.report.html import to_html
 from allhands.report.markdown import to_markdown
 from allhands.report.page import Page, make_page
-from allhands.report.words import Judgement, judge
 
 __all__ = [
     "Answers",

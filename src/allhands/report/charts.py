@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.formatting import format_bytes, format_rate
-from allhands.metrics import RunHistory, TrainReport
-from allhands.monitor import Sample
-from allhands.monitor.board import key_of
-from allhands.plots import axis_top, cut_off, smooth, time_unit
+from allhands.io.formatting import format_bytes, format_rate
+from allhands.observe.metrics import RunHistory, TrainReport
+from allhands.observe.monitor import Sample
+from allhands.observe.monitor.board import key_of
+from allhands.observe.plots import axis_top, cut_off, smooth, time_unit
 
 Floats = NDArray[np.float64]
 T = TypeVar("T", tuple[float, int], tuple[float, float, int])

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
-from allhands.metrics import METRICS_FILE, RunHistory, read_metrics
-from allhands.monitor import Board, BoardRow, Sample, read_samples
-from allhands.names import CONFIG_FILE, LOGS, PLAN_FILE
+from allhands.io.names import CONFIG_FILE, LOGS, PLAN_FILE
+from allhands.observe.metrics import METRICS_FILE, RunHistory, read_metrics
+from allhands.observe.monitor import Board, BoardRow, Sample, read_samples
 from allhands.plan.kept import KeptPlan, plan_before
 from allhands.report.verdict import Status, verdict_of
 
@@ -77,7 +77,7 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
-        journal: what the supervisor wrote down, as ``allhands.cluster.journal.read_events`` returns it.
+        journal: what the supervisor wrote down, as ``allhands.observe.journal.read_events`` returns it.
         now: Unix time in seconds, by which it is told whether the run goes on.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
-from allhands.pictures import RUNS, luminance, palettes, phase_colour
+from allhands.io.pictures import RUNS, luminance, palettes, phase_colour
 from allhands.report.charts import Bars
 from allhands.report.page import Page
 
@@ -64,7 +64,7 @@ def in_script(value: object) -> str:
 
 def asset(name: str) -> str:
     """A file of the package's for the browser."""
-    return files("allhands").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
+    return files("allhands.report").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
 
 
 def _sum(content: str) -> str:

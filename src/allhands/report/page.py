@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from allhands import formatting as form
-from allhands.metrics import Sampled
-from allhands.monitor import BoardRow
-from allhands.pictures import PHASES
+from allhands.io import formatting as form
+from allhands.io.pictures import PHASES
+from allhands.observe.course import Judgement
+from allhands.observe.judging import judge_run
+from allhands.observe.metrics import Sampled
+from allhands.observe.monitor import BoardRow
+from allhands.observe.plots import of_starts, times_of
 from allhands.plan.outgrown import Sign, signs_of
-from allhands.plots import of_starts, times_of
 from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
 from allhands.report.compared import unlike_validations
-from allhands.report.course import Judgement
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
-from allhands.report.words import judge_run
 
 _NONE = "–"
 _MOST_EVENTS = 100

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from allhands.metrics import RunHistory, TrainReport
-from allhands.monitor import Sample
-from allhands.pictures import phase_colour
+from allhands.io.pictures import phase_colour
+from allhands.observe.metrics import RunHistory, TrainReport
+from allhands.observe.monitor import Sample
 from allhands.report.charts import Chart, Line, chart, finite, groups_of
 
 # In the order of a step: as the monitor calls it, and as the page does.

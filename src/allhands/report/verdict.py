@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from allhands.formatting import format_duration
-from allhands.metrics import METRICS_FILE, RunHistory
-from allhands.monitor import Board, gone_here
+from allhands.io.formatting import format_duration
+from allhands.observe.metrics import METRICS_FILE, RunHistory
+from allhands.observe.monitor import Board, gone_here
 
 Status = Literal["finished", "stopped early", "interrupted", "failed", "going on", "crashed or killed"]
 

@@ -1,0 +1,1 @@
+"""One step: accumulate, reduce, norm, update. Optimizers, evaluation and callbacks."""

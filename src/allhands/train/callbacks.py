@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from allhands.errors import ConfigError
-from allhands.metrics import TrainReport, ValidReport
-from allhands.trees import flatten, unflatten
+from allhands.io.trees import flatten, unflatten
+from allhands.observe.metrics import TrainReport, ValidReport
 
 
 class Callback:

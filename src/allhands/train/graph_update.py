@@ -16,13 +16,13 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from allhands.distributed.shards import Shards
-from allhands.model.choices import PLAIN, Selector, selection_of
-from allhands.model.fused import kernels
-from allhands.model.fused.leaves import Leaves
+from allhands.io.trees import flatten, part_of, unflatten
+from allhands.kernels.fused import kernels
+from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.selection import PLAIN, Selector, selection_of
 from allhands.parallel.norms import sum_of_squares
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
-from allhands.trees import flatten, part_of, unflatten
 
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.

@@ -16,10 +16,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from allhands.blas import native_library
-from allhands.model.native_arrays import Array, at, available, floats, new, pointers
+from allhands.io.trees import flatten, part_of, unflatten
+from allhands.kernels.native_arrays import Array, at, available, floats, new, pointers
+from allhands.runtime.blas import native_library
 from allhands.train.optimizers import KernelAdam
-from allhands.trees import flatten, part_of, unflatten
 
 Named = tuple[str, mx.array]
 _CHUNK = 16384  # of adam.c

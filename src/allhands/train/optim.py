@@ -11,11 +11,11 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 from mlx_lm.tuner.utils import build_schedule
 
-from allhands.config import LrSchedule, TrainConfig
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import LrSchedule, TrainConfig
 from allhands.errors import ConfigError
-from allhands.pretrain_config import pretraining
+from allhands.io.trees import flatten
 from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
-from allhands.trees import flatten
 
 Schedule = Callable[[mx.array], mx.array] | float
 

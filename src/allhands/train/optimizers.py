@@ -1,7 +1,7 @@
 """Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices alone where asked for.
 
 The update of an array depends on that array alone (its shape included), so that arrays may be laid end to end:
-see :class:`allhands.model.fused.leaves.Leaves`.
+see :class:`allhands.kernels.fused.leaves.Leaves`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from allhands.model.fused import kernels
-from allhands.trees import flatten, part_of
+from allhands.io.trees import flatten, part_of
+from allhands.kernels.fused import kernels
 
 MASTER = "master"  # the name of a float32 copy in an array's state
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
+from allhands.io.trees import flatten
 from allhands.train.optim import clip
-from allhands.trees import flatten
 
 # Examples that each rank names; the collective has this size whatever was found.
 NAMED = 8

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from allhands.distributed.reduce import count_parts, lazy_count, whole_count
+from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.parallel.sums import Reduced, Times
-from allhands.trees import number, numbers
 
 # A step's numbers: loss, trained tokens and tokens in two parts each, votes; then the objective's further sums.
 _TARGETS, _TOKENS, _VOTES, _FURTHER = 1, 3, 5, 6

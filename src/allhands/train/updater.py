@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
+from allhands.io.trees import flatten, number, unflatten
 from allhands.parallel.base import Strategy
 from allhands.parallel.gradient import FlatWeights
 from allhands.parallel.sums import Reduced
@@ -22,7 +23,6 @@ from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.optimizers import Optimizer
 from allhands.train.result import all_finite, divisor_of
-from allhands.trees import flatten, number, unflatten
 
 
 @dataclass(frozen=True)

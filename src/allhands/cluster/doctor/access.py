@@ -6,11 +6,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from allhands.blame import init_command
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac, usual
-from allhands.formatting import format_duration
-from allhands.versions import (
+from allhands.distributed.blame import init_command
+from allhands.io.formatting import format_duration
+from allhands.runtime.versions import (
     MAY_DIFFER,
     MLX_BACKENDS,
     MUST_BE_EQUAL,
@@ -262,7 +262,7 @@ def _install(cluster: Cluster, host: HostReport, facts: HostFacts) -> str:
 
 
 def check_versions(cluster: Cluster) -> list[Finding]:
-    """What must be equal for training is so everywhere, by the rule of :mod:`allhands.versions`; the rest is told."""
+    """What must be equal is so everywhere, by the rule of :mod:`allhands.runtime.versions`; the rest is told."""
     known = [(host, facts) for host, facts in cluster.answered() if facts.python.python_version and _new_enough(facts)]
     findings: list[Finding] = []
     for name in MUST_BE_EQUAL:

@@ -243,7 +243,7 @@ class HostFacts(Fact):
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared among computers; see :mod:`allhands.versions`."""
+        """What is compared among computers; see :mod:`allhands.runtime.versions`."""
         return {**self.python.versions, "python": self.python.python_version}
 
 

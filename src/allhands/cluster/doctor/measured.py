@@ -65,7 +65,7 @@ def trained_parameters(cluster: Cluster) -> dict[str, int]:
     here = [host for host in cluster.hosts if host.ssh is None]
     tree = next((tree for host in here if (tree := host.tree("model")) is not None and tree.path), None)
     if tree is None and cluster.model:
-        from allhands.cluster.doctor.probes.trees import located
+        from allhands.cluster.probes.trees import located
 
         path = located("model", cluster.model)
     else:

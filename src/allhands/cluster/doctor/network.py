@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Interface, LinkSpeed, Network, Reach
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, new_hostfile, on, on_mac
 from allhands.cluster.doctor.paths import CABLES, kind_name, networks, ordered_pairs, pairs_between, used
-from allhands.formatting import format_bytes
+from allhands.io.formatting import format_bytes
 
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s: no cable of this century
 SLOW_SHARE = 1 / 3  # of what the other links carry

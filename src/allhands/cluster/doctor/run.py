@@ -24,9 +24,9 @@ from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login, Network, Reach, Tree
 from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
-from allhands.cluster.doctor.probes.network import source_for
 from allhands.cluster.doctor.session import Session, SessionRefused, Untold, clock_offset
 from allhands.cluster.hosts import Host, below_home
+from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
 
 _CONNECT_S = 4.0  # for a connection between two computers

@@ -20,7 +20,17 @@ from allhands.cluster import probe, ssh
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.facts import FactTrouble
 from allhands.cluster.hosts import Host
-from allhands.strict_json import Check, integer, is_number, is_text, list_of, mapping_of, maybe, object_of, read_object
+from allhands.io.strict_json import (
+    Check,
+    integer,
+    is_number,
+    is_text,
+    list_of,
+    mapping_of,
+    maybe,
+    object_of,
+    read_object,
+)
 
 _MOST_NOISE = 4096
 _MOST_SAID = 1 << 14

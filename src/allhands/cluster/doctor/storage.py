@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from allhands.cluster.doctor.facts import Cluster, Disk, HostFacts, HostReport, Tree
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac
-from allhands.formatting import format_bytes
+from allhands.io.formatting import format_bytes
 
 LEAST_FREE_MEMORY = 2 * 10**9
 LEAST_DISK, LITTLE_DISK = 10**8, 2 * 10**9

@@ -16,7 +16,7 @@ from allhands.cluster.setup.source import find_source
 from allhands.cluster.setup.state import Access, CannotSetUp, Installed, SetupHostState, SetupSource
 from allhands.cluster.setup.survey import facts_of, installed_in
 from allhands.errors import AllhandsError, ConfigError
-from allhands.threads import side_by_side
+from allhands.runtime.threads import side_by_side
 
 _CONNECT_S = 10.0
 _ROUNDS = 3  # an unknown key, then a refused one, then the last look

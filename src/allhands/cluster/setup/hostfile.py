@@ -12,7 +12,7 @@ from typing import Any, cast
 from allhands.cluster.hosts import read_hostfile
 from allhands.cluster.setup.thunderbolt import Wiring
 from allhands.errors import ConfigError
-from allhands.files import write_whole
+from allhands.io.files import write_whole
 
 # What a person may have chosen in an earlier hostfile, and set-up has no better knowledge of.
 _KEPT = ("slots", "envs")

@@ -1,7 +1,7 @@
 """What a Python interpreter has of allhands: run by that interpreter, on any computer, as text after ``-c``.
 
-The standard library of Python 3.8 and nothing else, in ASCII: its text is sent with that of :mod:`allhands.versions`,
-from which it takes names, behind it.
+The standard library of Python 3.8 and nothing else, in ASCII: its text is sent with that of
+:mod:`allhands.runtime.versions`, from which it takes names, behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-from allhands.versions import fingerprint
+from allhands.runtime.versions import fingerprint
 
 # What a rank does first. MLX last: it needs the drivers.
 STARTS = "import allhands.cluster.agent; import mlx.core"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from allhands.cluster.setup.source import package_root
 from allhands.errors import AllhandsError, StorageError
-from allhands.files import make_directory, write_whole
-from allhands.versions import package_files
+from allhands.io.files import make_directory, write_whole
+from allhands.runtime.versions import package_files
 
 _TAGS = "Wheel-Version: 1.0\nGenerator: allhands\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _DAY = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold

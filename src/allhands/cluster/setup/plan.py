@@ -19,7 +19,7 @@ from allhands.cluster.setup.state import (
     WantedSetup,
 )
 from allhands.errors import ConfigError
-from allhands.versions import SOURCE, difference, merely_different, unequal
+from allhands.runtime.versions import SOURCE, difference, merely_different, unequal
 
 _UV = "https://docs.astral.sh/uv/getting-started/installation/"
 # The oldest driver that runs CUDA 13.

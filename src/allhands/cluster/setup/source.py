@@ -16,7 +16,7 @@ from pathlib import Path
 
 from allhands.cluster.setup.state import SetupSource
 from allhands.errors import ConfigError
-from allhands.versions import file_line, fingerprint, is_source
+from allhands.runtime.versions import file_line, fingerprint, is_source
 
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*")
 _WHEEL = re.compile(r"allhands-[A-Za-z0-9_.!+]+-[A-Za-z0-9_.]+-[A-Za-z0-9_]+-[A-Za-z0-9_]+\.whl")

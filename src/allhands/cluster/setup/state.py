@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from allhands.cluster.doctor.facts import HostFacts
-from allhands.versions import SOURCE, TOKEN_MAKERS
+from allhands.runtime.versions import SOURCE, TOKEN_MAKERS
 
 Version = tuple[int, ...]
 # What stands at the place of the environment: nothing; one of ours, whole or not; or something that is not ours.
@@ -79,7 +79,7 @@ class Installed:
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared of it; see :mod:`allhands.versions`."""
+        """What is compared of it; see :mod:`allhands.runtime.versions`."""
         source = {SOURCE: self.fingerprint} if self.fingerprint else {}
         return {**self.versions, **source, "python": ".".join(map(str, self.version))}
 
@@ -168,7 +168,7 @@ class WantedSetup:
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared of it; see :mod:`allhands.versions`."""
+        """What is compared of it; see :mod:`allhands.runtime.versions`."""
         source = {SOURCE: code} if (code := self.source.wanted_code) else {}
         return {**self.versions, **source, "allhands": self.source.version, "python": self.minor}
 

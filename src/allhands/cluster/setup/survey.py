@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from allhands import versions
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
@@ -34,7 +33,8 @@ from allhands.cluster.setup.state import (
     WantedSetup,
 )
 from allhands.errors import ConfigError
-from allhands.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
+from allhands.io.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
+from allhands.runtime import versions
 
 _FACTS_S, _LOOK_S = 20.0, 90.0
 _LOOKED = object_of(
@@ -205,7 +205,7 @@ def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
 
 def _program() -> str:
     """The text of :mod:`allhands.cluster.setup.look`, with that from which it takes names before it."""
-    imported = ("from __future__ import annotations\n", "from allhands.versions import fingerprint\n")
+    imported = ("from __future__ import annotations\n", "from allhands.runtime.versions import fingerprint\n")
     text = inspect.getsource(look)
     for line in imported:
         text = text.replace(line, "")

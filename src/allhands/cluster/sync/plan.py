@@ -12,7 +12,7 @@ from allhands.cluster.hosts import Host
 from allhands.cluster.sync.blocks import is_partial
 from allhands.cluster.sync.worker import base_directory
 from allhands.errors import ConfigError, DataError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 Topology = Literal["chain", "tree", "star"]
 Transport = Literal["auto", "tls", "tcp", "ssh"]

@@ -22,9 +22,9 @@ from allhands.cluster.sync.source import SourceShelf, Stopped, has_openssl, hash
 from allhands.cluster.sync.wire import Broken, Security
 from allhands.cluster.sync.worker import Counts
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
-from allhands.files import storage_error
-from allhands.ports import cannot_listen
-from allhands.strict_json import Check, integer, is_integer, is_text, list_of, object_of
+from allhands.io.files import storage_error
+from allhands.io.strict_json import Check, integer, is_integer, is_text, list_of, object_of
+from allhands.runtime.ports import cannot_listen
 
 SOURCE = -1  # the number of this computer
 _OVER_SSH = -2

@@ -18,7 +18,7 @@ from pathlib import Path
 from allhands.data.records import Record
 from allhands.data.splits import RecordSource
 from allhands.errors import ConfigError
-from allhands.files import make_directory, write_whole
+from allhands.io.files import make_directory, write_whole
 
 # Of each topic's twenty questions, so that every split covers every topic.
 VALID_PER_TOPIC = TEST_PER_TOPIC = 2

@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from allhands.errors import ConfigError
-from allhands.paths import meant
+from allhands.io.paths import meant
 
 WORD = r"(?<!\w)[^\W\d_]+(?:['’][^\W\d_]+)*(?!\w)"
 """One word: letters, with apostrophes inside. What touches a digit or an underscore is none."""

@@ -1,0 +1,154 @@
+"""Facts that only macOS has, read from what its own programs print."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, cast
+
+from allhands.cluster.probes.tools import output_of
+
+_SOCKETFILTER = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+_CONNECTED = "receptacle_connected"
+
+
+def mac_interfaces() -> list[dict[str, Any]]:
+    """Every interface with its addresses and kind."""
+    ports = parse_hardware_ports(output_of(["networksetup", "-listallhardwareports"]) or "")
+    return parse_ifconfig(output_of(["ifconfig", "-a"]) or "", ports)
+
+
+def parse_hardware_ports(text: str) -> dict[str, str]:
+    """Device to name of the port, of ``networksetup -listallhardwareports``: ``{"en0": "Wi-Fi"}``."""
+    pairs = re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text)
+    return {device: port for port, device in pairs}
+
+
+def parse_ifconfig(text: str, ports: dict[str, str]) -> list[dict[str, Any]]:
+    """Of ``ifconfig -a``."""
+    found: list[dict[str, Any]] = []
+    for block in re.split(r"\n(?=\S)", text):
+        head = re.match(r"(\S+): flags=\w+<([^>]*)>.*?\bmtu (\d+)", block)
+        if not head:
+            continue
+        name, flags, mtu = head.groups()
+        status = re.search(r"^\s*status: (\S+)", block, re.MULTILINE)
+        found.append(
+            {
+                "name": name,
+                "up": "UP" in flags.split(",") and (status is None or status.group(1) == "active"),
+                "mtu": int(mtu),
+                "addresses": parse_inet(block),
+                "kind": mac_kind(name, ports.get(name, "")),
+                "speed_mbps": media_speed(block),
+                "members": re.findall(r"^\s*member: (\S+)", block, re.MULTILINE),
+            }
+        )
+    return found
+
+
+def parse_inet(block: str) -> list[dict[str, Any]]:
+    """Addresses of one interface."""
+    four = re.findall(r"^\s*inet (\S+) (?:--> \S+ )?netmask 0x([0-9a-f]{8})", block, re.MULTILINE)
+    six = re.findall(r"^\s*inet6 ([0-9a-fA-F:]+)\S* prefixlen (\d+)", block, re.MULTILINE)
+    found: list[dict[str, Any]] = [{"ip": ip, "prefix": bin(int(mask, 16)).count("1")} for ip, mask in four]
+    return found + [{"ip": ip, "prefix": int(prefix)} for ip, prefix in six]
+
+
+def media_speed(block: str) -> int | None:
+    """Mbit/s of an Ethernet port."""
+    found = re.search(r"media: .*?(\d+)(G?)base", block, re.IGNORECASE)
+    return int(found.group(1)) * (1000 if found.group(2) else 1) if found else None
+
+
+def mac_kind(name: str, port: str) -> str:
+    """wifi, ethernet, thunderbolt, bridge, loopback, tunnel or virtual."""
+    words = port.lower()
+    if name.startswith("lo"):
+        return "loopback"
+    if "wi-fi" in words or "airport" in words:
+        return "wifi"
+    if name.startswith("bridge"):
+        return "bridge"
+    if re.match(r"thunderbolt( \d+)?$", words):
+        return "thunderbolt"
+    if re.match(r"(utun|ipsec|gif|stf|ppp)", name):
+        return "tunnel"
+    if re.match(r"(awdl|llw|anpi|ap\d|vmnet|vmenet|feth)", name):
+        return "virtual"
+    return "ethernet"
+
+
+def mac_facts() -> dict[str, Any]:
+    """Sleep, display, firewall, Thunderbolt ports and the limit of GPU memory."""
+    assertions = output_of(["pmset", "-g", "assertions"]) or ""
+    limit = (output_of(["sysctl", "-n", "iogpu.wired_limit_mb"]) or "").strip()
+    return {
+        "sleep_minutes": parse_sleep(output_of(["pmset", "-g"]) or ""),
+        "kept_awake": kept_awake(assertions),
+        "displays_on": parse_displays(output_of(["system_profiler", "SPDisplaysDataType"], 12.0)),
+        "wired_limit_mb": int(limit) if limit.isdigit() else None,
+        "firewall": parse_firewall(output_of([_SOCKETFILTER, "--getglobalstate"]) or ""),
+        "blocks_all": parse_block_all(output_of([_SOCKETFILTER, "--getblockall"]) or ""),
+        "thunderbolt": parse_thunderbolt(output_of(["system_profiler", "SPThunderboltDataType", "-json"], 12.0) or ""),
+    }
+
+
+def parse_sleep(text: str) -> int | None:
+    """Minutes until the computer sleeps, 0 for never, of ``pmset -g``."""
+    found = re.search(r"^\s*sleep\s+(\d+)", text, re.MULTILINE)
+    return int(found.group(1)) if found else None
+
+
+def kept_awake(text: str) -> bool:
+    """Whether something such as caffeinate keeps the computer awake, of ``pmset -g assertions``."""
+    counts = re.findall(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+(\d+)", text, re.MULTILINE)
+    return any(count != "0" for _, count in counts) or "(caffeinate)" in text
+
+
+def parse_displays(text: str | None) -> int | None:
+    """How many displays are on, of ``system_profiler SPDisplaysDataType``; ``None``: not known."""
+    if text is None:
+        return None
+    return max(
+        0, len(re.findall(r"^\s*Resolution:", text, re.MULTILINE)) - len(re.findall(r"Display Asleep: Yes", text))
+    )
+
+
+def parse_firewall(text: str) -> bool | None:
+    """Whether macOS's firewall is on, of ``socketfilterfw --getglobalstate``."""
+    found = re.search(r"State = (\d)", text)
+    if found:
+        return found.group(1) != "0"
+    return None if not text else "enabled" in text.lower()
+
+
+def parse_block_all(text: str) -> bool:
+    """Whether it lets nothing in, of ``socketfilterfw --getblockall``."""
+    return "enabled" in text.lower()
+
+
+def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
+    """Ports, of ``system_profiler SPThunderboltDataType -json``: what is plugged in, and how fast."""
+    try:
+        buses = cast("list[dict[str, Any]]", json.loads(text)["SPThunderboltDataType"] or [])
+    except (ValueError, KeyError, TypeError):
+        return []
+    found: list[dict[str, Any]] = []
+    for bus in buses:
+        peers = [item["domain_uuid_key"] for item in bus.get("_items") or [] if "domain_uuid_key" in item]
+        for key, port in bus.items():
+            if re.fullmatch(r"receptacle_\d+_tag", key) and isinstance(port, dict):
+                found.append(thunderbolt_port(bus, cast("dict[str, Any]", port), peers))
+    return found
+
+
+def thunderbolt_port(bus: dict[str, Any], port: dict[str, Any], peers: list[str]) -> dict[str, Any]:
+    """One receptacle; ``domain`` names this computer's end, ``peers`` the computers plugged into it directly."""
+    return {
+        "receptacle": str(port.get("receptacle_id_key", "?")),
+        "connected": port.get("receptacle_status_key") == _CONNECTED,
+        "speed": str(port.get("current_speed_key", "")),
+        "domain": str(bus.get("domain_uuid_key", "")),
+        "peers": peers,
+    }

@@ -1,0 +1,35 @@
+"""The options of ``allhands eval`` that reach every rank: those of a test, of any split."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from allhands.config.schema import TrainConfig
+from allhands.config.values import LocalPath
+
+
+class EvalConfig(TrainConfig):
+    """What the loss on a split depends on."""
+
+    VERB: ClassVar[str] = "eval"
+
+    adapter_path: LocalPath = Field("", description="Directory of a training run. [none: the model as it is]")
+    split: Literal["train", "valid", "test"] = Field("test", description="Part of the data.")
+    test: bool = Field(True, description="Evaluate.")
+    test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")
+    batch_size: int = Field(8, ge=1, description="Examples a batch; the result does not depend on it.")
+
+    @field_validator("test_batches")
+    @classmethod
+    def _something(cls, value: int) -> int:
+        # Before the words of training, which name an option that this command has not.
+        if value == 0:
+            raise ValueError("0 batches are nothing to evaluate: give a number from 1, or -1 for all")
+        return value
+
+
+def evaluated_split(config: TrainConfig) -> str:
+    """The split that ``test`` is about."""
+    return config.split if isinstance(config, EvalConfig) else "test"

@@ -1,0 +1,119 @@
+"""The options of ``allhands pretrain``: those of :class:`TrainConfig`, a model's shape, and defaults of their own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from allhands.config.schema import LrSchedule, TrainConfig
+from allhands.config.values import LocalPath
+
+NUMBERS = (
+    *("layers", "dims", "mlp_dims", "heads", "kv_heads", "head_dim", "vocabulary", "block_size"),
+    *("rope_theta", "tied", "experts", "experts_per_token"),
+)
+
+
+class PretrainConfig(TrainConfig):
+    """Everything a pre-training run depends on."""
+
+    VERB: ClassVar[str] = "pretrain"
+    # What comes first in the help, and what does not come at all, since a new model has no use for it.
+    FIRST: ClassVar[tuple[str, ...]] = ("data", "tokenizer", "shape", *NUMBERS, "dtype", "adapter_path")
+    HIDDEN: ClassVar[frozenset[str]] = frozenset({"model", "train", "fine_tune_type", "num_layers", "lora_parameters"})
+
+    tokenizer: LocalPath = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
+    shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
+    layers: int | None = Field(None, ge=1, description="Blocks. [of the shape, as all that follow]")
+    dims: int | None = Field(None, ge=1, description="Width of the residual stream.")
+    mlp_dims: int | None = Field(None, ge=1, description="Width inside the MLP, or inside each expert.")
+    heads: int | None = Field(None, ge=1, description="Heads of the queries.")
+    kv_heads: int | None = Field(None, ge=1, description="Heads of keys and values.")
+    head_dim: int | None = Field(None, ge=1, description="Width of a head. [dims / heads]")
+    vocabulary: int | None = Field(None, ge=1, description="Rows of the embedding. [the tokenizer's]")
+    block_size: int | None = Field(
+        None, ge=2, description="Longest text in tokens, and a row's, unless --max-seq-length is less."
+    )
+    rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
+    tied: bool | None = Field(None, description="Whether the output layer is the embedding.")
+    experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
+    experts_per_token: int | None = Field(None, ge=0, description="Experts that compute a token (mixtral).")
+    router_aux_loss: float = Field(0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32."
+    )
+    # As everybody pre-trains: see docs/pretraining.md.
+    adapter_path: LocalPath = Field(
+        "pretrained", description="Directory for the model, checkpoints, metrics, plot and logs."
+    )
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the first weights and of the data's order.")
+    resume_adapter_file: LocalPath | None = Field(
+        None, description="Weights to start from: model.safetensors of such a run."
+    )
+    keep_best: bool = Field(True, description="Keep the model of the best validation loss beside the last: model-best.")
+    data: LocalPath = Field(
+        "", description="Directory with train and valid texts, one file of texts, or a Hub dataset. Required."
+    )
+    fine_tune_type: Literal["lora", "dora", "full"] = Field("full", description="full: everything is trained.")
+    optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field(
+        "adamw", description="Optimizer; muon is for the matrices of the blocks, with adamw for the rest."
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="Learning rate (the peak, with a schedule).")
+    lr_schedule: LrSchedule | None = Field(
+        LrSchedule.model_validate({"name": "cosine"}),
+        description="constant, linear or cosine by name, or mlx_lm's schedule as JSON. [cosine]",
+    )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Optimizer updates of linear warm-up. [a twentieth of all, at most 1000]"
+    )
+    weight_decay: float | None = Field(0.1, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
+    weight_decay_on: Literal["all", "matrices"] = Field(
+        "matrices", description="matrices: no weight decay of norms and biases."
+    )
+    master_weights: bool = Field(
+        True, description="Update float32 copies of weights in half precision, and round these."
+    )
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this.")
+    packing: bool = Field(True, description="Join all texts and cut them into rows of --max-seq-length.")
+    sample_prompts: list[str] | None = Field(
+        default_factory=lambda: ["Once upon a time"],
+        description="Have the model go on from these texts as it learns (JSON).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_of_the_block(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_seq_length") is None and (block := values.get("block_size")):
+            # A block that is refused is refused by its own name.
+            return values if block in (1, "1") else {**values, "max_seq_length": block}
+        return values
+
+    @model_validator(mode="after")
+    def _from_scratch(self) -> PretrainConfig:
+        if not self.tokenizer:
+            raise ValueError(
+                "--tokenizer is missing: the directory of a tokenizer, as `allhands tokenizer train` makes one"
+            )
+        if not self.data:
+            raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
+        if self.fine_tune_type != "full":
+            raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
+        if self.num_layers not in (None, -1):
+            raise ValueError("--num-layers is for fine-tuning; the blocks of a new model are --layers")
+        if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(call_default_factory=True):
+            raise ValueError("--lora-parameters is for fine-tuning: all of a new model is trained")
+        if self.model != "demo":
+            raise ValueError("--model is not used: the model is a new one, of --shape and --tokenizer")
+        if self.block_size is not None and self.max_seq_length > self.block_size:
+            raise ValueError(f"rows of {self.max_seq_length} tokens do not fit a block size of {self.block_size}")
+        return self
+
+    def numbers(self) -> dict[str, Any]:
+        """The shape's numbers that were given."""
+        return {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
+
+
+def pretraining(config: TrainConfig) -> PretrainConfig | None:
+    """``config`` if it is of a model that is trained from scratch."""
+    return config if isinstance(config, PretrainConfig) else None

@@ -1,0 +1,71 @@
+"""What is wrong with an option, in our words: where it was given, what is wrong, what it means."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from allhands.config.aliases import ALIASES
+from allhands.errors import ConfigError, in_our_words
+
+
+def canonical_key(raw: Any) -> str:
+    """The name of the option that a file or a call spells so."""
+    key = str(raw).replace("-", "_")
+    return ALIASES.get(key, key)
+
+
+def place_in_yaml(path: str | Path, key: str) -> str:
+    """``file:line: key`` of a key, by its name or an alias, as the file spells it."""
+    from allhands.config.yaml_files import keys_of
+
+    found = next((one for one in keys_of(path) if canonical_key(one[0]) == key), None)
+    return f"{path}:{found[1]}: {found[0]}" if found else f"{path}: {key}"
+
+
+def explained(
+    error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[BaseModel]
+) -> ConfigError:
+    """A validator's complaints about options of ``kind`` as one error: the first, then the others."""
+
+    def place_of(key: str) -> str:
+        from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)
+        return place_in_yaml(yaml_file, key) if yaml_file and not from_flag else f"--{key.replace('_', '-')}"
+
+    found: dict[str, tuple[str, str]] = {}  # of each option the first problem: where, and what
+    for one in error.errors():
+        key, *inner = [str(part) for part in one["loc"]] or [""]
+        message = in_our_words(str(one["msg"]))
+        if not key:
+            return ConfigError(message, hint="change one of the options named")
+        got = one.get("input")
+        shown = f" (got {got!r})" if isinstance(got, (str, int, float, bool)) else ""
+        text = f"{'.'.join(inner)}: {message}{shown}" if inner else f"{message}{shown}"
+        found.setdefault(key, (place_of(key), text + _known_instead(kind, key, inner, message)))
+    # As a person reads the file.
+    key, *others = sorted(found, key=lambda name: _line_of(found[name][0]))
+    place, text = found[key]
+    field = kind.model_fields.get(key)
+    meaning = f" (it means: {field.description.rstrip('.')})" if field and field.description else ""
+    more = "".join(f"; and {where}: {what}" for where, what in (found[name] for name in others))
+    return ConfigError(f"{text}{more}", where=place, hint=f"change it{meaning}")
+
+
+def _line_of(place: str) -> int:
+    """Of ``file:line: key``; 0 for a flag."""
+    found = re.search(r":(\d+): ", place)
+    return int(found[1]) if found else 0
+
+
+def _known_instead(kind: type[BaseModel], key: str, inner: Sequence[str], message: str) -> str:
+    """What may be written in a structured option, where something else was."""
+    annotation = kind.model_fields[key].annotation if key in kind.model_fields else None
+    models = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one) and issubclass(one, BaseModel)]
+    if message != "is unknown" or len(inner) != 1 or not models:
+        return ""
+    return f"; it has {', '.join(models[0].model_fields)}"

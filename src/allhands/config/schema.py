@@ -1,0 +1,487 @@
+"""The one source of option names, defaults, bounds and help texts.
+
+The command line, the YAML file, the Python call and the documentation are all made from
+:class:`TrainConfig`. Names and meanings are those of ``mlx_lm.lora``; Hugging Face synonyms are aliases.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from allhands.config.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
+from allhands.config.problems import canonical_key, explained, place_in_yaml
+from allhands.config.values import LocalPath, expanded_in, parse_json, parse_size
+from allhands.errors import ConfigError
+from allhands.io.paths import local_path
+
+# What --report-to knows, and the package that each needs.
+TRACKERS: dict[str, str] = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+}
+# Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less than one where they
+# are in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500 batches the first time, and from 100 later.
+COMPILE_FROM_BATCHES = 400
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            kinds = {annotation, *get_args(annotation)}
+            if {"on", "off"} <= kinds:
+                return "on" if value else "off"  # what YAML makes of these words
+            # To Python true is 1: a file's `learning_rate: true` would train with that.
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("must be a number")
+        return value
+
+
+class LoraParameters(_Strict):
+    """Shape of the adapters, as in mlx_lm: ``delta W = scale * A @ B``."""
+
+    rank: int = Field(8, ge=1, description="Rank of the two adapter matrices.")
+    scale: float = Field(20.0, gt=0, description="Factor on the adapter's output (alpha / rank in PEFT's terms).")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    keys: list[str] | None = Field(None, description="Module paths within a block; default: every linear layer.")
+
+    @field_validator("keys")
+    @classmethod
+    def _some_keys(cls, value: list[str] | None) -> list[str] | None:
+        if value == []:
+            raise ValueError("names no layer: leave keys out for every linear layer, or name some")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_alpha(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or "alpha" not in value:
+            return value
+        if value.get("scale") is None:
+            raise ValueError("alpha is not used here: give scale = alpha / rank")
+        return {key: inner for key, inner in value.items() if key != "alpha"}  # as mlx_lm does; build_config tells it
+
+
+class LrSchedule(_Strict):
+    """A learning-rate schedule: by name alone, or with mlx_lm's positional ``arguments``."""
+
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_decay",
+        "exponential_decay",
+        "step_decay",
+        "linear_schedule",
+    ] = Field(description="Name of the schedule.")
+    arguments: list[float] | None = Field(None, description="Arguments of mlx.optimizers' schedule of that name.")
+    warmup: int = Field(0, ge=0, description="Optimizer updates of linear warm-up before the schedule.")
+    warmup_init: float = Field(0.0, ge=0, description="Learning rate at the start of the warm-up.")
+
+    @model_validator(mode="after")
+    def _arguments_fit(self) -> LrSchedule:
+        by_name = self.name in ("constant", "linear", "cosine")
+        if by_name and self.arguments is not None:
+            raise ValueError(f"{self.name} takes no arguments: it runs from learning_rate over the whole training")
+        if not by_name and not self.arguments:
+            raise ValueError(f"{self.name} needs arguments, for example [1e-5, 1000]")
+        return self
+
+
+class HfDataset(_Strict):
+    """A dataset read through the ``datasets`` library, as in mlx_lm's ``hf_dataset``."""
+
+    path: LocalPath = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
+    train_split: str = Field("train[:80%]", description="Split to train on.")
+    valid_split: str | None = Field("train[-10%:]", description="Split to validate on.")
+    test_split: str | None = Field(None, description="Split for --test.")
+    prompt_feature: str | None = None
+    completion_feature: str | None = None
+    chat_feature: str | None = None
+    text_feature: str | None = None
+    config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of load_dataset.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_name(cls, value: Any) -> Any:
+        # In mlx_lm's files before 0.20 the dataset's name.
+        if isinstance(value, Mapping) and "name" in value and "path" not in value:
+            return {("path" if key == "name" else key): inner for key, inner in value.items()}
+        return value
+
+    @field_validator("config")
+    @classmethod
+    def _local_files(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: expanded_in(inner) if key in ("data_files", "data_dir", "cache_dir") else inner
+            for key, inner in value.items()
+        }
+
+
+class TrainConfig(_Strict):
+    """Everything a fine-tuning run depends on."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    VERB: ClassVar[str] = "train"
+    FIRST: ClassVar[tuple[str, ...]] = ()
+    HIDDEN: ClassVar[frozenset[str]] = frozenset()
+    # Keys that say where and how to run, not what is computed: ranks may differ in them.
+    LOCAL_KEYS: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("config", "adapter_path", "cores_per_rank", "log_level", "resume", "hostfile", "hosts", "num_ranks"),
+            *("min_ranks", "max_restarts", "hang_timeout_s", "stop_grace_s", "start_timeout_s", "tag_output"),
+            *("profile", "gradient_check"),
+        }
+    )
+
+    model: LocalPath = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
+    train: bool = Field(False, description="Train; what is done, too, if neither this nor --test is given.")
+    data: LocalPath = Field(
+        "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
+    )
+    fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
+    optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
+    optimizer_config: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Keyword arguments by optimizer name (JSON)."
+    )
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of data order, adapters and dropout.")
+    num_layers: int | None = Field(
+        None, ge=-1, description="Blocks to train, counted from the last; -1 is all. [adapters: 16; full: all]"
+    )
+    batch_size: int = Field(4, ge=1, le=10**6, description="Examples a batch: global, over all ranks.")
+    iters: int | None = Field(None, ge=1, le=10**9, description="Batches to train on. [1000, unless --epochs]")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training set, instead of --iters.")
+    val_batches: int = Field(25, ge=-1, description="Validation batches; -1 is the whole set, 0 none.")
+    learning_rate: float = Field(1e-5, gt=0, description="Learning rate (the peak, with a schedule).")
+    lr_schedule: LrSchedule | None = Field(
+        None, description="constant, linear or cosine by name, or mlx_lm's schedule as JSON."
+    )
+    warmup_steps: int | None = Field(0, ge=0, description="Optimizer updates of linear warm-up.")
+    weight_decay: float | None = Field(None, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
+    weight_decay_on: Literal["all", "matrices"] = Field(
+        "all", description="matrices: no weight decay of norms and biases."
+    )
+    master_weights: bool = Field(
+        False, description="Update float32 copies of weights in half precision, and round these."
+    )
+    max_grad_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches an optimizer update, weighted by tokens.")
+    steps_per_report: int = Field(10, ge=1, description="Batches between training reports.")
+    steps_per_eval: int = Field(200, ge=1, description="Batches between validations.")
+    save_every: int = Field(100, ge=1, description="Batches between saves.")
+    adapter_path: LocalPath = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
+    resume_adapter_file: LocalPath | None = Field(None, description="Adapter weights to start from.")
+    resume: LocalPath | None = Field(
+        None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
+    )
+    keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
+    keep_every: int | None = Field(None, ge=1, description="Also keep the checkpoints of every so many batches.")
+    keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
+    checkpoint_copies: int = Field(
+        2, ge=1, description="Hosts that keep the checkpoints where they share no file system."
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="At a NaN or infinite gradient: stop, or skip the update (10 in a row stop)."
+    )
+    early_stopping_patience: int | None = Field(
+        None, ge=1, description="Stop after this many validations without improvement."
+    )
+    early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that is an improvement.")
+    test: bool = Field(False, description="Evaluate on the test set (after training, with --train).")
+    test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
+    max_seq_length: int = Field(2048, ge=2, le=10**8, description="Tokens an example; what is longer is cut.")
+    mask_prompt: bool = Field(False, description="Train on the answers only.")
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
+    )
+    chat_template: LocalPath | None = Field(
+        None,
+        description="Chat template in place of the model's: a Jinja file, or chatml, llama3, gemma, mistral, zephyr.",
+    )
+    system: Literal["template", "merge"] = Field(
+        "template", description="merge: put system messages before questions, for templates without a place for them."
+    )
+    packing: bool = Field(
+        False, description="Join all texts and cut them into rows of --max-seq-length: for pre-training."
+    )
+    isolate_documents: bool = Field(
+        False, description="With --packing: no attention, and no positions, across the texts of a row."
+    )
+    lora_parameters: LoraParameters = Field(
+        default_factory=lambda: LoraParameters.model_validate({}),
+        description='Adapter shape as JSON: {"rank": 8, "scale": 20.0, "dropout": 0.0}.',
+    )
+    grad_checkpoint: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="Tokens (padding included) computed at once on a rank. [chosen by device]"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="Compile the step; auto: on GPUs, for runs long enough to earn it back."
+    )
+    deterministic: bool = Field(
+        False, description="The same bits every time on NVIDIA GPUs, too: attention without cuDNN, which is slower."
+    )
+    gradient_check: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Compare the step's gradient with that of mlx_lm's own model first; auto: once for each kind.",
+    )
+    clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
+    hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
+    prompt_feature: str | None = Field(None, description="Column with the prompt.")
+    completion_feature: str | None = Field(None, description="Column with the completion.")
+    chat_feature: str | None = Field(None, description="Column with the messages.")
+    text_feature: str | None = Field(None, description="Column with the text.")
+    trust_remote_code: bool = Field(False, description="Allow a model repository's own Python code.")
+    report_to: str | None = Field(
+        None, description="Also report to tensorboard, wandb, mlflow, trackio, swanlab (comma-separated)."
+    )
+    project_name: str | None = Field(None, description="Project name for --report-to.")
+    config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
+    num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
+    cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
+    rank_weights: list[float] | None = Field(
+        None, description="Relative speed of each rank (JSON): its share of every batch, in tokens. [equal]"
+    )
+    bucket_mb: float | None = Field(
+        None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
+    )
+    strategy: Literal["auto", "data", "zero1"] = Field(
+        "auto",
+        description="How ranks divide the work: data (each updates everything) or zero1 (each keeps and updates a "
+        "part of the optimizer's state); auto: zero1 with NCCL and float32 copies, else data.",
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
+    hostfile: LocalPath | None = Field(
+        None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
+    )
+    hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
+    min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
+    max_restarts: int | None = Field(
+        None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
+    )
+    hang_timeout_s: float | None = Field(
+        None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
+    )
+    stop_grace_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds to save in after a stop and the running step.",
+    )
+    tag_output: bool | None = Field(
+        None,
+        description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
+    )
+    sample_prompts: list[str] | None = Field(
+        None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
+    )
+    sample_every: int | None = Field(None, ge=1, description="Batches between samples. [with each validation]")
+    sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
+    sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
+    log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
+    profile: bool = Field(False, description="With each report, show what the time of an update goes into.")
+
+    @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        # What a shell makes of a variable that is not set: not to be taken for an option that was not given.
+        if value is not None and not value.strip():
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")
+    @classmethod
+    def _json_value(cls, value: Any) -> Any:
+        return parse_json(value)
+
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        value = parse_json(value)
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("lr_schedule", mode="before")
+    @classmethod
+    def _schedule_by_name(cls, value: Any) -> Any:
+        value = parse_json(value)
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("clear_cache_threshold", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return parse_size(value)
+
+    @field_validator("num_layers")
+    @classmethod
+    def _some_layers(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("0 layers would train nothing: give a number from 1, or -1 for all")
+        return value
+
+    @field_validator("optimizer_config")
+    @classmethod
+    def _arguments_of_optimizers(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        from allhands.config.optimizer_arguments import checked_arguments  # the help has no use for it
+
+        return {name: checked_arguments(name, arguments) for name, arguments in value.items()}
+
+    @field_validator("rank_weights")
+    @classmethod
+    def _positive_weights(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and not (value and all(weight > 0 for weight in value)):
+            raise ValueError("each rank needs a weight above 0, for example [2, 1]")
+        return value
+
+    @field_validator("report_to")
+    @classmethod
+    def _known_reporters(cls, value: str | None) -> str | None:
+        for name in (value or "").split(","):
+            if name.strip() and name.strip().lower() not in TRACKERS:
+                raise ValueError(f"{name.strip()!r} is not known: {', '.join(TRACKERS)}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        if self.iters is not None and self.epochs is not None:
+            raise ValueError("--iters and --epochs: give one of the two")
+        if self.train_on != "assistant" and not self.mask_prompt:
+            raise ValueError("--train-on has an effect only with --mask-prompt: add it")
+        if self.packing and self.mask_prompt:
+            raise ValueError("--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt")
+        if self.isolate_documents and not self.packing:
+            raise ValueError("--isolate-documents has an effect only with --packing: add it")
+        if self.early_stopping_patience is not None and self.val_batches == 0:
+            raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
+        if self.test and self.test_batches == 0:
+            raise ValueError("--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all")
+        if self.lr_schedule is not None and self.lr_schedule.warmup and self.warmup_steps:
+            raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
+        if self.weight_decay is not None and self.optimizer == "adam":
+            raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
+        if self.keep_last == 0 and (self.max_restarts or self.min_ranks):
+            raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
+        if self.hosts is not None and self.hostfile is not None:
+            raise ValueError("--hosts and --hostfile: give one of the two")
+        if self.project_name is not None and not self.report_to:
+            raise ValueError("--project-name has an effect only with --report-to: add it")
+        unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
+        if unknown:
+            raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
+        return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was given and has no effect, as in mlx_lm, for people."""
+        return self._notes
+
+    def batches(self, per_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        if self.iters is None and self.epochs:
+            # A part of a batch counts whole, but not what multiplication rounds up.
+            return math.ceil(round(self.epochs * per_epoch, 6))
+        return self.iters or 1000
+
+    def noted(self, notes: tuple[str, ...]) -> Self:
+        """The same with these notes."""
+        found = self.model_copy()
+        found._notes = notes
+        return found
+
+    def shared_values(self) -> dict[str, Any]:
+        """What all ranks must agree on, as plain JSON values."""
+        return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
+
+    def fingerprint(self) -> str:
+        """sha256 over :meth:`shared_values`."""
+        return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()
+
+
+def build_config(
+    flags: Mapping[str, Any], yaml_file: str | Path | None = None, kind: type[TrainConfig] = TrainConfig
+) -> TrainConfig:
+    """Merge flags over a YAML file over the defaults and validate.
+
+    Args:
+        flags: given options by field name or alias; ``None`` means not given.
+        yaml_file: a file with the same keys, or ``None``.
+        kind: whose options they are.
+
+    Raises:
+        ConfigError: unreadable YAML, an unknown key (with a suggestion), a value out of bounds.
+    """
+    from allhands.config.yaml_files import read_yaml
+
+    yaml_file = local_path(yaml_file, "--config") if yaml_file else None
+    content = read_yaml(yaml_file) if yaml_file else {}
+    notes = take_outdated(content)
+    values = _canonical(content, str(yaml_file), kind) if yaml_file else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    values |= _canonical(given, None, kind)
+    try:
+        config = kind.model_validate(values)
+    except ValidationError as error:
+        raise explained(error, given, yaml_file, kind) from None
+    return config.noted((*notes, *_unused_alpha(values.get("lora_parameters"), config)))
+
+
+def _unused_alpha(value: Any, config: TrainConfig) -> list[str]:
+    shape = parse_json(value)
+    if not isinstance(shape, Mapping) or "alpha" not in shape:
+        return []
+    scale = config.lora_parameters.scale
+    return [f"lora_parameters: alpha has no effect, as in mlx_lm: the factor on the adapter is scale ({scale:g})"]
+
+
+def _canonical(values: Mapping[str, Any], source: str | None, kind: type[TrainConfig]) -> dict[str, Any]:
+    """Rename aliases and refuse unknown keys with a suggestion."""
+    result: dict[str, Any] = {}
+    spelled: dict[str, Any] = {}
+    unknown: list[tuple[str, str, str]] = []  # where, which, and what to do
+    for raw, value in values.items():
+        key = canonical_key(raw)
+        where = place_in_yaml(source, key) if source else f"--{key.replace('_', '-')}"
+        if key in ELSEWHERE:
+            raise ConfigError(f"{raw} is not an option of allhands", where=where, hint=for_key(ELSEWHERE[key]))
+        if key not in kind.model_fields:
+            known = [*kind.model_fields, *ALIASES]
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"see allhands {kind.VERB} --help for all options"
+            unknown.append((where, f"unknown option {raw!r}", hint))
+            continue
+        if key in spelled:
+            names = f"{spelled[key]} and {raw}"
+            raise ConfigError(f"{key} is given twice, as {names}", where=where, hint="keep one of them")
+        spelled[key] = raw
+        # mlx_lm's file writes "null" for "not set"; our defaults say the same.
+        if value is not None:
+            result[key] = value
+    if unknown:
+        (where, problem, hint), *others = unknown
+        more = "".join(f"; and {place}: {what} ({advice})" for place, what, advice in others)
+        raise ConfigError(problem + more, where=where, hint=hint)
+    return result

@@ -1,0 +1,65 @@
+"""Kinds of values that options have: paths of this computer, JSON, sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Annotated, Any, cast
+
+from pydantic import PlainSerializer, WrapValidator
+
+from allhands.io.paths import HomePath, expanded, written
+
+
+def _local_path(value: Any, handler: Any) -> Any:
+    if isinstance(value, HomePath):
+        return value
+    return expanded(handler(os.fspath(value) if isinstance(value, os.PathLike) else value))
+
+
+# A path, or a name that may be one, as of a model or a data set. JSON, which computers compare, has it as written.
+LocalPath = Annotated[str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")]
+
+
+def parse_json(value: Any) -> Any:
+    """Flags carry structured values as JSON; a bare word stays a word."""
+    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
+        try:
+            return json.loads(value, object_pairs_hook=unique)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(text, object_pairs_hook=unique)``, which would take the last of equal keys without a word.
+
+    Raises:
+        ValueError: a key stands twice in one object.
+    """
+    for index, (key, _) in enumerate(pairs):
+        if key in (earlier for earlier, _ in pairs[:index]):
+            raise ValueError(f"{key} is given twice: keep one of them")
+    return dict(pairs)
+
+
+def parse_size(value: Any) -> Any:
+    """``"2GB"`` or ``"2GiB"`` in bytes; numbers pass."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", value.lower())
+    if not match:
+        raise ValueError("is not a size such as 2GB or 500MB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+
+def expanded_in(value: Any) -> Any:
+    """``value`` with every path in it as :func:`expanded` has it."""
+    if isinstance(value, str):
+        return str(expanded(value))
+    if isinstance(value, list):
+        return [expanded_in(inner) for inner in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: expanded_in(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    return value

@@ -1,0 +1,84 @@
+"""Configuration files in YAML, as people mean them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from allhands.errors import ConfigError
+from allhands.io.paths import meant
+
+if TYPE_CHECKING:
+    import yaml
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
+
+    Raises:
+        ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason, hint = "it is not UTF-8 text", "save it as UTF-8, as editors offer it when a file is saved"
+        if isinstance(error, OSError):
+            reason, hint = str(error.strerror), meant(path, "check the path after --config")
+        raise ConfigError(f"the configuration file cannot be read: {reason}", where=str(path), hint=hint) from None
+    try:
+        content = yaml.load(text, _yaml_loader())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        hint = "write one 'key: value' a line, all of them from the line's beginning"
+        raise ConfigError(f"not valid YAML: {problem}", where=where, hint=hint) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError("the file must hold 'key: value' pairs", where=str(path), hint="see docs/configuration.md")
+    _refuse_twice(yaml.compose(text, _yaml_loader()), path)
+    return cast("dict[str, Any]", content)
+
+
+def _refuse_twice(node: yaml.Node | None, path: str | Path) -> None:
+    """YAML's own reader takes the last of equal keys without a word."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for member in node.value:
+            _refuse_twice(member, path)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and key.value in lines:
+            problem = f"{key.value} is given twice, in line {lines[key.value]} too"
+            raise ConfigError(problem, where=f"{path}:{line}", hint="keep one of them")
+        lines[str(key.value)] = line
+        _refuse_twice(value, path)
+
+
+def _yaml_loader() -> type[yaml.SafeLoader]:
+    """A loader of our own: YAML 1.1 reads 1e-5, without a dot, as a string."""
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+    StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return StrictLoader
+
+
+def keys_of(path: str | Path) -> list[tuple[str, int]]:
+    """The keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled, with their lines."""
+    import yaml
+
+    root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())
+    names = [name for name, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    return [(name.value, name.start_mark.line + 1) for name in names]

@@ -1,0 +1,379 @@
+"""Computers that disagree: which of them differs from the others, in what, and what to do about it.
+
+Of each thing that is not the same everywhere, what most computers have is taken for right, and the others are named.
+Where no value is the most frequent one nobody is to blame, and all sides are told with what each of them has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal, cast
+
+from allhands.errors import DistributedError
+from allhands.runtime.versions import MUST_BE_EQUAL, TOKEN_MAKERS, described
+
+# The part of the facts that is compared by the rule for versions, and those that are made of files.
+SOFTWARE, TOKENS = "software", "tokens"
+_MADE_OF = {"data": ("data", "tokenizer"), "model": ("model",), "resume_adapter_file": ("adapter",)}
+_GENERIC = "give every rank the same command, configuration, model, data and versions"
+_MOST_TOLD = 3
+# Facts whose values say nothing to people.
+_SUMS = {
+    "model.weights": "the weights (model*.safetensors)",
+    "resume_adapter_file.weights": "the weights to start from (--resume-adapter-file)",
+    **{f"data.{split}": f"the tokens of {split}" for split in ("train", "valid", "test")},
+}
+_MISSING = "missing"
+
+
+class MisfitError(DistributedError):
+    """Computers that differ from the others in what must be equal; ``misfits`` are their ranks, if that is certain."""
+
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, misfits: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.misfits = misfits
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The facts that one computer states about itself.
+
+    Attributes:
+        name: the computer's, or a rank's where computers do not tell them apart.
+        facts: what must be equal, as nested JSON; :data:`SOFTWARE` is of :func:`allhands.runtime.versions.required`.
+        files: SHA-256 by ``role/name`` of the files that the differing facts are made of, as far as they were read.
+        places: the directories of the roles (``model``, ``data``).
+        software: of :func:`allhands.runtime.versions.software`: all versions that are looked at, also what may differ.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
+    software: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """The context on which the message and its remedy depend.
+
+    Attributes:
+        launcher: the computer at which the person sits, as statements call it.
+        option: how the person named the computers, such as ``--hostfile hosts.json``; empty: not by us.
+        model: as given with ``--model``; ``data`` likewise, if it is a path.
+        adapter: as given with ``--resume-adapter-file``; ``config`` with ``--config``.
+        trusted: computers that have trained together already: what they have is right.
+        exemplary: whether the launcher, if it takes no part, is known to have what is right.
+    """
+
+    launcher: str = ""
+    option: str = ""
+    model: str = ""
+    data: str = ""
+    adapter: str = ""
+    config: str = ""
+    trusted: frozenset[str] = frozenset()
+    exemplary: bool = False
+
+
+# Variables by which a supervisor tells its ranks of all that.
+COMPUTER_VARIABLE = "ALLHANDS_HOST"
+LAUNCHER_VARIABLE = "ALLHANDS_LAUNCHER_HOST"
+OPTION_VARIABLE = "ALLHANDS_HOSTS_OPTION"
+TRUSTED_VARIABLE = "ALLHANDS_TRUSTED_HOSTS"
+
+
+def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumstances:
+    """The circumstances that a supervisor has put into the environment."""
+    trusted = environ.get(TRUSTED_VARIABLE, "")
+    return Circumstances(
+        launcher or environ.get(LAUNCHER_VARIABLE, ""),
+        environ.get(OPTION_VARIABLE, ""),
+        trusted=frozenset(trusted.split(",")) if trusted else frozenset(),
+    )
+
+
+@dataclass(frozen=True)
+class BlameVerdict:
+    """The judgement.
+
+    Attributes:
+        misfits: without these the others agree; empty: nobody can say who is wrong.
+    """
+
+    message: str
+    hint: str
+    misfits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _FactPart:
+    """One thing that differs.
+
+    Attributes:
+        kind: what it belongs to: ``software``, ``tokens``, a role of files, or a section of the facts.
+        style: how it is told.
+        values: what each computer has, to be compared; ``shown``: the same for people.
+    """
+
+    kind: str
+    style: Literal["version", "file", "value"]
+    key: str
+    values: Mapping[str, str]
+    shown: Mapping[str, str]
+
+
+def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict | None:
+    """Find the computers that differ from most others; ``None``: all agree."""
+    names = [one.name for one in statements]
+    parts = _parts(statements)
+    parts = parts if _are_ranks(names) else _causes(parts)
+    if not parts:
+        return None
+    odd: set[str] = set()
+    for part in parts:
+        right = _right(part, given)
+        odd |= {name for name in names if right is not None and part.values[name] != right}
+    rest = [name for name in names if name not in odd]
+    settled = bool(rest) and all(len({part.values[name] for name in rest}) == 1 for part in parts)
+    misfits = tuple(name for name in names if name in odd) if settled else ()
+    told = [_told(part, names, given) for part in parts]
+    more = len(told) - _MOST_TOLD
+    text = "; ".join(told[:_MOST_TOLD] + ([f"and {more} more"] if more > 0 else []))
+    return BlameVerdict(f"{_title(names, misfits)}: {text}", _Remedy(parts, statements, misfits, given).hint(), misfits)
+
+
+def init_command(names: Iterable[str], option: str = "") -> str:
+    """The command that makes the same environment on these computers as on the one where it is typed."""
+    words = ["allhands", "cluster", "init", "--hosts", ",".join(names)]
+    flag, _, file = option.partition(" ")
+    ours = flag == "--hostfile" and file.endswith(".json")
+    if ours and file != "hosts.json":
+        words += ["--hostfile", *shlex.split(file)]
+    return shlex.join(words)
+
+
+# --- what differs ------------------------------------------------------------------------------------
+
+
+def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
+    found = _versions(statements)
+    flat = {one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE}) for one in statements}
+    explained: dict[str, list[_FactPart]] = {}
+    for key in sorted(
+        {key for facts in flat.values() for key in facts}, key=lambda key: (key.startswith("model."), key)
+    ):
+        values = {name: json.dumps(facts.get(key), sort_keys=True, default=str) for name, facts in flat.items()}
+        if len(set(values.values())) < 2:
+            continue
+        section = key.partition(".")[0]
+        if section not in explained:
+            # Ranks of one computer have the same files, unless these have just been changed.
+            explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
+            found += explained[section]
+        if not (explained[section] and all(map(_is_sum, (facts.get(key) for facts in flat.values())))):
+            found.append(
+                _FactPart(section, "value", key, values, {n: _short(facts.get(key)) for n, facts in flat.items()})
+            )
+    return found
+
+
+def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
+    found: list[_FactPart] = []
+    for name in MUST_BE_EQUAL:
+        values = {one.name: str(one.facts.get(SOFTWARE, {}).get(name)) for one in statements}
+        if len(set(values.values())) > 1:
+            shown = {one.name: described(name, one.software) for one in statements}
+            found.append(_FactPart(SOFTWARE, "version", name, values, shown))
+    return found
+
+
+def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
+    """The files that differ of those that a section of the facts is made of, or else the programs that read them."""
+    found: list[_FactPart] = []
+    for role in _MADE_OF.get(section, ()):
+        for key in sorted({key for one in statements for key in one.files if key.startswith(f"{role}/")}):
+            values = {one.name: one.files.get(key, _MISSING) for one in statements}
+            if len(set(values.values())) > 1:
+                shown = {name: value[:8] for name, value in values.items()}
+                found.append(_FactPart(role, "file", key.partition("/")[2], values, shown))
+    for name in TOKEN_MAKERS if section == "data" and not found else ():
+        values = {one.name: one.software.get(name, _MISSING) for one in statements}
+        if len(set(values.values())) > 1:
+            found.append(_FactPart(TOKENS, "version", name, values, {n: f"{name} {v}" for n, v in values.items()}))
+    return found
+
+
+def _causes(parts: list[_FactPart]) -> list[_FactPart]:
+    """Without what only follows from something else that differs."""
+    kinds = {part.kind for part in parts}
+    # Options, files of the model and versions decide what is trained, and what becomes of the data.
+    follows = {"parameters"} if kinds & {SOFTWARE, "config", "model"} else set[str]()
+    follows |= {"data"} if kinds & {SOFTWARE, "config"} else set()
+    return [part for part in parts if part.kind not in follows or part.style != "value"]
+
+
+def _right(part: _FactPart, given: Circumstances) -> str | None:
+    """The value of the computers that are trusted, or of most; ``None``: nobody can say."""
+    trusted = {value for name, value in part.values.items() if name in given.trusted}
+    if len(trusted) == 1:
+        return trusted.pop()
+    (first, most), *others = Counter(part.values.values()).most_common()
+    return first if not others or most > others[0][1] else None
+
+
+# --- words -------------------------------------------------------------------------------------------
+
+
+def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
+    if _are_ranks(names):
+        return "the ranks disagree"
+    if not misfits:
+        return f"{_listed(names)} do not fit together"
+    rest = [name for name in names if name not in misfits]
+    return f"{_listed(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit to {_listed(rest)}"
+
+
+def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
+    """One difference in words: the right value, or the first computer's, then each other value."""
+    right = _right(part, given)
+    first = next(name for name in names if right is None or part.values[name] == right)
+    others: dict[str, list[str]] = {}
+    for name in names:
+        if part.values[name] != part.values[first]:
+            others.setdefault(part.values[name], []).append(name)
+    groups = [(part.shown[group[0]], _listed(group)) for group in others.values()]
+    if part.style == "version":
+        made = " (other tokens of the same data)" if part.kind == TOKENS else ""
+        own = part.shown[first].partition(" ")[2]
+        return ", ".join(f"{who} has {what}" for what, who in groups) + f", {first} {own}{made}"
+    if part.style == "file" and right is not None:
+        who = _listed([name for group in others.values() for name in group])
+        lacks = all(what == _MISSING for what, _ in groups)
+        if part.shown[first] == _MISSING:
+            return f"{who} has {part.key}, which {first} does not have"
+        return f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
+    if part.style == "value" and right is not None and not _are_ranks(names) and (words := _SUMS.get(part.key)):
+        return f"{words} of {_listed([name for group in others.values() for name in group])} differ from {first}'s"
+    if _are_ranks(names):  # of many only one each
+        groups = [(part.shown[group[0]], group[0]) for group in others.values()][:1]
+    return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in groups)
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """The commands that remove the differences."""
+
+    parts: Sequence[_FactPart]
+    statements: Sequence[Statement]
+    misfits: Sequence[str]
+    given: Circumstances
+
+    def hint(self) -> str:
+        names = [one.name for one in self.statements]
+        kinds = {part.kind for part in self.parts}
+        steps: list[str] = []
+        if not _are_ranks(names):
+            steps += [self._init(names)] if SOFTWARE in kinds else []
+            steps += self._packages() if TOKENS in kinds else []
+            steps += self._files(kinds & {"model", "data", "tokenizer", "adapter", "resume_adapter_file"})
+        if "config" in kinds:
+            steps.append(self._options(names))
+        return "; ".join(steps) or _GENERIC
+
+    def _odd(self, kinds: Set[str]) -> list[str]:
+        """Those of the misfits that differ in something of these kinds."""
+        if not self.misfits:
+            return []
+        right = next(one.name for one in self.statements if one.name not in self.misfits)
+        parts = [part for part in self.parts if part.kind in kinds]
+        return [name for name in self.misfits if any(part.values[name] != part.values[right] for part in parts)]
+
+    def _init(self, names: Sequence[str]) -> str:
+        """This computer's environment for those that have another one: for all others if it is itself the odd one."""
+        odd, launcher = self._odd({SOFTWARE}), self.given.launcher
+        known = (launcher in names or self.given.exemplary) and launcher not in odd
+        some = odd if odd and known else names
+        return init_command([name for name in some if name != launcher], self.given.option)
+
+    def _packages(self) -> list[str]:
+        """The packages that make tokens, as those have them that are right."""
+        wrong = self.misfits or [one.name for one in self.statements if one.name != self.given.launcher]
+        right = next(one for one in self.statements if one.name not in wrong)
+        pins = [f"{part.key}=={right.software[part.key]}" for part in self.parts if part.kind == TOKENS]
+        steps: list[str] = []
+        for one in self.statements:
+            if one.name in wrong:
+                command = shlex.join([one.software.get("executable", "python"), "-m", "pip", "install", *pins])
+                here = one.name == self.given.launcher
+                steps.append(command if here else shlex.join(["ssh", one.name, command]))
+        return steps
+
+    def _options(self, names: Sequence[str]) -> str:
+        """Options can differ only by a file of them, or by the commands that somebody else has given each rank."""
+        config, odd = self.given.config, self._odd({"config"})
+        if not config or _are_ranks(names):
+            return "give every rank the same command and configuration"
+        if self.given.launcher in odd or not self.given.option:
+            return f"give all computers the same {config}"
+        return shlex.join(["allhands", "cluster", "sync", *shlex.split(self.given.option), "--config", config])
+
+    def _files(self, roles: Set[str]) -> list[str]:
+        if not roles:
+            return []
+        if self.given.launcher in self._odd(roles):
+            return self._copies()
+        option = self.given.option or "--hosts " + ",".join(one.name for one in self.statements)
+        words = ["allhands", "cluster", "sync", *shlex.split(option)]
+        paths = ["--model", self.given.model] if roles & {"model", "tokenizer"} and self.given.model else []
+        paths += ["--data", self.given.data] if "data" in roles and self.given.data else []
+        paths += [self.given.adapter] if roles & {"adapter", "resume_adapter_file"} and self.given.adapter else []
+        return [shlex.join([*words, *paths])] if paths else []
+
+    def _copies(self) -> list[str]:
+        """Files from a computer that is right to the one at which the person sits."""
+        right = next(one for one in self.statements if one.name not in self.misfits)
+        own = next(one for one in self.statements if one.name == self.given.launcher)
+        steps: list[str] = []
+        for part in self.parts:
+            role = "model" if part.kind == "tokenizer" else part.kind
+            if part.style == "file" and role in right.places and role in own.places:
+                source, target = (str(PurePath(one.places[role]) / part.key) for one in (right, own))
+                steps.append(shlex.join(["scp", "-p", f"{right.name}:{source}", target]))
+        return steps
+
+
+def _are_ranks(names: Sequence[str]) -> bool:
+    return names[0].startswith("rank ")
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    result: dict[str, Any] = {}
+    for key, inner in cast("Mapping[Any, Any]", value).items():
+        result |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return result
+
+
+def _is_sum(value: Any) -> bool:
+    """Whether the value is a SHA-256 or missing, which tells people nothing."""
+    return value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None)
+
+
+def _short(value: Any) -> str:
+    text = _MISSING if value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,349 @@
+"""Adapters merged into the model below them: an ordinary model directory, checked before it is in its place.
+
+The merging is mlx_lm's (``LoRALinear.fuse``, ``DoRALinear.fuse``). Around it: weights are unpacked in float32 and
+rounded once, a layer keeps the type of the one that it replaces, and what was written is read back: every weight has to
+be the merged one, bit by bit, and the model is asked the same as model and adapter were.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from huggingface_hub import ModelCardData
+from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
+
+from allhands.data.templates import TEMPLATE_FILE, ChatChoice
+from allhands.data.token_roles import unstopped
+from allhands.errors import ConfigError, ModelError
+from allhands.infer.generate import put_on
+from allhands.io.staging import publish, staging
+from allhands.io.trees import flatten, unflatten
+from allhands.model.beyond import Use, limits_told
+from allhands.model.load import (
+    Json,
+    LoadedTokenizer,
+    build,
+    cast_parameters,
+    check_dtype,
+    check_target,
+    copy_files,
+    holds_files,
+    load_tokenizer,
+    save_weights,
+    unpack,
+)
+from allhands.model.sources import is_path, name_of, resolve
+from allhands.model.tokenizer import GENERATION_FILE, with_stop
+from allhands.run.adapter_files import check_adapter, model_below
+
+# Tokens of the text that both models are asked, drawn at random.
+_PROBE_TOKENS = 16
+# Largest permitted difference of the logits, as a part of their spread: rounding, with room to spare.
+_LIMITS = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.2}
+
+# Called with the staged directory and its config.json's content, before the directory is in its place.
+Finish = Callable[[Path, Json], None]
+Weights = dict[str, mx.array]
+# Weights by mlx_lm's names and the config; the same weights as a file's reader knows them.
+Layout = Callable[[Weights, Json], Weights]
+# Shape, type and checksum of an array.
+Digest = tuple[tuple[int, ...], str, int]
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """What to merge, and how.
+
+    Attributes:
+        source: the model below: ``demo``, a directory or a Hub repository; ``None``: as the adapter says.
+        adapter_path: directory of a training run; ``None``: the model is taken as it is.
+        dequantize: unpack quantised weights; without it layers with an adapter are quantised again.
+        dtype: of the floating-point weights; ``None`` keeps the model's.
+        force: replace a model that is in the output directory.
+        library: who is to load the result, for its card.
+    """
+
+    source: str | None
+    adapter_path: Path | None
+    dequantize: bool = False
+    dtype: str | None = None
+    force: bool = False
+    trust_remote_code: bool = False
+    library: str = "mlx"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What :func:`fuse_model` wrote.
+
+    Attributes:
+        kind: lora, dora, full; ``none`` without an adapter.
+        num_layers: layers into which an adapter was merged.
+        difference: of the logits to those of model and adapter: root mean square, as a part of their spread.
+        requantized: whether merged layers were quantised again, which loses a part of what was learned.
+        stop: the token that was added to those at which generation stops, because answers end with it.
+    """
+
+    path: Path
+    source: str
+    kind: str
+    num_layers: int
+    difference: float
+    requantized: bool
+    stop: str | None = None
+
+
+def fuse_model(
+    options: FuseOptions, out: Path, finish: Finish = lambda staged, config: None, layout: Layout | None = None
+) -> Fused:
+    """Write the model with its adapter merged into the directory ``out``, whole or not at all.
+
+    Args:
+        layout: what to write instead of mlx_lm's own names and shapes; mlx_lm has to read it as the same model.
+
+    Raises:
+        ConfigError: no such dtype, or ``out`` is taken.
+        ModelError: model or adapter is missing, they do not fit together, or what was written does not compute what
+            it should.
+        StorageError: ``out`` cannot be written.
+    """
+    check_dtype(options.dtype)
+    kind, below = "none", options.source
+    if options.adapter_path is not None:
+        kind, below = described(options.adapter_path, options.source)
+    assert below is not None
+    path = resolve(below).resolve()
+    target = out.resolve()
+    check_target(target, path, options.force)
+    if holds_files(target) and not options.force:
+        raise ConfigError("a model is there already", where=str(out), hint="add --force to replace it")
+    chat = ChatChoice(kept=options.adapter_path)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=options.trust_remote_code, chat=chat)
+    # First of all, so that a place that cannot be written to is found before anything is computed.
+    with (
+        limits_told(Use(str(path), options.trust_remote_code, adapter=options.adapter_path)),
+        staging(target) as staged,
+    ):
+        adapted = _adapted(options, path)
+        wanted, kinds = _logits(adapted), _floating(adapted)
+        del adapted
+        _require_numbers(wanted, options.adapter_path or path)
+        copy_files(path, staged, weights=False)
+        model, config, count, again = _merged(options, path)
+        kinds |= _floating(model)
+        stop = _stop(options.adapter_path, tokenizer)
+        if stop is not None:
+            config = with_stop(config, stop[1], tokenizer.tokenizer.eos_token_id)
+        expected = _digests(dict(flatten(model.parameters())))
+        save_weights(model if layout is None else _laid_out(model, config, layout), config, staged)
+        del model
+        _write_conversation(staged, tokenizer, stop)
+        _write_card(staged, below, kind, options.library)
+        limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
+        read, _ = build(staged, options.trust_remote_code)
+        # Another layout as mlx_lm reads it; its own from the files, since it changes values of a few on reading.
+        _require_same(expected, dict(flatten(read.parameters())) if layout else _in_files(staged), out)
+        difference = _check(read, wanted, limit, out)
+        finish(staged, config)
+        publish(staged, target)
+    return Fused(target, below, kind, count, difference, again, None if stop is None else stop[0])
+
+
+def _stop(adapter_path: Path | None, tokenizer: LoadedTokenizer) -> tuple[str, int] | None:
+    """The token, and its id, that ends answers and at which the model would not stop.
+
+    An adapter of ours says whether answers were trained.
+    """
+    found = unstopped(tokenizer.tokenizer)
+    if adapter_path is not None and found is not None:
+        config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
+        found = found if config.get("stop_tokens", True) else None
+    return found
+
+
+def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[str, int] | None) -> None:
+    """What of a conversation is not in the weights: the chat template that was trained with, and where answers end."""
+    generation = staged / GENERATION_FILE
+    if stop is not None and generation.is_file():
+        values = json.loads(generation.read_text(encoding="utf-8"))
+        values = with_stop(values, stop[1], tokenizer.tokenizer.eos_token_id)
+        generation.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if tokenizer.template is None:
+        return
+    (staged / TEMPLATE_FILE).write_text(tokenizer.template, encoding="utf-8")
+    config = staged / "tokenizer_config.json"
+    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if "chat_template" in values:  # an earlier version of transformers looks only here
+        text = json.dumps({**values, "chat_template": tokenizer.template}, indent=2, ensure_ascii=False) + "\n"
+        config.write_text(text, encoding="utf-8")
+
+
+def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
+    """Kind of an adapter, which is looked at, and the model below it: ``model``, or the one that it names.
+
+    Raises:
+        ModelError: the adapter is missing or torn.
+        ConfigError: it names no model, and no ``model`` was given.
+    """
+    check_adapter(adapter_path)
+    config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
+    return str(config.get("fine_tune_type", "lora")), model or model_below(adapter_path, config)
+
+
+def _adapted(options: FuseOptions, path: Path) -> nn.Module:
+    """The model with its adapter on."""
+    model, _ = build(path, options.trust_remote_code)
+    if options.adapter_path is not None:
+        put_on(model, options.adapter_path)
+    return model
+
+
+def _floating(model: nn.Module) -> set[mx.Dtype]:
+    """The floating-point types of its parameters."""
+    return {value.dtype for _, value in flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)}
+
+
+def _merged(options: FuseOptions, path: Path) -> tuple[nn.Module, Json, int, bool]:
+    """The model with its adapter merged, its config, the layers merged, and whether any was quantised again."""
+    model: Any
+    model, config = build(path, options.trust_remote_code)
+    config, dtype = dict(config), options.dtype
+    if options.dequantize and "quantization" in config:
+        usual = unpack(model, path)
+        dtype = dtype or usual
+        config = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    if options.adapter_path is not None:
+        put_on(model, options.adapter_path)
+    found = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    again = any(hasattr(_base(module), "bits") for _, module in found)
+    for name, module in found:
+        model.update_modules(unflatten([(name, _fused(module))]))
+    if dtype is not None:
+        cast_parameters(model, dtype, path)
+        config["torch_dtype"] = dtype
+    return model, config, len(found), again
+
+
+def _base(module: Any) -> Any:
+    return module["linear"] if "linear" in module else module["embedding"]
+
+
+def _fused(module: Any) -> nn.Module:
+    """One layer with its adapter merged, of the type that it had without."""
+    base = _base(module)
+    dense: Any
+    if not isinstance(module, DoRALinear | DoRAEmbedding):
+        return module.fuse()
+    # DoRA's magnitudes are float32, and would make float32 of the layer.
+    dense = module.fuse(dequantize=True)
+    quantized = hasattr(base, "bits")
+    dense.weight = dense.weight.astype(base.scales.dtype if quantized else base.weight.dtype)
+    if not quantized:
+        return dense
+    return dense.to_quantized(group_size=base.group_size, bits=base.bits, mode=base.mode)
+
+
+def _logits(model: Any) -> np.ndarray[Any, Any]:
+    """(1, tokens, vocabulary) float32 for a text drawn at random, always the same."""
+    tables = [
+        m.weight.shape[0] for _, m in model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)
+    ]
+    size = max((rows for rows in tables), default=256)
+    model.eval()
+    tokens = np.random.default_rng(0).integers(0, size, (1, _PROBE_TOKENS))
+    return np.array(model(mx.array(tokens)).astype(mx.float32))
+
+
+def _digests(weights: Weights) -> dict[str, Digest]:
+    """A digest of each weight, one weight in memory after the other."""
+    return {name: _digest(value) for name, value in weights.items()}
+
+
+def _digest(value: mx.array) -> Digest:
+    raw = np.array(mx.contiguous(value).reshape(-1).view(mx.uint8))
+    return tuple(value.shape), str(value.dtype), zlib.crc32(raw.data)
+
+
+def _laid_out(model: nn.Module, config: Json, layout: Layout) -> nn.Module:
+    """The weights of ``model``, which is empty afterwards, under the names of another reader."""
+    weights = dict(flatten(model.parameters()))
+    model.update(unflatten([(name, mx.array([])) for name in weights]))
+    flat = nn.Module()
+    dict.update(flat, layout(weights, config))
+    return flat
+
+
+def _in_files(directory: Path) -> Weights:
+    weights: Weights = {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        loaded: Any = mx.load(str(file))
+        weights |= loaded
+    return weights
+
+
+def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> None:
+    """Refuse weights that are not those that were to be written, bit by bit (ModelError)."""
+    read = _digests(weights)
+    for name in sorted(expected.keys() | read.keys()):
+        if expected.get(name) != read.get(name):
+            raise ModelError(
+                f"what was written is not the model, and was not kept: {name} is read back as "
+                f"{_described(read.get(name))}, not {_described(expected.get(name))}",
+                where=str(out),
+                hint="free disk space and try again; if it happens again this is a defect: report it",
+            )
+
+
+_HARMED = "the training went wrong: take weights of an earlier step (RUN/best, RUN/checkpoints), or train again"
+
+
+def _require_numbers(logits: np.ndarray[Any, Any], weights: Path) -> None:
+    """Refuse weights that compute nothing (ModelError)."""
+    if not np.isfinite(logits).all():
+        raise ModelError("what they compute are no finite numbers", where=str(weights), hint=_HARMED)
+
+
+def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, out: Path) -> float:
+    """Compare the logits of what was written; ``limit`` is ``None`` where a difference is expected."""
+    found = _logits(model)
+    difference = float(np.sqrt(np.mean((found - wanted) ** 2)) / max(float(np.std(wanted)), 1e-9))
+    hint = "try --dequantize or --dtype float32; without an error of yours this is a defect: report it"
+    if not np.isfinite(difference):
+        told = "the fused model computes no finite numbers, which model and adapter do, and was not kept"
+        hint = "float16 cannot hold what they compute: --dtype bfloat16 or float32"
+        raise ModelError(told, where=str(out), hint=hint if mx.float16 in _floating(model) else _HARMED)
+    if limit is not None and difference > limit:
+        raise ModelError(
+            f"the fused model does not compute what model and adapter do (logits differ by {difference:.2g} of their "
+            "spread), and was not kept",
+            where=str(out),
+            hint=hint,
+        )
+    return difference
+
+
+def _described(digest: Digest | None) -> str:
+    if digest is None:
+        return "nothing"
+    shape, dtype, checksum = digest
+    return f"{shape} {dtype} (checksum {checksum:08x})"
+
+
+def _write_card(staged: Path, source: str, kind: str, library: str) -> None:
+    """``README.md`` in place of the original's, which describes another model."""
+    on_hub = "/" in source and not is_path(source) and not Path(source).exists()
+    data = ModelCardData(
+        base_model=source if on_hub else None, library_name=library, pipeline_tag="text-generation", tags=[library]
+    )
+    name = source if on_hub else name_of(source)
+    how = {"none": "", "full": ", fine-tuned in full"}.get(kind, f", with a trained {kind} adapter merged")
+    text = f"---\n{data.to_yaml()}\n---\n\nMade with allhands from {name}{how}.\n"
+    (staged / "README.md").write_text(text, encoding="utf-8")

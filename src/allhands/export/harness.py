@@ -1,0 +1,94 @@
+"""Benchmarks of lm-evaluation-harness, through mlx_lm's adapter for it, with an adapter on the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allhands.errors import ConfigError, DataError
+from allhands.infer.generate import load_for_generation
+from allhands.model.sources import first_line
+
+
+@dataclass(frozen=True)
+class Harness:
+    """What is measured; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the task's)."""
+
+    model: str
+    adapter_path: Path | None
+    batch_size: int
+    limit: int | None
+    num_shots: int | None
+    trust_remote_code: bool
+
+
+def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Results by task, as lm-evaluation-harness names them. It has to be installed.
+
+    Args:
+        tasks: names, or YAML files that describe tasks as its own do.
+
+    Raises:
+        ConfigError: it cannot be imported, or there is no such task or file.
+        DataError: the data of a task cannot be had.
+        ModelError: model or adapter cannot be loaded.
+    """
+    try:
+        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        from mlx_lm.evaluate import MLXLM
+    except ImportError as error:
+        message = f"lm-evaluation-harness cannot be imported ({error})"
+        raise ConfigError(message, where="--tasks", hint="pip install lm_eval, with all that it needs") from None
+    own = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    named = {str(file): _name_in(file) for file in own}
+    tasks = [named.get(str(Path(task)), task) for task in tasks]
+    folders: list[str | Path] = [*dict.fromkeys(file.resolve().parent for file in own)]
+    manager = TaskManager(include_path=folders) if folders else TaskManager()
+    known = set(manager.all_tasks)
+    if unknown := [task for task in tasks if task not in known]:
+        hint = "`lm-eval ls tasks` lists those there are"
+        raise ConfigError(f"lm-evaluation-harness has no task {unknown[0]!r}", where="--tasks", hint=hint)
+    loaded = load_for_generation(harness.model, harness.adapter_path, trust_remote_code=harness.trust_remote_code)
+
+    class Loaded(MLXLM):
+        """mlx_lm's adapter, with the model that we have loaded in place of one that it loads."""
+
+        def __init__(self) -> None:
+            super(MLXLM, self).__init__()
+            self._model: Any = loaded.model
+            self.tokenizer = loaded.tokenizer
+            self._max_tokens = None
+            self._batch_size = harness.batch_size
+            self.use_chat_template = getattr(loaded.tokenizer, "chat_template", None) is not None
+            self._sampler = None
+
+    model = Loaded()
+    try:
+        found: Any = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            task_manager=manager,
+            num_fewshot=harness.num_shots,
+            limit=harness.limit,
+            apply_chat_template=model.use_chat_template,
+        )
+    except OSError as error:  # as which the datasets library tells all that has to do with the Hub
+        hint = "check the connection (and HF_HUB_OFFLINE): the data of most tasks are on the Hub"
+        raise DataError(f"the tasks' data cannot be had: {first_line(error)}", where="--tasks", hint=hint) from None
+    return found["results"]
+
+
+def _name_in(file: Path) -> str:
+    """What the task of a YAML file is called. Not parsed: such files name functions, and are read where they run."""
+    try:
+        found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"{file}: {reason}", where="--tasks", hint="give the path of a task's YAML file") from None
+    if found is None:
+        raise ConfigError(f"{file} has no line `task: NAME`", where="--tasks", hint="add one") from None
+    return found[1]

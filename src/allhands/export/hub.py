@@ -1,0 +1,55 @@
+"""A directory to the Hugging Face Hub, with huggingface_hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub import errors as hub_errors
+
+from allhands.errors import ConfigError, ModelError
+from allhands.io.paths import meant
+from allhands.model.sources import first_line
+
+# What a run keeps for itself, and what nobody should publish by accident.
+IGNORED = ["checkpoints/**", "logs/**", "*.log", "events.jsonl", ".*", "**/.*"]
+_KNOWN = ("config.json", "adapter_config.json", "Modelfile")
+
+
+def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
+    """Upload a model's or an adapter's directory as one commit; the address of the repository.
+
+    Raises:
+        ConfigError: ``repo`` is no name of a repository.
+        ModelError: the directory holds no model, or the Hub refuses.
+    """
+    if not directory.is_dir():
+        there = "this is a file" if directory.exists() else "there is no such directory"
+        raise ModelError(there, where=str(directory), hint=meant(directory, "give a model's or an adapter's"))
+    if not any((directory / name).is_file() for name in _KNOWN) and not list(directory.glob("*.gguf")):
+        hint = "give a directory that allhands fuse, export or train wrote"
+        raise ModelError("there is no model and no adapter in it", where=str(directory), hint=hint)
+    if repo.count("/") != 1 or not all(repo.split("/")):
+        raise ConfigError(f"{repo!r} is no name on the Hub", where="--to", hint="give owner/name")
+    api = HfApi()
+    try:
+        address = str(api.create_repo(repo, private=private, exist_ok=True))
+        if private and not api.repo_info(repo).private:
+            hint = "choose another name, or make it private on huggingface.co"
+            raise ModelError("the repository is there already, and public", where=repo, hint=hint)
+        api.upload_folder(repo_id=repo, folder_path=str(directory), ignore_patterns=IGNORED, commit_message=message)
+    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalTokenNotFoundError) as error:
+        raise ModelError(f"the Hub refuses: {first_line(error)}", where=repo, hint=_advice(error)) from None
+    except ModelError:
+        raise
+    except Exception as error:  # what is left is the network's, whose classes are those of several libraries
+        hint = "check the connection (and HF_HUB_OFFLINE), then try again"
+        raise ModelError(f"the Hub cannot be reached: {first_line(error)}", where=repo, hint=hint) from None
+    return address
+
+
+def _advice(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403) or isinstance(error, hub_errors.LocalTokenNotFoundError):
+        return "`hf auth login` with a token that may write to this owner's repositories"
+    return "check the name of the repository, then try again"

@@ -1,0 +1,127 @@
+"""A conversation with a model: every turn sees those before it, and only what is new is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import common_prefix_len
+
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import OPTION
+from allhands.errors import ModelError
+from allhands.infer.generate import PromptTooLong, Sampling, room_for_answer
+from allhands.model.load import LoadedModel, require_in_vocabulary
+from allhands.model.tokenizer import positions_of
+
+# mlx_lm annotates it as something else than it returns: the number of tokens that are gone.
+_trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
+
+
+class Conversation:
+    """Turns of a person and a model, through the model's chat template.
+
+    mlx_lm's prompt cache is kept between turns. What it holds is compared with the tokens of the whole conversation:
+    from the first difference on (a template may write earlier turns in another way) they are computed anew.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, sampling: Sampling, *, max_tokens: int, system_prompt: str | None = None
+    ) -> None:
+        """Draws from ``sampling.seed`` on.
+
+        Raises:
+            ModelError: the model has no chat template.
+        """
+        if not has_chat_template(loaded.tokenizer):
+            raise ModelError(
+                "the model has no chat template: it continues texts, and does not talk",
+                where=str(loaded.path),
+                hint=f"use `allhands generate`, name a chat template ({OPTION}), or choose a chat model",
+            )
+        tokenizer: Any = loaded.tokenizer
+        self._loaded = loaded
+        self._template = ChatTemplate(tokenizer)
+        self._max_tokens = max_tokens
+        self._sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+        self._first = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        mx.random.seed(sampling.seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system prompt."""
+        self.messages: list[dict[str, Any]] = list(self._first)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cache: list[Any] = make_prompt_cache(self._model)
+        self._held: list[int] = []
+        # Of the last turn; for tests and people who want to know.
+        self.computed_tokens = 0
+
+    @property
+    def _model(self) -> Any:
+        return self._loaded.model
+
+    def ask(self, text: str) -> Generator[str]:
+        """Pieces of the answer as they come. What was said until then is kept if the caller stops early.
+
+        Raises:
+            DataError: the template rejects the conversation, which stays as it was.
+            PromptTooLong: the conversation has as many tokens as the model has positions; it stays, too.
+            ModelError: the tokenizer belongs to another model.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokens = self._template.prompt_tokens(messages)
+        require_in_vocabulary(self._loaded, max(tokens, default=0))
+        max_tokens = self._room(len(tokens))
+        self.messages = messages
+        new = self._rest(tokens)
+        self.computed_tokens = len(new)
+        said, generated, whole = "", list[int](), False
+        try:
+            for part in stream_generate(
+                self._model,
+                self._loaded.tokenizer,
+                new,
+                max_tokens=max_tokens,
+                sampler=self._sampler,
+                prompt_cache=self._cache,
+            ):
+                said += part.text
+                generated.append(part.token)
+                yield part.text
+            whole = True
+        finally:
+            self.messages.append({"role": "assistant", "content": said})
+            if whole:
+                # The last token may have been computed or not.
+                self._held = [*tokens, *generated][: int(getattr(self._cache[0], "offset", 0))]
+            else:
+                # Stopped anywhere: some layers may hold a token more than others.
+                self._forget()
+
+    def _room(self, count: int) -> int:
+        """Tokens that an answer may have after ``count`` of the conversation."""
+        try:
+            return room_for_answer(count, positions_of(self._loaded.config), self._max_tokens, "the conversation")
+        except PromptTooLong as error:
+            error.where = None
+            error.hint = "say less" + "; /reset forgets what was said before" * (len(self.messages) > len(self._first))
+            raise
+
+    def _rest(self, tokens: list[int]) -> list[int]:
+        """The tokens that the cache does not hold yet; it holds exactly the others then."""
+        common = min(common_prefix_len(self._held, tokens), len(tokens) - 1)
+        spare = len(self._held) - common
+        if not self._held or (spare and not can_trim_prompt_cache(self._cache)):
+            self._forget()
+            return tokens
+        if spare and _trim(self._cache, spare) != spare:
+            self._forget()
+            return tokens
+        return tokens[common:]

@@ -1,0 +1,203 @@
+"""Ask a model: one prompt as a stream, or many at once, with or without a trained adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import batch_generate, generation_stream, stream_generate, wired_limit
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.utils import load_adapters
+
+from allhands.data.render import ChatTemplate, has_chat_template
+from allhands.data.templates import ChatChoice
+from allhands.data.token_roles import stop_at_answers
+from allhands.errors import ConfigError
+from allhands.model.adapters import unfit
+from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.passes import PassContext, apply_passes
+from allhands.model.tokenizer import positions_of
+from allhands.run.adapter_files import check_adapter
+from allhands.runtime.accelerator import detect, peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 takes the most likely one."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class PromptTooLong(ConfigError):
+    """A prompt that leaves no position for an answer."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What an answer cost, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
+
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory_bytes: int
+
+
+def load_for_generation(
+    model: str, adapter_path: Path | None, *, trust_remote_code: bool = False, chat: ChatChoice | None = None
+) -> LoadedModel:
+    """Load a model, on top of it an adapter, and make it fast on this device.
+
+    Generation stops where the chat template ends an answer, also if the model's own files do not say so.
+
+    Args:
+        chat: the chat template, where it is not the model's own or the one that lies beside the adapter.
+
+    Raises:
+        ConfigError: there is no such chat template.
+        ModelError: the model or the adapter is missing, or they do not fit together.
+    """
+    if adapter_path is not None:
+        check_adapter(adapter_path)
+    accelerator = detect()
+    chosen = replace(chat or ChatChoice(), kept=adapter_path)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chosen)
+    stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
+    if stop is not None:
+        notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
+    loaded = load_model(str(tokenizer.path), trust_remote_code=trust_remote_code, tokenizer=tokenizer.tokenizer)
+    loaded = replace(loaded, notes=notes)
+    if adapter_path is not None:
+        put_on(loaded.model, adapter_path)
+    loaded.model.eval()
+    # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
+    # out must not meet the adapter's dropout.
+    apply_passes(loaded.model, PassContext(accelerator, "generate"))
+    return loaded
+
+
+def put_on(model: Any, adapter_path: Path) -> None:
+    """Give ``model`` the adapter's layers and weights.
+
+    Raises:
+        ModelError: they do not fit together.
+    """
+    try:
+        load_adapters(model, str(adapter_path))
+    except (ValueError, KeyError, RuntimeError, AttributeError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise unfit(" ".join(lines[:2]) or type(error).__name__, adapter_path) from None
+
+
+def prompt_tokens(
+    loaded: LoadedModel, prompt: str, *, system_prompt: str | None = None, use_template: bool = True
+) -> list[int]:
+    """Token ids of ``prompt`` as the user's turn of a conversation, or as plain text.
+
+    Raises:
+        ConfigError: a system prompt without a chat template.
+        DataError: the template rejects the conversation.
+        ModelError: the tokenizer belongs to another model.
+    """
+    tokens = _prompt_tokens(loaded, prompt, system_prompt, use_template)
+    require_in_vocabulary(loaded, max(tokens, default=0))
+    return tokens
+
+
+def room_for_answer(count: int, positions: int | None, wanted: int, what: str = "the prompt") -> int:
+    """Up to how many of the ``wanted`` tokens an answer to a prompt of ``count`` tokens may have.
+
+    Args:
+        positions: of the model, see :func:`positions_of`; ``None`` if there is no bound.
+        what: the prompt, in the message.
+
+    Raises:
+        PromptTooLong: not even one.
+    """
+    if positions is None:
+        return wanted
+    if count >= positions:
+        raise PromptTooLong(
+            f"{what} has {count} tokens; prompt and answer together may have {positions}, the positions of this model",
+            where="--prompt",
+            hint="shorten it, or choose a model with more positions",
+        )
+    return min(wanted, positions - count)
+
+
+def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, use_template: bool) -> list[int]:
+    tokenizer: Any = loaded.tokenizer
+    if use_template and has_chat_template(tokenizer):
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        return ChatTemplate(tokenizer).prompt_tokens([*messages, {"role": "user", "content": prompt}])
+    if system_prompt:
+        raise ConfigError(
+            "a prompt that does not go through a chat template has no place for a system message",
+            where="--system-prompt",
+            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
+            "choose a chat model",
+        )
+    return list(tokenizer.encode(prompt))
+
+
+def stream_answer(
+    loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
+) -> Iterator[tuple[str, Speed]]:
+    """Pieces of the answer as they come, each with the speed so far.
+
+    Raises:
+        PromptTooLong: for this model.
+    """
+    max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
+    mx.random.seed(sampling.seed)
+    accelerator = detect()
+    sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+    model = cast("Any", loaded.model)
+    for part in stream_generate(model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler):
+        yield (
+            part.text,
+            Speed(
+                part.prompt_tokens,
+                part.prompt_tps,
+                part.generation_tokens,
+                part.generation_tps,
+                peak_memory_bytes(accelerator),
+            ),
+        )
+
+
+def answer_all(
+    loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
+) -> tuple[list[str], Speed]:
+    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds.
+
+    Raises:
+        PromptTooLong: one of them, for this model.
+    """
+    batch = [prompt_tokens(loaded, prompt) for prompt in prompts]
+    most = positions_of(loaded.config)
+    shown = [f"the prompt {prompt[:40]!r}" for prompt in prompts]
+    room = [room_for_answer(len(tokens), most, max_tokens, what) for tokens, what in zip(batch, shown, strict=True)]
+    with wired_limit(cast("Any", loaded.model), cast("Any", [generation_stream])):
+        response = batch_generate(
+            cast("Any", loaded.model),
+            cast("Any", loaded.tokenizer),
+            batch,
+            max_tokens=room,
+            completion_batch_size=batch_size,
+            prefill_batch_size=batch_size,
+        )
+    stats = response.stats
+    speed = Speed(
+        stats.prompt_tokens,
+        stats.prompt_tps,
+        stats.generation_tokens,
+        stats.generation_tps,
+        peak_memory_bytes(detect()),
+    )
+    return [text.strip() for text in response.texts], speed

@@ -1,0 +1,264 @@
+"""Directories that are whole or absent: filled beside their place, synced, renamed into it; and temporary ones.
+
+A ``private`` one is for its owner alone: 0700, its files 0600. Others have the modes that the umask gives. One that
+replaces another takes over its mode.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import filecmp
+import glob
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from allhands.errors import ConfigError, StorageError
+from allhands.io.files import (
+    make_directory,
+    make_private,
+    make_unused,
+    private_opener,
+    storage_error,
+    storage_error_of,
+    sync,
+)
+
+_PARTIAL, _REPLACED = "partial", "replaced"
+_SCRATCH, _OWNED = "allhands-", ".owner"
+
+
+@contextmanager
+def staging(target: Path, *, private: bool = False) -> Generator[Path]:
+    """A new empty directory beside ``target``; gone at the end unless :func:`publish` moved it.
+
+    Nobody else can look into it if it is ``private``, which :func:`publish` must be told, too.
+
+    What earlier, killed runs left is removed first, or put back if it is what stood at ``target``: a staging
+    directory is locked as long as its process lives. ``OSError`` in the body becomes a ``StorageError``.
+    """
+    target = target.resolve()
+    made: Path | None = None
+    descriptor = -1
+    try:
+        make_directory(target.parent, private=private)
+        _remove_abandoned(target)
+        made = make_unused(target.parent, _prefix(target), private=private)
+        with suppress(OSError):  # not every file system has locks
+            descriptor = _lock_directory(made)
+        yield made
+    except OSError as error:
+        raise _as_asked_for(storage_error_of(error, target), target) from error
+    except StorageError as error:
+        raise _as_asked_for(error, target) from error.__cause__
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def publish(staged: Path, target: Path, *, private: bool = False) -> None:
+    """Sync ``staged`` and rename it to ``target``, in place of the directory that may be there.
+
+    The files of a ``private`` one have mode 0600 then, whatever they were opened with.
+
+    Raises:
+        OSError: it cannot be done; what stood at ``target`` is there again.
+    """
+    target = target.resolve()
+    if private:
+        make_private(staged)
+    for path in (*staged.rglob("*"), staged):
+        sync(path)
+    if target.is_dir():
+        _exchange(staged, target)
+    else:
+        staged.rename(target)
+    sync(target.parent)
+
+
+def _exchange(staged: Path, target: Path) -> None:
+    # Directories cannot be exchanged portably: for an instant there is none, never half of one. Who is killed in
+    # that instant leaves the old one under this name, and the next run puts it back.
+    replaced = make_unused(target.parent, _prefix(target, _REPLACED), private=True)
+    staged.chmod(stat.S_IMODE(target.stat().st_mode))
+    target.rename(replaced)
+    try:
+        staged.rename(target)
+    except OSError:
+        replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def require_place(out: Path, kind: str, files: tuple[str, ...], *, force: bool) -> None:
+    """Refuse to write over anything but a directory of one ``kind`` (ConfigError), and over that only with ``force``.
+
+    Args:
+        kind: with its article: "an adapter".
+        files: all that one can hold; the first is in every one.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        what = f"this is a file, not the directory of {kind}"
+        raise ConfigError(what, where=str(out), hint="choose another place: --out")
+    there = sorted(entry.name for entry in out.iterdir())
+    if others := [name for name in there if name not in files] or (there if files[0] not in there else []):
+        what = f"{others[0]} is there already: the directory does not hold {kind} alone"
+        raise ConfigError(what, where=str(out), hint="choose another directory: --out")
+    if there and not force:
+        raise ConfigError(f"{kind} is there already", where=str(out), hint="add --force to replace it")
+
+
+@contextmanager
+def publishing(target: Path) -> Generator[None]:
+    """For who looks at ``target`` and then publishes: one process at a time does so in its directory."""
+    descriptor = os.open(target.resolve().parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two directories hold the same files with the same contents, one level deep."""
+    if not other.is_dir():
+        return False
+    names = {path.name for path in one.iterdir()}
+    if names != {path.name for path in other.iterdir()}:
+        return False
+    return not any(filecmp.cmpfiles(one, other, names, shallow=False)[1:])
+
+
+@contextmanager
+def locked(file: Path, *, private: bool = False) -> Generator[None]:
+    """Hold an exclusive lock on ``file`` (made if absent), after whoever holds it now."""
+    try:
+        make_directory(file.parent, private=private)
+        stream = _lock_file(file, private)
+    except OSError as error:
+        raise storage_error(file, error) from error
+    with stream:
+        with suppress(OSError):  # a file system without locks: two may do the work, the result is the same
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
+    """Whether an exclusive lock on ``file`` (made if absent) could be had at once; it is held for the block."""
+    with _lock_file(file, private) as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _lock_file(file: Path, private: bool) -> TextIO:
+    return open(file, "a", encoding="utf-8", opener=private_opener if private else None)
+
+
+class Scratch:
+    """A private directory for temporary files, a context manager; this process has a lock on a file in it.
+
+    A computer that loses its power, or a process that is killed, leaves its own: these, of this user and locked by
+    nobody, are removed when the next one is made in the same place.
+
+    Args:
+        root: where it is made; default: where the system wants temporary files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, root: str | None = None) -> None:
+        root = root or tempfile.gettempdir()
+        _remove_scratch(Path(root))
+        self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))  # mode 0700
+        self._descriptor = -1
+        with suppress(OSError):  # a full disk, or one without locks: then nobody will remove it
+            self._descriptor = os.open(self.path / _OWNED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._descriptor, b"locked\n")  # only now: until then it is nobody's yet
+
+    def close(self) -> None:
+        """Remove it with all that is in it, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _remove_scratch(root: Path) -> None:
+    """Remove what :class:`Scratch` has made in ``root`` for processes of this user that have ended."""
+    with suppress(OSError):
+        for left in root.glob(f"{_SCRATCH}*"):
+            with suppress(OSError):
+                status = left.lstat()
+                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                    continue
+                descriptor = os.open(left / _OWNED, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.read(descriptor, 1):
+                        shutil.rmtree(left, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
+
+
+def _prefix(target: Path, kind: str = _PARTIAL) -> str:
+    return f".{target.name}.{kind}-"
+
+
+def _as_asked_for(error: StorageError, target: Path) -> StorageError:
+    """``error``, of ``target`` if it is of a directory for that: such a one is gone when this is read."""
+    if not (error.where or "").startswith(str(target.parent / _prefix(target))):
+        return error
+    return StorageError(error.message, where=str(target), hint=error.hint)
+
+
+def _lock_directory(path: Path) -> int:
+    """A descriptor that holds an exclusive lock on ``path`` until it is closed.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(target: Path) -> None:
+    for left in target.parent.glob(f"{glob.escape(_prefix(target, _REPLACED))}*"):
+        with suppress(OSError):
+            if not target.exists() and any(left.iterdir()):
+                left.rename(target)
+            shutil.rmtree(left, ignore_errors=True)
+    for left in target.parent.iterdir():
+        if not left.name.startswith(_prefix(target)):
+            continue
+        with suppress(OSError):  # locked: somebody is at work there
+            descriptor = _lock_directory(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(descriptor)

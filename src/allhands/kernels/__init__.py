@@ -1,0 +1,1 @@
+"""Faster forms of what a model computes, on CPUs and GPUs, and which of them are chosen."""

@@ -1,0 +1,195 @@
+"""Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA GPUs.
+
+As elsewhere in this package only instances change, by a subclass of their own class; the names and values of parameters
+stay, and what :mod:`allhands.kernels.known` does not list is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.lora import LoRALinear
+
+from allhands.kernels import known
+from allhands.kernels.documents import DocumentRow
+from allhands.kernels.fused import ops
+from allhands.kernels.fused.embedding import RowsEmbedding
+from allhands.kernels.fused.linear import (
+    DenseQuantizedLinear,
+    Group,
+    TrainedLinear,
+    TypedLoRALinear,
+    drops,
+    products_of,
+)
+from allhands.kernels.instances import give_form, mix_in
+from allhands.kernels.selection import BY_RULE, SELECTION, Selector, selection_of
+from allhands.runtime.accelerator import device_memory
+
+# Of a GPU's memory, for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150 hold
+# those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two layers.
+_KEPT_SHARE = 32
+
+
+def fuse(model: nn.Module, longest: int, selection: Selector = BY_RULE) -> int:
+    """Let ``model``, of which it is settled what is trained, compute in fast forms.
+
+    Args:
+        longest: tokens of a row, at most.
+        selection: of the forms of operations.
+
+    Returns:
+        Blocks (attention or feed-forward) that now do.
+    """
+    for module in model.modules():
+        if (kind := _layer_kind(module)) is not None:
+            give_form(module, kind, **{SELECTION: selection})
+            if isinstance(module, TypedLoRALinear):
+                module.prepare()
+    changed = 0
+    tables: list[mx.array] = []
+    for module in model.modules():
+        if known.is_swiglu(module) and _join_mlp(module, selection):
+            mix_in(module, _FusedMlp, **{SELECTION: selection})
+            changed += 1
+        elif _join_attention(module, longest, tables, selection):
+            mix_in(module, _FusedAttention, **{SELECTION: selection})
+            changed += 1
+    for module in model.modules():
+        if known.is_block(module) and _has_plain_norms(module):
+            mix_in(module, _FusedLayer, **{SELECTION: selection})
+    return changed
+
+
+def keep_dense(model: nn.Module) -> int:
+    """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far as there is room.
+
+    To be called once it is settled which operations are computed in which form.
+
+    Returns:
+        Products that do.
+    """
+    room, count = device_memory() // _KEPT_SHARE, 0
+    for product in products_of(model.modules()):
+        taken = product.keep_dense(room)
+        room -= taken
+        count += taken > 0
+    return count
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """What dense copies of quantised weights take that ``model`` keeps."""
+    return sum(product.kept_bytes for product in products_of(model.modules()))
+
+
+def count_fused(model: nn.Module) -> int:
+    """Blocks of ``model`` that compute in fast forms."""
+    return sum(isinstance(module, _FusedMlp | _FusedAttention) for module in model.modules())
+
+
+def _layer_kind(module: Any) -> Any:
+    if type(module) is nn.QuantizedLinear:
+        return DenseQuantizedLinear
+    if type(module) is LoRALinear:
+        return TypedLoRALinear
+    if type(module) is nn.Embedding and "weight" not in module.trainable_parameters():
+        return RowsEmbedding
+    trained = "weight" in module.trainable_parameters() if type(module) in (nn.Linear, nn.RMSNorm) else False
+    if trained:
+        return TrainedLinear if isinstance(module, nn.Linear) else _TrainedNorm
+    return None
+
+
+class _TrainedNorm(nn.RMSNorm):
+    def __call__(self, x: mx.array) -> mx.array:
+        trained = "weight" in self.trainable_parameters()
+        return ops.rms_norm(x, self["weight"], self.eps, trained=trained, selection=selection_of(self))
+
+
+class _FusedLayer:
+    """Attention and feed-forward part, with the sums around them taken in one pass with the norms."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        norms, selection = (self.input_layernorm, self.post_attention_layernorm), selection_of(self)
+        x, inner = _with(ops.forked_rms_norm, norms[0], selection)(x)
+        x, inner = _with(ops.added_rms_norm, norms[1], selection)(x, self.self_attn(inner, mask, cache))
+        return x + self.mlp(inner)
+
+
+def _with(
+    norm: Callable[..., tuple[mx.array, mx.array]], module: Any, selection: Selector
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    trained = "weight" in module.trainable_parameters()
+    return partial(norm, weight=module.weight, eps=module.eps, trained=trained, selection=selection)
+
+
+class _FusedMlp:
+    """Gate and up as one product, and their SwiGLU in one pass, forward and backward."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        group: Group = self._group
+        if not group.usable:
+            return super().__call__(x)  # type: ignore[misc]
+        rows, down = x.reshape(-1, x.shape[-1]), self.down_proj
+        if isinstance(down, TypedLoRALinear) and not drops(down):
+            y = group.product.adapted_mlp(rows, down.product)
+            if y is None:
+                y = down.product.of_swiglu(group(rows))
+        else:
+            wide = group(rows)
+            trained = isinstance(down, TrainedLinear)
+            y = down.of_swiglu(wide) if trained else down(ops.swiglu(wide, selection_of(self)))
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class _FusedAttention:
+    """Queries, keys and values as one product, turned in one pass."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        group: Group = self._group
+        batch, length, _ = x.shape
+        if not group.usable or not (cache is None or isinstance(cache, DocumentRow)) or length > self._turns.shape[0]:
+            return super().__call__(x, mask, cache)  # type: ignore[misc]
+        sizes: known.Attention = self._sizes
+        heads = sizes.heads + 2 * sizes.kv_heads
+        rows = group(x.reshape(batch * length, -1)).reshape(batch, length, heads, -1)
+        q, k, v = ops.rope_split(rows, self._turns, sizes.heads, sizes.kv_heads, selection_of(self))
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+def _has_plain_norms(layer: Any) -> bool:
+    return all(
+        type(norm) in (nn.RMSNorm, _TrainedNorm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    )
+
+
+def _join_mlp(module: Any, selection: Selector) -> bool:
+    layers = [module.gate_proj, module.up_proj]
+    if not Group.fits(layers):
+        return False
+    module._group = Group(layers, selection)
+    return True
+
+
+def _join_attention(module: Any, longest: int, tables: list[mx.array], selection: Selector) -> bool:
+    sizes = known.attention_of(module)
+    if sizes is None or sizes.normed:
+        return False
+    layers = [module.q_proj, module.k_proj, module.v_proj]
+    if not Group.fits(layers):
+        return False
+    table = mx.stack(list(known.turns_of(module.rope, longest, sizes.width)), axis=-1)
+    mx.eval(table)
+    # One for all layers that turn alike, so that it stays in the cache.
+    same = next((each for each in tables if mx.array_equal(each, table)), None)
+    if same is None:
+        tables.append(table)
+    module._turns = table if same is None else same
+    module._group = Group(layers, selection)
+    object.__setattr__(module, "_sizes", sizes)
+    return True

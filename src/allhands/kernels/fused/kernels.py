@@ -1,0 +1,341 @@
+"""Calls of the CUDA kernels: shapes in, shapes out. Nothing here is differentiable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import mlx.core as mx
+
+from allhands.io.trees import number
+from allhands.kernels.fused import sources, sums
+from allhands.kernels.fused.build import built
+from allhands.runtime.jit_cache import launches_directly
+
+_BLOCK = 256
+_TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+_HALF = (mx.bfloat16, mx.float16)
+_MOST_RANK = 32
+# Four blocks a multiprocessor of the largest GPUs.
+_NORM_BLOCKS = 528
+# So much of a row a warp holds without running out of registers.
+_WARP_BYTES = 4096
+_WIDEST_NORM_BYTES = 4 * _WARP_BYTES
+
+
+@cache
+def available() -> bool:
+    """Whether MLX computes on an NVIDIA GPU in this process, and a kernel can be built for it."""
+    if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
+        return False
+    try:
+        return number(sum_of_squares([mx.ones((8,), dtype=mx.bfloat16)])) == 8.0
+    except RuntimeError:  # no NVRTC, or a GPU that is too old: MLX's own operations compute the same
+        return False
+
+
+def width(dtype: mx.Dtype) -> int:
+    """Values of ``dtype`` that a thread reads at a time; rows must be a multiple of it."""
+    return 16 // dtype.size
+
+
+def suits(array: mx.array) -> bool:
+    """Whether the kernels know the type, and rows of the last axis are whole."""
+    return array.dtype in _TYPES and array.shape[-1] % width(array.dtype) == 0
+
+
+def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size: int) -> mx.array:
+    """As :func:`mlx.core.dequantize` of 4 bits in the affine mode, in half the time: (N, K / 8) uint32 -> (N, K)."""
+    rows, words = weight.shape
+    count = rows * words
+    outputs = [((rows, 8 * words), scales.dtype)]
+    work = _Work("DEQUANTIZE", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
+    return work.run([weight, scales, biases], outputs)[0]
+
+
+def take_rows(table: mx.array, ids: mx.array) -> mx.array:
+    """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end -> ``ids.shape`` + (D,)."""
+    size, features = table.shape
+    threads = ids.size * features // width(table.dtype)
+    work = _Work("TAKE_ROWS", table.dtype, {"D": features}, (ids.size, size), threads)
+    return work.run([table, ids.astype(mx.int32)], [((*ids.shape, features), table.dtype)])[0]
+
+
+def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> mx.array:
+    """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative; no place twice."""
+    count, features = rows.shape
+    threads = rows.size // width(rows.dtype)
+    work = _Work("PUT_ROWS", rows.dtype, {"D": features}, (count,), threads, fill=0.0)
+    inputs = [rows, places.astype(mx.int32), targets.astype(mx.int32)]
+    return work.run(inputs, [((size, features), rows.dtype)])[0]
+
+
+def scale(x: mx.array, factor: mx.array) -> mx.array:
+    """``x`` times a float32 scalar, in the type of ``x``."""
+    work = _Work("SCALE_BY", x.dtype, {}, (x.size,), x.size // width(x.dtype))
+    return work.run([x, factor], [(x.shape, x.dtype)])[0]
+
+
+def spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
+    """``(scale * x[index]).astype(dtype)`` for (M,) float32 and (N,) int32."""
+    work = _Work("SPREAD", dtype, {"SCALE": scale}, (index.size,), index.size)
+    return work.run([x, index], [(index.shape, dtype)])[0]
+
+
+def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
+    """``scale * x[index]`` in float32, for (M,) of any type of the kernels' and (N,) int32."""
+    work = _Work("COLLECT", x.dtype, {"SCALE": scale}, (index.size,), index.size)
+    return work.run([x, index], [(index.shape, mx.float32)])[0]
+
+
+def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None = None) -> mx.array:
+    """Sums of the ``rows`` of each id, added in their order in float32: (N,) int32 from 0, (N, D) -> (``size``, D).
+
+    ``onto``: (``size``, D), of the same type, contiguous and nobody else's: what is given is that array with the sums
+    added, in its own memory, as :func:`cross_entropy` does.
+    """
+    if onto is not None and not launches_directly():
+        return onto + add_rows(ids, rows, size)
+    count, features = rows.shape
+    parts = features // width(rows.dtype)
+    block = min(_BLOCK, -(-parts // 32) * 32)
+    constants = {"D": features, "THREADS": block, "ONTO": int(onto is not None)}
+    threads = count * -(-parts // block) * block
+    # Stable, as MLX says: equal ids keep the order of their places.
+    inputs = [ids, mx.argsort(ids), rows, rows if onto is None else onto]
+    work = _Work("ADD_ROWS", rows.dtype, constants, (count,), threads, block, fill=0.0)
+    shape = (size, features) if onto is None else (1,)
+    (out,) = work.run(inputs, [(shape, rows.dtype)])
+    return out if onto is None else cast("list[mx.array]", mx.depends([onto], [out]))[0]
+
+
+def swiglu(x: mx.array) -> mx.array:
+    """``silu(gate) * up`` for rows of gate beside up: (N, 2 F) -> (N, F)."""
+    rows, features = x.shape[0], x.shape[1] // 2
+    work = _Work("SWIGLU", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
+    return work.run([x], [((rows, features), x.dtype)])[0]
+
+
+def swiglu_vjp(x: mx.array, cotangent: mx.array, *, again: bool = False) -> tuple[mx.array, mx.array]:
+    """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes almost for nothing."""
+    rows, features = x.shape[0], x.shape[1] // 2
+    constants = {"F": features, "AGAIN": int(again)}
+    work = _Work("SWIGLU_VJP", x.dtype, constants, (rows,), rows * features // width(x.dtype))
+    dx, value = work.run([x, cotangent], [(x.shape, x.dtype), ((rows, features) if again else (1,), x.dtype)])
+    return dx, value
+
+
+def swiglu_adapted(x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int]) -> mx.array:
+    """:func:`swiglu` of ``x + inner @ b``, without that product in memory: (N, 2 F), (N, R), (R, 2 F) -> (N, F).
+
+    Args:
+        ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken for zeros.
+    """
+    work, rows = _swiglu_adapted("SWIGLU_ADAPTED", x, ranks, {}), x.shape[0]
+    return work.run([x, inner, b], [((rows, x.shape[1] // 2), x.dtype)])[0]
+
+
+def swiglu_adapted_vjp(
+    x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, int], c: mx.array, cinner: mx.array, a: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Gradient of :func:`swiglu_adapted` in ``x`` for the cotangent ``c + cinner @ a.T``, and its value again.
+
+    (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
+    """
+    work = _swiglu_adapted("SWIGLU_ADAPTED_VJP", x, ranks, {"DOWN": a.shape[1]})
+    dx, y = work.run([x, inner, b, c, cinner, a], [(x.shape, x.dtype), (c.shape, x.dtype)])
+    return dx, y
+
+
+def fits_adapted(features: int, dtype: mx.Dtype, ranks: Sequence[int]) -> bool:
+    """Whether the kernels of an adapted SwiGLU know such ranks: so many that a thread can keep their factors."""
+    return dtype in _HALF and features % 32 == 0 and all(rank % 2 == 0 and rank <= _MOST_RANK for rank in ranks)
+
+
+def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mapping[str, int]) -> _Work:
+    rows, features = x.shape[0], x.shape[1] // 2
+    constants = {"F": features, "R": sum(ranks), "GATE": ranks[0], "UP": ranks[1], **more}
+    blocks = -(-features // _BLOCK) * -(-rows // 64)
+    return _Work(name, x.dtype, constants, (rows,), blocks * _BLOCK)
+
+
+def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
+    """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D / 2, 2) table."""
+    return _rope("ROPE", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]
+
+
+def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array:
+    """Gradient of :func:`rope` in its input: (B, T, H, D), twice (B, T, KV, D) -> (B, T, H + 2 KV, D)."""
+    batch, length, num_heads, features = q.shape
+    num_kv_heads = k.shape[2]
+    shape = (batch, length, num_heads + 2 * num_kv_heads, features)
+    return _rope("ROPE_VJP", q.dtype, shape, num_heads, num_kv_heads).run([q, k, v, turns], [(shape, q.dtype)])[0]
+
+
+def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int) -> _Work:
+    batch, length, heads, features = shape
+    constants = {"H": num_heads, "KV": num_kv_heads, "D": features}
+    threads = batch * length * heads * features // 2 // width(dtype)
+    return _Work(name, dtype, constants, (batch * length, length), threads)
+
+
+def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """Loss of each row, float32, and its gradient: for (N, V) logits and (N,) targets, negative ones counting 0.
+
+    ``logits`` must be nobody else's: where kernels run one after the other the gradient takes their place, which
+    halves the memory. In a graph of CUDA's, which is not told, a reader of the gradient might come too early.
+    """
+    rows = logits.shape[0]
+    in_place = launches_directly()
+    constants = {"V": logits.shape[1], "INPLACE": int(in_place)}
+    work = _Work("CROSS_ENTROPY", logits.dtype, constants, (), 1024 * rows, block=1024)
+    shape = (1,) if in_place else logits.shape
+    loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (shape, logits.dtype)])
+    return loss, cast("list[mx.array]", mx.depends([logits], [loss]))[0] if in_place else grad
+
+
+def holds_norm(x: mx.array) -> bool:
+    """Whether rows of ``x`` are of a type and a width that the kernels of the norm can hold."""
+    return suits(x) and x.shape[-1] * x.dtype.size <= _WIDEST_NORM_BYTES
+
+
+def rms_norm(x: mx.array, residual: mx.array | None, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """:func:`mlx.core.fast.rms_norm` of (N, D) ``x + residual``, and that sum; without a residual (1,) zeros."""
+    rows, features = x.shape
+    per_block = 8 if features * x.dtype.size <= 2 * _WARP_BYTES else 4
+    constants = {"D": features, "EPS": eps, "RESIDUAL": int(residual is not None)}
+    work = _Work("RMS_NORM", x.dtype, constants, (rows,), -(-rows // per_block) * 32 * per_block, 32 * per_block)
+    inputs = [x, x if residual is None else residual, weight]
+    out, total = work.run(inputs, [(x.shape, x.dtype), ((1,) if residual is None else x.shape, x.dtype)])
+    return out, total
+
+
+def rms_norm_vjp(
+    x: mx.array, weight: mx.array, cotangent: mx.array, eps: float, *, residual: mx.array | None, trained: bool
+) -> tuple[mx.array, mx.array]:
+    """Gradients of :func:`mlx.core.fast.rms_norm` in (N, D) ``x`` and, if it is ``trained``, in (D,) ``weight``.
+
+    The first has ``residual`` added, a cotangent of ``x`` itself; the second is float32.
+    """
+    rows, features = x.shape
+    # Sums over the rows take registers as well.
+    held = _WARP_BYTES // 2 if trained else _WARP_BYTES
+    warps = next(n for n in (1, 2, 4, 8) if features * x.dtype.size <= n * held)
+    blocks = min(_NORM_BLOCKS if trained else rows, -(-rows * warps // 8))
+    flags = {"RESIDUAL": int(residual is not None), "TRAINED": int(trained)}
+    constants = {"D": features, "EPS": eps, "WARPS": warps, **flags}
+    work = _Work("RMS_NORM_VJP", x.dtype, constants, (rows,), blocks * _BLOCK)
+    inputs = [x, weight, cotangent, cotangent if residual is None else residual]
+    dx, dw = work.run(inputs, [(x.shape, x.dtype), ((blocks, features) if trained else (1, 1), mx.float32)])
+    return dx, dw.sum(axis=0)
+
+
+def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
+    """Float32 scalar, of all ``arrays``: one launch each, in their order, and one for the end."""
+    most = max(array.size // width(array.dtype) for array in arrays)
+    blocks = min(1024, -(-most // _BLOCK))
+    out = None
+    for array in arrays:
+        work = _Work("SUM_OF_SQUARES", array.dtype, {"AFTER": int(out is not None)}, (array.size,), blocks * _BLOCK)
+        (out,) = work.run([array, _zero() if out is None else out], [((blocks,), mx.float32)])
+    assert out is not None
+    return out.sum()
+
+
+@cache
+def _zero() -> mx.array:
+    return mx.zeros((1,))
+
+
+def adam_scalars(
+    numbers: Sequence[mx.array], options: mx.array, *, bias_correction: bool
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What :func:`adam` is told, for weights without and with decay; the norm; whether it and the loss are finite.
+
+    Args:
+        numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the update; scalars.
+        options: (7,) float32, see :data:`sums.ADAM_SCALARS`.
+    """
+    inputs = [number.astype(mx.float32).reshape(1) for number in numbers]
+    work = _Work("ADAM_SCALARS", mx.float32, {"BIAS": int(bias_correction)}, (), 32, block=32)
+    scalars, told = work.run([*inputs, options], [((2, 10), mx.float32), ((2,), mx.float32)])
+    return scalars, told[0], told[1] != 0
+
+
+def adam(
+    gradient: mx.array, weight: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
+) -> tuple[mx.array, ...]:
+    """Weight and moments after an update of Adam, computed in float32; all of one shape and type.
+
+    Args:
+        scalars: (10,) float32, see :data:`sums.ADAM`.
+    """
+    work = _Work("ADAM", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
+    return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
+
+
+def adam_master(
+    gradient: mx.array, master: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
+) -> tuple[mx.array, ...]:
+    """The weight in the type of ``gradient``, its float32 copy and the moments, float32 too, after :func:`adam`."""
+    work = _Work("ADAM_MASTER", gradient.dtype, {}, (master.size,), master.size // 4)
+    outputs = [(master.shape, gradient.dtype), *[(master.shape, mx.float32)] * 3]
+    return tuple(work.run([gradient, master, *moments, scalars], outputs))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call of a kernel.
+
+    Attributes:
+        name: of its source in :mod:`sources` or :mod:`sums`.
+        constants: built into it.
+        scalars: handed to it.
+        threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
+        fill: what the outputs hold where the kernel writes nothing.
+    """
+
+    name: str
+    dtype: mx.Dtype
+    constants: Mapping[str, int | float]
+    scalars: tuple[int, ...]
+    threads: int
+    block: int = _BLOCK
+    fill: float | None = None
+
+    def run(self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
+        """The outputs, of these shapes and types."""
+        if not self.threads:
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
+        name, code = _built(self.name, self.dtype, tuple(self.constants.items()))
+        return mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=code,
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            scalars=self.scalars,
+            grid=(-(-self.threads // self.block) * self.block, 1, 1),
+            threadgroup=(self.block, 1, 1),
+            init_value=self.fill,
+            ensure_row_contiguous=True,
+        )
+
+
+def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]) -> tuple[str, str]:
+    """The name of a kernel, which says its constants too, and its whole text."""
+    words = [f"{key.lower()}{value}" for key, value in constants]
+    full = re.sub(r"\W", "_", "_".join(["allhands", name.lower(), _TYPES[dtype], *words]))
+    defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
+    body = (vars(sources).get(name) or vars(sums)[name]).replace("NAME", full)
+    return full, f"{sources.NUMBERS}{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
+
+
+@cache
+def _built(name: str, dtype: mx.Dtype, constants: tuple[tuple[str, int | float], ...]) -> tuple[str, bytes]:
+    full, text = source(name, dtype, constants)
+    facts: Any = mx.device_info()
+    return full, built(text, (facts["compute_capability_major"], facts["compute_capability_minor"]))

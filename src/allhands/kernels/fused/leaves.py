@@ -1,0 +1,427 @@
+"""What of a model is trained as few arrays: what is differentiated in, added up over ranks and updated.
+
+Adapters are hundreds of small arrays, each of which takes longer to start with than to compute. Here they are one, in
+float32, from which one pass makes all factors as the products use them. Dense layers that share an input are one array
+as well, so that nothing has to be put together for their product. What the model holds are views, by the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
+from numpy.typing import NDArray
+
+from allhands.io.trees import flatten
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.fused import kernels
+from allhands.kernels.fused.linear import Product, drops, products_of
+
+_ALIGNED = 64  # values, so that rows begin where vectors may
+# Up to so many numbers all are one array. Of more, each group is one, since old and new exist at the same time.
+_ONE_MOST = 1 << 28
+_SMALL = 1 << 16  # those of fewer are one nevertheless
+# Layers that make queries, by the names that architectures give them.
+_ATTENTION_INPUTS = {"q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "wq", "wqkv"}
+# Where gradients travel while others are computed: numbers of an array, or a few more.
+_TRAVELLING = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a trained array stands."""
+
+    name: str
+    module: Any
+    key: str
+
+    @property
+    def array(self) -> mx.array:
+        return self.module[self.key]
+
+
+class Chunk:
+    """Trained arrays of one type as one, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
+
+    def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
+        """Of ``places``; at least ``spare`` zeros follow them. ``apart``: see :class:`Leaves`."""
+        self.places = list(places)
+        self.shapes = [place.array.shape for place in places]
+        self.dtype = places[0].array.dtype
+        self.starts = [0]
+        for shape in self.shapes:
+            self.starts.append(self.starts[-1] + _aligned(math.prod(shape)))
+        self.size = self.starts[-1] + _aligned(spare)
+        matrices = apart and places[0].array.ndim > 1
+        self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one array, with nothing after it."""
+        return len(self.shapes) == 1 and math.prod(self.shapes[0]) == self.size
+
+    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
+        """One array of those in the places' order."""
+        return _joined(arrays, [*self.starts[:-1], self.size]).reshape(self.shape)
+
+    def parts(self, whole: mx.array) -> list[mx.array]:
+        """Views of ``whole`` in the places' shapes."""
+        whole = whole.reshape(-1)
+        return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
+    """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to ``ends[-1]``."""
+    pieces: list[mx.array] = []
+    for array, (start, end) in zip(arrays, pairwise(ends), strict=True):
+        pieces.append(array.reshape(-1))
+        if array.size < end - start:
+            pieces.append(mx.zeros((end - start - array.size,), dtype=array.dtype))
+    return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
+    return whole[start : start + math.prod(shape)].reshape(shape)
+
+
+class Leaves:
+    """The trained arrays of a model as chunks; made once it is settled what is trained."""
+
+    def __init__(self, model: nn.Module, *, apart: bool = False, travelling: bool = False) -> None:
+        """Of ``model``.
+
+        Args:
+            apart: whether arrays of one dimension are chunks of their own, and the chunks of matrices have two: for an
+                optimizer to which that makes a difference.
+            travelling: whether ranks add up what is there while the rest is computed: of one array nothing is there
+                before all of it is. A table of embeddings is then a chunk of its own.
+        """
+        modules: dict[str, Any] = dict(model.named_modules())
+        trained = [name for name, _ in flatten(model.trainable_parameters())]
+        self._places = [_Place(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in trained]
+        # A layer that computes its forward pass again is handed its own arrays, and nothing else.
+        again = any(hasattr(module, "_recomputes") for module in modules.values())
+        products = [] if again else products_of(modules.values())
+        packed = _Packed.of(self._places, products, apart=apart)
+        self._spreads: list[_Packed | _Views] = (
+            [packed] if packed else _views(self._places, products, apart=apart, travelling=travelling)
+        )
+
+    @staticmethod
+    def fits(model: nn.Module) -> bool:
+        """Whether every trained array is a module's own, not one in a list or a dictionary of it."""
+        modules = dict(model.named_modules())
+        names = [name.rpartition(".") for name, _ in flatten(model.trainable_parameters())]
+        return bool(names) and all(module in modules and key in modules[module] for module, _, key in names)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [spread.chunk for spread in self._spreads]
+
+    def index_of(self, module: nn.Module) -> int | None:
+        """The number of the chunk that is the table of ``module``, an embedding, and nothing else."""
+        return next((number for number in self.tables if self.chunks[number].places[0].module is module), None)
+
+    @property
+    def tables(self) -> dict[int, int]:
+        """The numbers of a row of each chunk that is a table of embeddings, by the chunk's."""
+        return {
+            number: chunk.shapes[0][-1]
+            for number, chunk in enumerate(self.chunks)
+            if chunk.is_one and isinstance(chunk.places[0].module, nn.Embedding) and chunk.places[0].key == "weight"
+        }
+
+    @property
+    def before_attention(self) -> set[int]:
+        """The numbers of chunks that begin with what makes queries, keys and values.
+
+        A backward pass comes to these after attention. Its kernels leave the most to an exchange that begins with it:
+        a product whose blocks fill a GPU takes another round for as long as an exchange holds any multiprocessor.
+        """
+        names = [chunk.places[0].name for chunk in self.chunks]
+        return {number for number, name in enumerate(names) if _ATTENTION_INPUTS & set(name.split("."))}
+
+    @contextmanager
+    def installed(self, wholes: Sequence[mx.array]) -> Generator[None]:
+        """Let the model compute with what is in the chunks' arrays ``wholes``, differentiably."""
+        try:
+            with self.kept():
+                for spread, whole in zip(self._spreads, wholes, strict=True):
+                    spread.install(whole)
+                yield
+        finally:
+            for spread in self._spreads:
+                spread.clear()
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Give the model back the trained arrays that it has now."""
+        present = [(place.module, place.key, place.array) for place in self._places]
+        try:
+            yield
+        finally:
+            for module, key, array in present:
+                module[key] = array
+
+    def named(self, wholes: Sequence[mx.array]) -> list[tuple[str, mx.array]]:
+        """Arrays of the chunks' form by the names of the trained arrays."""
+        return [
+            (place.name, part)
+            for chunk, whole in zip(self.chunks, wholes, strict=True)
+            for place, part in zip(chunk.places, chunk.parts(whole), strict=True)
+        ]
+
+    def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
+        """The reverse of :meth:`named`."""
+        return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
+
+
+class _Views:
+    """Trained arrays that are used as they are, or with their neighbours as the weight of one product."""
+
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
+        owners = {id(layer): product for product in products for layer in product.layers}
+        self.chunk = Chunk(places, apart=apart)
+        self._targets: list[tuple[int, tuple[int, ...], Callable[[mx.array], None]]] = []
+        self._products: list[Product] = []
+        at = 0
+        while at < len(places):
+            product = owners.get(id(places[at].module)) if places[at].key == "weight" else None
+            several = [] if product is None else _weights_of(product, places[at:])
+            if product is not None and several:
+                shape = (sum(place.array.shape[0] for place in several), places[at].array.shape[1])
+                self._targets.append((self.chunk.starts[at], shape, product.give))
+                self._products.append(product)
+            else:
+                several = [places[at]]
+                self._targets.append((self.chunk.starts[at], places[at].array.shape, _setter(places[at])))
+            at += len(several)
+        self._split: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+
+    def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
+        flat = whole.reshape(-1)
+        return tuple(_part(flat, start, shape) for start, shape, _ in self._targets)
+
+    def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+        ends = [start for start, _, _ in self._targets] + [self.chunk.size]
+        return _joined([cotangent.astype(self.chunk.dtype) for cotangent in cotangents], ends).reshape(whole.shape)
+
+    def install(self, whole: mx.array) -> None:
+        if len(self._targets) == 1:
+            start, shape, put = self._targets[0]
+            put(_part(whole.reshape(-1), start, shape) if math.prod(shape) < self.chunk.size else whole.reshape(shape))
+            return
+        for part, (_, _, put) in zip(self._split(whole), self._targets, strict=True):
+            put(part)
+
+    def clear(self) -> None:
+        for product in self._products:
+            product.give(None)
+
+
+def _setter(place: _Place) -> Callable[[mx.array], None]:
+    def put(array: mx.array) -> None:
+        place.module[place.key] = array
+
+    return put
+
+
+def _weights_of(product: Product, places: Sequence[_Place]) -> list[_Place]:
+    """The first of ``places`` if they are the weights of all layers of ``product``, without gaps; else none."""
+    found = list(places[: len(product.layers)])
+    fits = [place.module for place in found] == product.layers and {place.key for place in found} == {"weight"}
+    return found if fits and all(place.array.size % _ALIGNED == 0 for place in found) else []
+
+
+def _views(
+    places: Sequence[_Place], products: Sequence[Product], *, apart: bool, travelling: bool
+) -> list[_Packed | _Views]:
+    """One chunk for each type of number, or one for each product and each other array if that were too large.
+
+    With ``travelling`` several in the model's order instead of the one.
+    """
+
+    def kind(place: _Place) -> Any:
+        return place.array.dtype, apart and place.array.ndim > 1
+
+    owners = {id(layer): product for product in products for layer in product.layers}
+    groups: dict[Any, list[_Place]] = {}
+    for place in places:
+        # Beside its fellows, wherever it stands in the model.
+        group = owners.get(id(place.module)) if place.key == "weight" else None
+        groups.setdefault(id(place) if group is None else id(group), []).append(place)
+    if sum(place.array.size for place in places) <= _ONE_MOST:
+        several = _in_order(list(groups.values())) if travelling else [[p for group in groups.values() for p in group]]
+        return [
+            _Views([place for place in some if kind(place) == one], products, apart=apart)
+            for some in several
+            for one in dict.fromkeys(map(kind, some))
+        ]
+    parts: list[list[_Place]] = []
+    # Norms and biases together: each would cost launches of its own for a few thousand numbers.
+    small: dict[Any, list[_Place]] = {}
+    for group in groups.values():
+        if sum(place.array.size for place in group) < _SMALL:
+            for place in group:
+                small.setdefault(kind(place), []).append(place)
+        else:
+            parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
+    # The first ones, which travel last: some of them are of the first layers, whose gradients are there last.
+    return [_Views(part, products, apart=apart) for part in (*small.values(), *parts)]
+
+
+def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
+    """Groups one after the other, of :data:`_TRAVELLING` numbers or more but for the last; an embedding by itself."""
+    found: list[list[_Place]] = []
+    open_ = False
+    for group in groups:
+        alone = isinstance(group[0].module, nn.Embedding)
+        if open_ and not alone:
+            found[-1] += group
+        else:
+            found.append(list(group))
+        open_ = not alone and sum(place.array.size for place in found[-1]) < _TRAVELLING
+    return found
+
+
+class _Packed:
+    """Adapters: one float32 array of all first factors, then all second ones, from which the products' are gathered.
+
+    Those of a group stand side by side (first factors) and along a diagonal (second ones), which a gather does in one
+    pass, and its reverse in one.
+    """
+
+    @staticmethod
+    def of(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> _Packed | None:
+        """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
+        layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
+        known = {(id(layer), key) for layer in layers for key in ("lora_a", "lora_b")}
+        plain = {(id(place.module), place.key) for place in places} == known
+        if not plain or any(drops(layer) for layer in layers) or len({layer.scale for layer in layers}) != 1:
+            return None
+        types = {product.dtype for product in products if product.adapted}
+        return _Packed(places, products, apart=apart) if len(types) == 1 and _all_float32(places) else None
+
+    def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
+        ordered = sorted(places, key=lambda place: place.key)
+        self.chunk = Chunk(ordered, spare=1, apart=apart)
+        self._first = next(s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b")
+        starts = {(id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)}
+        self._products = [product for product in products if product.adapted]
+        self._dtype = self._products[0].dtype
+        self._scale = float(ordered[0].module.scale)
+        nothing = self.chunk.size - 1
+        tables = [_tables(product, starts, nothing) for product in self._products]
+        self._halves = [_Half([table[i] for table in tables]) for i in (0, 1)]
+        # For each number of the chunk where its gradient stands; those between have none.
+        self._back = [
+            self._halves[0].reverse(0, self._first, nothing),
+            self._halves[1].reverse(self._first, self.chunk.size, nothing),
+        ]
+        mx.eval(self._back, [half.index for half in self._halves])
+        self._gather: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+
+    def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
+        take = kernels.spread if kernels.available() else _spread
+        ready = (
+            take(whole.reshape(-1), half.index, scale, self._dtype)
+            for half, scale in zip(self._halves, (1.0, self._scale), strict=True)
+        )
+        return tuple(part for half, packed in zip(self._halves, ready, strict=True) for part in half.parts(packed))
+
+    def _backward(self, whole: mx.array, cotangents: Any, _parts: Any) -> mx.array:
+        count = len(self._products)
+        sides = (cotangents[:count], cotangents[count:])
+        collect = kernels.collect if kernels.available() else _collect
+        wide = [
+            collect(half.joined(side), back, scale)
+            for half, side, back, scale in zip(self._halves, sides, self._back, (1.0, self._scale), strict=True)
+        ]
+        return mx.concatenate(wide).reshape(whole.shape)
+
+    def install(self, whole: mx.array) -> None:
+        factors = self._gather(whole)
+        count = len(self._products)
+        for product, first, second in zip(self._products, factors[:count], factors[count:], strict=True):
+            product.give((first, second))
+
+    def clear(self) -> None:
+        for product in self._products:
+            product.give(None)
+
+
+def _spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
+    return (scale * mx.take(x, index)).astype(dtype)
+
+
+def _collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
+    return scale * mx.take(x, index).astype(mx.float32)
+
+
+def _tables(
+    product: Product, starts: dict[tuple[int, str], int], nothing: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Where the numbers of a product's factors, (K, R) and (R, N), stand in the chunk; ``nothing`` for a zero."""
+    adapters = [layer if isinstance(layer, LoRALinear) else None for layer in product.layers]
+    rank = sum(layer.lora_a.shape[1] for layer in adapters if layer is not None)
+    features = next(layer.lora_a.shape[0] for layer in adapters if layer is not None)
+    first = np.full((features, rank), nothing, dtype=np.int32)
+    second = np.full((rank, sum(product.widths)), nothing, dtype=np.int32)
+    row = column = 0
+    for layer, width in zip(adapters, product.widths, strict=True):
+        if layer is not None:
+            a, b = layer.lora_a, layer.lora_b
+            rows, columns = slice(row, row + b.shape[0]), slice(column, column + width)
+            first[:, rows] = starts[id(layer), "lora_a"] + np.arange(a.size).reshape(a.shape)
+            second[rows, columns] = starts[id(layer), "lora_b"] + np.arange(b.size).reshape(b.shape)
+            row += b.shape[0]
+        column += width
+    return first, second
+
+
+def _all_float32(places: Sequence[_Place]) -> bool:
+    return all(place.array.dtype == mx.float32 for place in places)
+
+
+class _Half:
+    """The first or the second factors of all products, one after the other."""
+
+    def __init__(self, tables: Sequence[NDArray[np.int32]]) -> None:
+        """Of a table for each product: where each of its numbers stands in the chunk."""
+        self._shapes = [table.shape for table in tables]
+        sizes = [_aligned(table.size) for table in tables]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._size = sum(sizes) + _ALIGNED
+        index = np.zeros(self._size, dtype=np.int32)
+        self._used = np.zeros(self._size, dtype=bool)
+        for table, start in zip(tables, self._starts, strict=True):
+            index[start : start + table.size] = table.reshape(-1)
+            self._used[start : start + table.size] = True
+        self._numbers = index
+        self.index = mx.array(index)
+
+    def reverse(self, start: int, end: int, nothing: int) -> mx.array:
+        """For each place of the chunk from ``start`` to ``end``: where in this half it is; if nowhere, the last one."""
+        places = np.full(end - start, self._size - 1, dtype=np.int32)
+        mine = np.flatnonzero(self._used & (self._numbers != nothing))
+        places[self._numbers[mine] - start] = mine
+        return mx.array(places)
+
+    def parts(self, packed: mx.array) -> list[mx.array]:
+        return [_part(packed, start, shape) for start, shape in zip(self._starts, self._shapes, strict=True)]
+
+    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
+        """The reverse of :meth:`parts`, with zeros between and at the end."""
+        return _joined(arrays, [*self._starts, self._size])

@@ -1,0 +1,407 @@
+"""Linear layers for training on a GPU: quantised ones multiplied densely, adapters in the compute type, several as one.
+
+MLX multiplies by quantised weights at a sixth of the dense rate when there are many tokens, and computes LoRA in the
+float32 of its weights. Here the dense weight is made at each use and never kept, adapters are computed in the type of
+their input with their float32 weights as masters, and layers that share an input are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.lora import LoRALinear
+
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.fused import kernels, ops
+from allhands.kernels.instances import give_form
+from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, Selector, selection_of
+
+
+def dequantize(
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    group_size: int,
+    bits: int,
+    mode: str,
+    selection: Selector = BY_RULE,
+) -> mx.array:
+    """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
+    fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
+    # 32 bits a word.
+    sizes = (weight.shape[0], weight.shape[1] * 32 // bits, bits, group_size)
+    if fits and kernels.available() and selection.select("dequantize", "cuda", scales.dtype, 0, sizes) != PLAIN:
+        assert biases is not None
+        return kernels.dequantize(weight, scales, biases, group_size)
+    return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+
+
+class DenseQuantizedLinear(nn.QuantizedLinear):
+    """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        selection = selection_of(self)
+        if x.dtype != self.scales.dtype or not makes_dense(self, x, selection):
+            return super().__call__(x)
+        y = ops.product_with(lambda: dequantized(self, selection))(x)
+        return y + self.bias if "bias" in self else y
+
+
+def makes_dense(layer: Any, x: mx.array, selection: Selector, *, least: int = 0) -> bool:
+    """Whether the product of ``x`` and a quantised layer's weight is taken with the weight made dense.
+
+    Args:
+        least: number of tokens to decide for if there are fewer.
+    """
+    sizes = (layer.weight.shape[0], x.shape[-1], layer.bits, layer.group_size)
+    kind = "metal" if mx.metal.is_available() else "cuda"
+    tokens = max(least, x.size // x.shape[-1])
+    return selection.select("quantized_linear", kind, x.dtype, tokens, sizes) == "dense"
+
+
+def use_dense(model: nn.Module, selection: Selector = BY_RULE) -> int:
+    """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
+
+    What :func:`allhands.kernels.fused.blocks.fuse` does beside other things; by MLX's own operations on every device.
+    """
+    found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
+    for module in found:
+        give_form(module, DenseQuantizedLinear, **{SELECTION: selection})
+    return len(found)
+
+
+def dequantized(layer: Any, selection: Selector = BY_RULE) -> mx.array:
+    """The dense weight of a quantised linear or embedding module."""
+    parts = layer.weight, layer.scales, layer.get("biases")
+    return dequantize(*parts, layer.group_size, layer.bits, layer.mode, selection)
+
+
+class TrainedLinear(nn.Linear):
+    """A dense layer that is trained itself, with :func:`ops.trained_product`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.dtype != self.weight.dtype:
+            return super().__call__(x)
+        y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], -1)
+        return y + self.bias if "bias" in self else y
+
+    def of_swiglu(self, x: mx.array) -> mx.array:
+        """This layer's output for :func:`ops.swiglu`, which is not kept for the backward pass: (N, 2 F) -> (N, M)."""
+        selection = selection_of(self)
+        if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x, selection):
+            return self(ops.swiglu(x, selection))
+        return ops.swiglu_product(x, self.weight)
+
+
+class TypedLoRALinear(LoRALinear):
+    """A LoRA layer that is computed in the type of its input; its own weights stay float32."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows = x.reshape(-1, x.shape[-1])
+        if drops(self):
+            return self.linear(x) + _update(self, self.dropout(x))
+        return self.product(rows).reshape(*x.shape[:-1], -1)
+
+    def prepare(self) -> None:
+        """To be called once this class has been given to a layer."""
+        self.product = Product([self], selection_of(self))
+
+
+def _update(layer: Any, x: mx.array) -> mx.array:
+    return (x @ layer.lora_a.astype(x.dtype)) @ (layer.scale * layer.lora_b).astype(x.dtype)
+
+
+def drops(layer: Any) -> bool:
+    """Whether ``layer`` leaves out some of its input now."""
+    return layer.training and _may_drop(layer)
+
+
+def _may_drop(layer: Any) -> bool:
+    return isinstance(layer, LoRALinear) and type(layer.dropout) is not nn.Dropout
+
+
+def base_of(layer: Any) -> Any:
+    """The layer below an adapter, or the layer itself."""
+    return layer.linear if isinstance(layer, LoRALinear) else layer
+
+
+class Product:
+    """Layers of one input as one product: (N, K) -> (N, sum of their outputs).
+
+    Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
+    """
+
+    def __init__(self, layers: Sequence[Any], selection: Selector, frozen: Any = None) -> None:
+        """Of ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
+        self.layers = list(layers)
+        self._selection = selection
+        self._frozen = frozen
+        self._given: tuple[mx.array, ...] | None = None
+        self._kept: mx.array | None = None
+
+    def keep_dense(self, most_bytes: int) -> int:
+        """Make the dense weight once, for good, if it would be made twice a step; returns its bytes.
+
+        That is one of an adapted quantised product, which the backward pass needs again. 0 if it is not such a one, or
+        would take more than ``most_bytes``.
+        """
+        weight = self._weight
+        # Where something is dropped layers compute by themselves.
+        if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(map(_may_drop, self.layers)):
+            return 0
+        rows, words = weight.weight.shape
+        columns, dtype = words * 32 // weight.bits, weight.scales.dtype
+        size = rows * columns * dtype.size
+        # A row would do to ask.
+        if size > most_bytes or not self._is_dense(mx.zeros((1, columns), dtype=dtype)):
+            return 0
+        self._kept = dequantized(weight, self._selection)
+        mx.eval(self._kept)
+        return size
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the dense weight that is kept."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    def give(self, arrays: mx.array | tuple[mx.array, ...] | None) -> None:
+        """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors."""
+        self._given = (arrays,) if isinstance(arrays, mx.array) else arrays
+
+    @property
+    def widths(self) -> list[int]:
+        """Outputs of each layer."""
+        return [base_of(layer).weight.shape[0] for layer in self.layers]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a layer has an adapter."""
+        return any(isinstance(layer, LoRALinear) for layer in self.layers)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type that the frozen weights compute in."""
+        base = base_of(self.layers[0])
+        return base.scales.dtype if isinstance(base, nn.QuantizedLinear) else base.weight.dtype
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bases = [base_of(layer) for layer in self.layers]
+        if any("weight" in base.trainable_parameters() for base in bases):
+            y = ops.trained_product(x, self._given[0] if self._given else _together([base.weight for base in bases]))
+        elif self.adapted:
+            a, b = self._given or _factors(self.layers, self.widths)
+            a, b = a.astype(x.dtype), b.astype(x.dtype)
+            y = _adapted(x, self._dense(bases), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
+        else:
+            y = ops.product_with(self._dense(bases))(x) if self._is_dense(x) else self._quantised(x)
+        if any("bias" in base for base in bases):
+            y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
+        return y
+
+    def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
+        """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no such form.
+
+        Neither the products of the adapters' factors nor SwiGLU are kept, and two of these products are never written.
+        """
+        layers = [*self.layers, *down.layers]
+        if not all(isinstance(layer, LoRALinear) for layer in layers):
+            return None
+        bases, last = [base_of(layer) for layer in self.layers], base_of(down.layers[0])
+        ranks = [layer.lora_a.shape[1] for layer in layers]
+        features = sum(self.widths)
+        # A row of that width would do to ask.
+        wide = mx.zeros((x.shape[0], features), dtype=x.dtype)
+        fits = (
+            kernels.available()
+            and ops.fuses_swiglu(wide, self._selection)
+            and kernels.fits_adapted(features // 2, x.dtype, ranks)
+            and not any("bias" in base or "weight" in base.trainable_parameters() for base in (*bases, last))
+            and self._is_dense(x)
+            and down._is_dense(wide[:, : features // 2])
+        )
+        if not fits:
+            return None
+        factors = (self._given or _factors(self.layers, self.widths)) + (
+            down._given or _factors(down.layers, down.widths)
+        )
+        dense, dense_down = self._dense(bases), down._dense([last])
+        return _adapted_mlp(x, dense, dense_down, (ranks[0], ranks[1]), *(each.astype(x.dtype) for each in factors))
+
+    def of_swiglu(self, x: mx.array) -> mx.array:
+        """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
+        base = base_of(self.layers[0])
+        frozen = "weight" not in base.trainable_parameters() and "bias" not in base
+        fits = frozen and ops.fuses_swiglu(x, self._selection)
+        if not (fits and self._is_dense(x[:, : x.shape[1] // 2])):
+            return self(ops.swiglu(x, self._selection))
+        a, b = self._given or _factors(self.layers, self.widths)
+        return _adapted_swiglu(x, self._dense([base]), a.astype(x.dtype), b.astype(x.dtype))
+
+    @property
+    def _weight(self) -> Any:
+        """The layer that holds the frozen weights."""
+        return self._frozen if self._frozen is not None else base_of(self.layers[0])
+
+    def _is_dense(self, x: mx.array) -> bool:
+        """Whether to multiply by a dense weight: also one that is made for it, by rule even for few tokens."""
+        weight = self._weight
+        if not isinstance(weight, nn.QuantizedLinear):
+            return True
+        return makes_dense(weight, x, self._selection, least=DENSE_FROM_TOKENS)
+
+    def _quantised(self, x: mx.array) -> mx.array:
+        weight = self._weight
+        facts: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode}
+        return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
+
+    def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
+        if (kept := self._kept) is not None:
+            return lambda: kept
+        joined = self._frozen if self._frozen is not None else bases[0]
+        if isinstance(joined, nn.QuantizedLinear):
+            return lambda: dequantized(joined, self._selection)
+        return lambda: joined.weight
+
+
+def products_of(modules: Iterable[Any]) -> list[Product]:
+    """All products of linear layers: groups, and adapted layers that are in none."""
+    modules = list(modules)
+    groups = [module._group.product for module in modules if hasattr(module, "_group")]
+    grouped = {id(layer) for product in groups for layer in product.layers}
+    alone = [m.product for m in modules if isinstance(m, TypedLoRALinear) and id(m) not in grouped]
+    return groups + alone
+
+
+def _together(arrays: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(list(arrays)) if len(arrays) > 1 else arrays[0]
+
+
+def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """(K, R) and (R, N): all adapters' factors as those of one."""
+    adapters = [layer if isinstance(layer, LoRALinear) else None for layer in layers]
+    first = [adapter.lora_a for adapter in adapters if adapter is not None]
+    second: list[mx.array] = []
+    at = 0
+    for adapter, width in zip(adapters, widths, strict=True):
+        if adapter is not None:
+            second.append(mx.pad(adapter.scale * adapter.lora_b, [(0, 0), (at, sum(widths) - at - width)]))
+        at += width
+    a = mx.concatenate(first, axis=1) if len(first) > 1 else first[0]
+    return a, _together(second)
+
+
+def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+    """``x @ (dense().T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        inner = x @ a
+        # The small product first: the large one then adds to it as it ends, without a pass of its own.
+        return mx.addmm(inner @ b, x, dense().T), inner
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        (x, a, b), cotangent = primals, cotangents[0]
+        inner = cotangent @ b.T
+        return mx.addmm(inner @ a.T, cotangent, dense()), x.T @ inner, outputs[1].T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, a, b)[0]
+
+
+def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+    """:func:`_adapted` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
+        y = kernels.swiglu(x)
+        inner = y @ a
+        return mx.addmm(inner @ b, y, dense().T), inner
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        (x, a, b), cotangent = primals, cotangents[0]
+        inner = cotangent @ b.T
+        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense()), again=True)
+        return dx, y.T @ inner, outputs[1].T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, a, b)[0]
+
+
+def _adapted_mlp(
+    x: mx.array,
+    dense: Callable[[], mx.array],
+    dense_down: Callable[[], mx.array],
+    ranks: tuple[int, int],
+    *factors: mx.array,
+) -> mx.array:
+    """``z @ (dense_down().T + a2 @ b2)`` for ``z = swiglu(x @ (dense().T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+
+    def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
+        inner = x @ a
+        wide = x @ dense().T
+        y = kernels.swiglu_adapted(wide, inner, b, ranks)
+        inner_down = y @ a_down
+        return mx.addmm(inner_down @ b_down, y, dense_down().T), wide, inner, inner_down
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
+        back_down = cotangent @ b_down.T
+        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, cotangent @ dense_down(), back_down, a_down)
+        back = dwide @ b.T
+        dx = mx.addmm(back @ a.T, dwide, dense())
+        return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x, *factors)[0]
+
+
+class Group:
+    """Layers of one input that are computed as one; see :class:`Product`."""
+
+    def __init__(self, layers: Sequence[Any], selection: Selector) -> None:
+        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
+        self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]))
+
+    @staticmethod
+    def fits(layers: Sequence[Any]) -> bool:
+        """Whether ``layers`` are of one kind, all trained or all frozen, so that they can be one."""
+        bases = [base_of(layer) for layer in layers]
+        kinds = {type(base) for base in bases}
+        if not all(type(layer) in (TypedLoRALinear, type(base)) for layer, base in zip(layers, bases, strict=True)):
+            return False
+        if kinds == {DenseQuantizedLinear}:
+            forms = {(base.bits, base.group_size, base.mode, base.scales.dtype) for base in bases}
+            return len(forms) == 1 and bases[0].mode == "affine"
+        trained = {"weight" in base.trainable_parameters() for base in bases}
+        return kinds <= {nn.Linear, TrainedLinear} and len(trained) == 1 and len({b.weight.dtype for b in bases}) == 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether no layer drops anything now: dropout is each layer's own."""
+        return not any(drops(layer) for layer in self.product.layers)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product(x)
+
+
+def _join(bases: Sequence[Any]) -> Any:
+    """A layer with the weights of frozen ``bases`` one below the other, of which theirs become views; else ``None``."""
+    if any("weight" in base.trainable_parameters() for base in bases):
+        return None
+    joined: Any = nn.Module()
+    if isinstance(bases[0], nn.QuantizedLinear):
+        joined = nn.QuantizedLinear(64, 1, bias=False, group_size=bases[0].group_size, bits=bases[0].bits)
+    for name in ("weight", "scales", "biases"):
+        if name not in bases[0]:
+            continue
+        whole = mx.concatenate([base[name] for base in bases])
+        mx.eval(whole)
+        at = 0
+        for base in bases:
+            rows = base[name].shape[0]
+            base[name] = whole[at : at + rows]
+            mx.eval(base[name])
+            at += rows
+        joined[name] = whole
+    return joined

@@ -1,0 +1,177 @@
+"""Differentiable operations on the kernels, each with the plain form that it stands for.
+
+The plain forms are what other devices compute, and what the tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.fused import kernels
+from allhands.kernels.selection import BY_RULE, PLAIN, Selector
+
+
+def swiglu(x: mx.array, selection: Selector = BY_RULE) -> mx.array:
+    """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
+    if not fuses_swiglu(x, selection):
+        return plain_swiglu(x)
+    return _swiglu(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def fuses_swiglu(x: mx.array, selection: Selector = BY_RULE) -> bool:
+    """Whether :func:`swiglu` of ``x`` is computed by a kernel."""
+    features = x.shape[-1] // 2
+    fits = kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0
+    return fits and selection.select("swiglu", "cuda", x.dtype, x.size // x.shape[-1], (features,)) != PLAIN
+
+
+@mx.compile
+def plain_swiglu(x: mx.array) -> mx.array:
+    """:func:`swiglu` in MLX's own operations."""
+    gate, up = mx.split(x, 2, axis=-1)
+    return nn.silu(gate) * up
+
+
+_swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent)[0])
+
+
+def swiglu_product(x: mx.array, weight: mx.array) -> mx.array:
+    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
+
+    (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
+    """
+    return _swiglu_product(x, weight)
+
+
+def _swiglu_product_vjp(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    x, weight = primals
+    dx, y = kernels.swiglu_vjp(x, cotangent @ weight, again=True)
+    return dx, cotangent.T @ y
+
+
+_swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swiglu_product_vjp)
+
+
+def rope_split(
+    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, selection: Selector = BY_RULE
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries and keys turned by their places, and values, of rows in which they stand side by side.
+
+    Args:
+        x: (B, T, H + 2 KV, D).
+        turns: (T or more, D / 2, 2) float32 cosine and sine for each place and pair (i, i + D / 2) of features.
+
+    Returns:
+        (B, H, T, D) and twice (B, KV, T, D).
+    """
+    features = x.shape[-1]
+    fits = kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0
+    sizes = (num_heads, num_kv_heads, features)
+    if fits and selection.select("rope", "cuda", x.dtype, x.shape[0] * x.shape[1], sizes) != PLAIN:
+        return _fused_rope(x, turns, num_heads, num_kv_heads)
+    return _parted(plain_rope(x, turns, num_heads + num_kv_heads), num_heads, num_kv_heads)
+
+
+def plain_rope(x: mx.array, turns: mx.array, num_turned: int) -> mx.array:
+    """(B, T, heads, D) with the first ``num_turned`` heads turned, in MLX's own operations."""
+    cosines, sines = turns[: x.shape[1], None, :, 0], turns[: x.shape[1], None, :, 1]
+    first, second = mx.split(x[:, :, :num_turned].astype(mx.float32), 2, axis=-1)
+    turned = mx.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    return mx.concatenate([turned.astype(x.dtype), x[:, :, num_turned:]], axis=2)
+
+
+def _parted(x: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    x = x.transpose(0, 2, 1, 3)
+    both = num_heads + num_kv_heads
+    return x[:, :num_heads], x[:, num_heads:both], x[:, both:]
+
+
+def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    def forward(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        return _parted(kernels.rope(x, turns, num_heads, num_kv_heads), num_heads, num_kv_heads)
+
+    def backward(_x: mx.array, cotangents: tuple[mx.array, ...], _y: Any) -> mx.array:
+        q, k, v = (cotangent.transpose(0, 2, 1, 3) for cotangent in cotangents)
+        return kernels.rope_vjp(q, k, v, turns)
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    return function(x)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE) -> mx.array:
+    """:func:`mlx.core.fast.rms_norm` with a gradient of our own: (..., D), (D,) -> (..., D)."""
+    return _norm(None, x, weight, eps, trained, selection)[1]
+
+
+def forked_rms_norm(
+    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE
+) -> tuple[mx.array, mx.array]:
+    """``x`` and its norm, for where both are used: their two gradients are added in one pass."""
+    return _norm(None, x, weight, eps, trained, selection)
+
+
+def added_rms_norm(
+    x: mx.array, residual: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE
+) -> tuple[mx.array, mx.array]:
+    """``x + residual`` and its norm, in one pass, and back in one."""
+    return _norm(residual, x, weight, eps, trained, selection)
+
+
+def _norm(
+    residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool, selection: Selector
+) -> tuple[mx.array, mx.array]:
+    fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
+    if not fits or selection.select("rms_norm", "cuda", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
+        total = x if residual is None else x + residual
+        return total, mx.fast.rms_norm(total, weight, eps)
+    shape, rows = x.shape, x.reshape(-1, x.shape[-1])
+    summands = [rows] if residual is None else [rows, residual.reshape(rows.shape)]
+
+    def forward(*primals: mx.array) -> tuple[mx.array, mx.array]:
+        matrix = primals[-1] if trained else weight
+        out, total = kernels.rms_norm(primals[0], None if residual is None else primals[1], matrix, eps)
+        return (primals[0] if residual is None else total), out
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
+        matrix = primals[-1] if trained else weight
+        dx, dw = kernels.rms_norm_vjp(outputs[0], matrix, cotangents[1], eps, residual=cotangents[0], trained=trained)
+        return (*[dx] * len(summands), *([dw.astype(matrix.dtype)] if trained else []))
+
+    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
+    total, out = function(*summands, *([weight] if trained else []))
+    return total.reshape(shape), out.reshape(shape)
+
+
+def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
+    """``x[places]``: (M, D), (N,) -> (N, D). No place twice, but for those whose (N,) target is negative.
+
+    The gradient of those is taken for zero.
+    """
+    if not (kernels.available() and kernels.suits(x)):
+        return x[places]
+    take = with_vjp(
+        lambda x: kernels.take_rows(x, places),
+        lambda x, cotangent, _: kernels.put_rows(cotangent, places, targets, x.shape[0]),
+    )
+    return take(x)
+
+
+def product_with(dense: Callable[[], mx.array]) -> Callable[[mx.array], mx.array]:
+    """``x @ dense().T`` for a frozen weight that is made anew for the backward pass instead of being kept."""
+    return with_vjp(lambda x: x @ dense().T, lambda _x, cotangent, _y: cotangent @ dense())
+
+
+def trained_product(x: mx.array, weight: mx.array) -> mx.array:
+    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it.
+
+    MLX's own comes transposed. (N, K), (M, K) -> (N, M).
+    """
+    return _trained_product(x, weight)
+
+
+_trained_product = with_vjp(lambda x, weight: x @ weight.T, lambda primals, c, _: (c @ primals[1], c.T @ primals[0]))

@@ -1,0 +1,292 @@
+"""What a block computes beside its products, by the code in ``allhands.runtime.native``: for training on Linux CPUs.
+
+MLX's CPU back-end computes one operation after the other, on one thread and one number at a time; norms, rotations,
+softmax and SwiGLU are several passes each. Here each is one, on all cores. These operations compute when they are
+called: they cannot be compiled, and their gradients ask for values, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from allhands.io.trees import flatten
+from allhands.kernels import known, native_arrays, native_experts, native_products
+from allhands.kernels.documents import DocumentRow
+from allhands.kernels.fastmath import FastMlp, gated, swiglu_form, with_vjp
+from allhands.kernels.instances import give_form, mix_in
+from allhands.kernels.native_arrays import (
+    FORWARD_ONLY,
+    Array,
+    at,
+    available,
+    call,
+    floats,
+    forward_only,
+    new,
+    pointers,
+)
+from allhands.kernels.native_experts import NativeExperts
+from allhands.kernels.native_products import AdaptedLinear, Linear
+from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, Selector, give_selection, selection_of
+from allhands.runtime.blas import native_library
+
+_WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
+
+
+def use_native(model: nn.Module, selection: Selector = BY_RULE) -> int:
+    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively where they can; returns how many.
+
+    Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
+    it is settled what is trained, and not for a model whose step is compiled.
+    """
+    if not available():
+        return 0
+    changed = 0
+    for layer in before_training(model):
+        for module in layer.modules():
+            object.__setattr__(module, FORWARD_ONLY, True)
+    for module in model.modules():
+        if (multiply := getattr(module, "multiply_at_once", None)) is not None:
+            multiply()
+            give_selection(module, selection)
+    turns: dict[Hashable, dict[str, tuple[Array, Array]]] = {}
+    for module in model.modules():
+        if type(module) is nn.RMSNorm:
+            give_form(module, NativeNorm, **{SELECTION: selection})
+            changed += 1
+        elif isinstance(module, FastMlp):
+            mix_in(module, NativeMlp, **{SELECTION: selection})
+            changed += 1
+        elif (sizes := known.attention_of(module)) is not None:
+            _use_attention(module, sizes, turns, selection)
+            changed += 1
+        else:
+            changed += native_experts.substitute(module, selection)
+    blocks: list[nn.Module] = list(getattr(model, "layers", ()))
+    return changed + sum(native_products.substitute(module) for block in blocks for module in block.modules())
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether something in ``model`` computes natively: when it is called, not in a graph."""
+    forms = (NativeNorm, NativeMlp, NativeAttention, NativeExperts, Linear, AdaptedLinear)
+    return any(isinstance(module, forms) for module in model.modules())
+
+
+def before_training(model: Any) -> list[Any]:
+    """The blocks through which no gradient goes back: those before the first one that is trained.
+
+    None of a model that is not known to run each block once, in order.
+    """
+    if not known.runs_in_order(model):
+        return []
+    layers: list[Any] = list(model.layers)
+    trained = [len(flatten(layer.trainable_parameters())) for layer in layers]
+    if sum(trained) < len(flatten(model.trainable_parameters())):
+        return []  # something beside the blocks, perhaps the embedding below them
+    return layers[: next((i for i, count in enumerate(trained) if count), 0)]
+
+
+# --- norm -----------------------------------------------------------------------------------------
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False, trained: bool = False) -> mx.array:
+    """:func:`mlx.core.fast.rms_norm` of float32: (..., D), (D,).
+
+    It can be differentiated in ``x``, and in ``weight`` if that is ``trained``; not at all if ``frozen``.
+    """
+    sizes = (ctypes.c_int(x.size // x.shape[-1]), ctypes.c_int(x.shape[-1]))
+
+    def forward(x: mx.array, weight: mx.array) -> mx.array:
+        values, factor = floats(x), floats(weight)
+        out, room = new(*x.shape)
+        native_library().allhands_norm(at(values), at(factor), ctypes.c_float(eps), at(room), *sizes)  # type: ignore[union-attr]
+        return out
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        views = [floats(each) for each in (*primals, cotangent)]
+        made = [new(*primal.shape) for primal in (primals if trained else primals[:1])]
+        outputs = [at(room) for _, room in made]
+        call("allhands_norm_back", *map(at, views), ctypes.c_float(eps), *outputs, *[None] * (2 - len(made)), *sizes)
+        return tuple(array for array, _ in made)
+
+    if frozen:
+        return forward(x, weight)
+    if trained:
+        return with_vjp(forward, backward)(x, weight)
+    back = lambda x, cotangent, y: backward((x, weight), cotangent, y)[0]  # noqa: E731
+    return with_vjp(lambda x: forward(x, weight), back)(x)
+
+
+class NativeNorm(nn.RMSNorm):
+    """:class:`mlx.nn.RMSNorm` with :func:`rms_norm`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        known = x.dtype == self.weight.dtype == mx.float32
+        if not known or self._form(x) == PLAIN:
+            return super().__call__(x)
+        trained = "weight" not in self._no_grad
+        return rms_norm(x, self.weight, self.eps, frozen=forward_only(self), trained=trained)
+
+    def _form(self, x: mx.array) -> str:
+        return selection_of(self).select("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:])
+
+
+# --- SwiGLU ---------------------------------------------------------------------------------------
+
+
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    out, room = new(*gate.shape)
+    native_arrays.gate(floats(gate), floats(up), room)
+    return out
+
+
+def _gated_back(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+    (in_gate, first), (in_up, second) = new(*cotangent.shape), new(*cotangent.shape)
+    native_arrays.gate_back(floats(primals[0]), floats(primals[1]), floats(cotangent), first, second)
+    return in_gate, in_up
+
+
+# ``silu(gate) * up``, element-wise, of float32.
+swiglu = with_vjp(_gated, _gated_back)
+
+
+class NativeMlp:
+    """A feed-forward block with :func:`swiglu`."""
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        selection = selection_of(self)
+        if not gate.dtype == up.dtype == mx.float32 or swiglu_form(gate, selection) != "native":
+            return self.down_proj(gated(gate, up, selection))
+        return self.down_proj(_gated(gate, up) if forward_only(self) else swiglu(gate, up))
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    turns: tuple[Array, Array],
+    scale: float,
+    *,
+    starts: Array | None = None,
+    frozen: bool = False,
+) -> mx.array:
+    """Causal attention with rotary embedding, of float32.
+
+    Args:
+        q: (B, T, heads * D).
+        k: (B, T, fewer heads * D), as ``v``.
+        turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
+        starts: (B, T) int32, the first place that each sees, where that is not the row's first.
+        frozen: whether no gradient is wanted.
+
+    Returns:
+        Like ``q``.
+    """
+    width = 2 * turns[0].shape[1]
+    wide = _filled_up(width)
+    sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, wide)
+    cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
+
+    def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
+        call("allhands_attention", pointers(inputs), pointers(outputs), ctypes.c_float(scale), sizes, at(starts))
+
+    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        views = [_widened(floats(each), width) for each in (q, k, v)]
+        out, room = new(*q.shape)
+        _narrowed([room], width, lambda rooms: run([*views, cosines, sines, None], [*rooms, None, None, None]))
+        return out
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        views = [_widened(floats(each), width) for each in (*primals, cotangent)]
+        made = [new(*primal.shape) for primal in primals]
+        rooms = [room for _, room in made]
+        _narrowed(rooms, width, lambda rooms: run([*views[:3], cosines, sines, views[3]], [None, *rooms]))
+        return tuple(array for array, _ in made)
+
+    return forward(q, k, v) if frozen else with_vjp(forward, backward)(q, k, v)
+
+
+def _filled_up(width: int) -> int:
+    """Of a head, as the native code takes it."""
+    return -(-width // _WIDTH) * _WIDTH
+
+
+def _widened(heads: Array, width: int) -> Array:
+    """(..., heads * D) with zeros after each half of a head, whose pairs thereby stay pairs; itself if none are needed.
+
+    Zeros add nothing to a score, and what comes out of them is zero.
+    """
+    wide = _filled_up(width)
+    if wide == width:
+        return heads
+    room = np.zeros((*heads.shape[:-1], heads.shape[-1] // width, 2, wide // 2), dtype=np.float32)
+    room[..., : width // 2] = heads.reshape(*room.shape[:-1], width // 2)
+    return room
+
+
+def _narrowed(rooms: Sequence[Array], width: int, fill: Callable[[Sequence[Array]], None]) -> None:
+    """Let ``fill`` write arrays like :func:`_widened` ones, and put what counts of them into ``rooms``."""
+    wide = _filled_up(width)
+    if wide == width:
+        return fill(rooms)
+    shapes = [(*room.shape[:-1], room.shape[-1] // width, 2, wide // 2) for room in rooms]
+    made = [np.empty(shape, dtype=np.float32) for shape in shapes]
+    fill(made)
+    for room, shape, each in zip(rooms, shapes, made, strict=True):
+        room.reshape(*shape[:-1], width // 2)[...] = each[..., : width // 2]
+
+
+class NativeAttention:
+    """A known attention block with :func:`attention`."""
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        row = cache if isinstance(cache, DocumentRow) and not cache.windowed else None
+        causal = cache is None and isinstance(mask, str) and mask == "causal"
+        if x.dtype != mx.float32 or not (row or causal):
+            return super().__call__(x, mask, cache)  # type: ignore[misc]
+        known_sizes: known.Attention = self._native_sizes
+        sizes = (known_sizes.heads, known_sizes.kv_heads, known_sizes.width)
+        if selection_of(self).select("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
+            return super().__call__(x, mask, cache)  # type: ignore[misc]
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if known_sizes.normed:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        turns = _turns(self, x.shape[1], known_sizes.width)
+        starts = row.starts if row else None
+        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
+
+
+def _normed(norm: Any, x: mx.array) -> mx.array:
+    """Head by head, or all heads together: by how many weights there are."""
+    return norm(x.reshape(*x.shape[:-1], -1, norm.weight.size)).reshape(x.shape)
+
+
+def _turns(module: Any, length: int, width: int) -> tuple[Array, Array]:
+    """(length, width / 2) cosines and sines. Layers that turn alike share them."""
+    known_turns: dict[str, tuple[Array, Array]] = module._native_turns
+    if not known_turns or len(known_turns["turns"][0]) < length:
+        cosines, sines = known.turns_of(module.rope, 2 * length, width)
+        known_turns["turns"] = floats(cosines), floats(sines)
+    return known_turns["turns"]
+
+
+def _use_attention(
+    module: Any,
+    sizes: known.Attention,
+    turns: dict[Hashable, dict[str, tuple[Array, Array]]],
+    selection: Selector,
+) -> None:
+    """Give a known attention block the native form; ``turns`` are the tables of each rotation so far."""
+    shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})
+    needed = {"_native_sizes": sizes, "_native_turns": shared, SELECTION: selection}
+    mix_in(module, NativeAttention, **needed)

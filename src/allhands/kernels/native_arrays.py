@@ -1,0 +1,157 @@
+"""MLX's arrays as the code in ``allhands.runtime.native`` takes and gives them, and its matrix product."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from allhands.runtime.blas import native_library
+
+Array = NDArray[Any]
+FORWARD_ONLY = "_native_forward_only"
+_LARGE = 1 << 16  # values from which on a copy takes longer than MLX's way of giving memory
+_MOST_FACTORS = 512
+
+
+def available() -> bool:
+    """Whether the code is there and MLX computes on the CPU."""
+    return native_library() is not None and mx.default_device().type == mx.DeviceType.cpu
+
+
+def forward_only(module: Any) -> bool:
+    """Whether no gradient goes back through ``module``; then nothing needs to be kept for one."""
+    return bool(getattr(module, FORWARD_ONLY, False))
+
+
+@contextmanager
+def no_gradient_through(block: nn.Module) -> Generator[None]:
+    """Inside, nothing that ``block`` computes is kept for a gradient."""
+    changed = [module for module in block.modules() if not forward_only(module)]
+    for module in changed:
+        object.__setattr__(module, FORWARD_ONLY, True)
+    try:
+        yield
+    finally:
+        for module in changed:
+            object.__setattr__(module, FORWARD_ONLY, False)
+
+
+def floats(array: mx.array) -> Array:
+    """A view of an evaluated array, or a copy in rows if it lies otherwise."""
+    return np.ascontiguousarray(np.asarray(array))
+
+
+def rows(array: mx.array) -> Array:
+    """The same as (N, D)."""
+    return floats(array).reshape(-1, array.shape[-1])
+
+
+def new(*shape: int) -> tuple[mx.array, Array]:
+    """An array of anything, and the view through which it is filled.
+
+    It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its sake.
+    """
+    size = math.prod(shape)
+    if size < _LARGE or min(shape[-1], size // shape[-1]) < 2:
+        array = mx.array(np.empty(shape, dtype=np.float32))  # a copy
+    else:
+        array = _unwritten(size // shape[-1], shape[-1]).reshape(shape)
+    return array, np.asarray(array)
+
+
+class Unwritten:
+    """Makes arrays that nobody has written: products of a factor for which the native code leaves products out.
+
+    A copy or a fill costs a pass over the memory on one thread: of full training 9 % of a step. Should MLX hand over
+    another pointer, or multiply otherwise, the product of ones is there, which is overwritten as well.
+
+    Attributes:
+        ones: the factor; as long as it is known to the native code it must be held.
+    """
+
+    def __init__(self) -> None:
+        self.ones = mx.zeros((0,))
+        self._factors: dict[tuple[int, int], mx.array] = {}
+
+    def __call__(self, height: int, width: int) -> mx.array:
+        if max(height, width) > self.ones.size:
+            self._grow(2 * max(height, width))
+        return self._factor(height, 1) @ self._factor(1, width)
+
+    def _grow(self, size: int) -> None:
+        ones = mx.ones((size,))
+        # The native code must not know an address that is free, and somebody else's soon.
+        native_library().allhands_leave_out(at(np.asarray(ones)))  # type: ignore[union-attr]
+        self.ones, self._factors = ones, {}
+
+    def _factor(self, height: int, width: int) -> mx.array:
+        shape = height, width
+        if shape not in self._factors:
+            if len(self._factors) >= _MOST_FACTORS:
+                self._factors.clear()
+            self._factors[shape] = self.ones[: max(shape)].reshape(shape)
+            mx.eval(self._factors[shape])
+        return self._factors[shape]
+
+
+_unwritten = Unwritten()
+
+
+def at(array: Array | None) -> ctypes.c_void_p:
+    """Where its values are."""
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+def pointers(arrays: Sequence[Array | None]) -> Any:
+    """Where each one's values are, as an array in C."""
+    return (ctypes.c_void_p * len(arrays))(*map(at, arrays))
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call what returns 0 where memory is short."""
+    if getattr(native_library(), name)(*arguments) == 0:
+        raise MemoryError(name)
+
+
+def multiply(
+    x: Array,
+    y: Array,
+    *,
+    left: bool = False,
+    right: bool = False,
+    into: Array | None = None,
+    add: bool = True,
+    scale: float = 1.0,
+) -> Array:
+    """``scale * x @ y``, of which ``left`` or ``right`` is transposed.
+
+    With ``into`` it is added to that, or with ``add`` false takes the place of what is there.
+    """
+    height, inner = x.shape[::-1] if left else x.shape
+    columns = y.shape[0] if right else y.shape[1]
+    out = np.empty((height, columns), dtype=np.float32) if into is None else into
+    forms = 101, 112 if left else 111, 112 if right else 111
+    integers = [ctypes.c_int(each) for each in (*forms, height, columns, inner)]
+    factors = (at(x), ctypes.c_int(x.shape[1]), at(y), ctypes.c_int(y.shape[1]))
+    beta = ctypes.c_float(1.0 if into is not None and add else 0.0)
+    native_library().cblas_sgemm(*integers, ctypes.c_float(scale), *factors, beta, at(out), ctypes.c_int(columns))  # type: ignore[union-attr]
+    return out
+
+
+def gate(gate: Array, up: Array, into: Array) -> None:
+    """``silu(gate) * up``, element-wise."""
+    native_library().allhands_gated(*map(at, (gate, up, into)), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+
+
+def gate_back(gate: Array, up: Array, cotangent: Array, in_gate: Array, in_up: Array) -> None:
+    """The gradients of :func:`gate`, written to the last two."""
+    pointers = map(at, (gate, up, cotangent, in_gate, in_up))
+    native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]

@@ -1,0 +1,173 @@
+"""Linear layers whose products are computed when they are called, backwards too: for training on Linux CPUs.
+
+While MLX differentiates, it keeps whatever comes of a trained weight by its own operations, every intermediate result
+of the backward pass included: of a step's memory that was more than half. What is computed here it does not know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tuner.lora import LoRALinear
+
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.instances import give_form
+from allhands.kernels.native_arrays import Array, at, available, call, floats, forward_only, multiply, new, rows
+from allhands.runtime.blas import native_library
+
+_LEAST_GROUP = 16
+
+
+class FrozenProduct(Protocol):
+    """``x @ w.T`` for a weight that is not trained."""
+
+    def run(self, x: mx.array, *, back: bool = False) -> mx.array:
+        """The product; with ``back`` ``x @ w``."""
+        ...
+
+
+class CodedProduct:
+    """``x @ w.T`` for the weight ``codes * scales + biases``, which is never made."""
+
+    def __init__(self, codes: mx.array, scales: mx.array, biases: mx.array) -> None:
+        """Take (out, groups, group size) uint8 codes, and for each group (out, groups, 1) float32."""
+        outputs, groups, group = codes.shape
+        self._sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
+        self._held = [np.asarray(each) for each in (codes, scales, biases)]
+
+    @staticmethod
+    def fits(codes: mx.array) -> bool:
+        """Whether it can be had for these codes here."""
+        group = codes.shape[2]
+        return available() and group >= _LEAST_GROUP and group & (group - 1) == 0
+
+    def run(self, x: mx.array, *, back: bool = False) -> mx.array:
+        values = floats(x)
+        out, room = new(*x.shape[:-1], self._sizes[int(back)])
+        tokens = ctypes.c_int(x.size // x.shape[-1])
+        call("allhands_coded_product", at(values), tokens, *map(at, self._held), self._sizes, int(back), at(room))
+        return out
+
+
+def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    """(out, in) float32, which (out, groups, group size) uint8 stand for; the rest as for :class:`CodedProduct`."""
+    outputs, groups, group = codes.shape
+    sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
+    out, room = new(outputs, groups * group)
+    views = [np.asarray(each) for each in (codes, scales, biases)]
+    native_library().allhands_decode(*map(at, views), sizes, at(room))  # type: ignore[union-attr]
+    return out
+
+
+class DenseProduct:
+    """The same for a (out, in) float32 weight as it is."""
+
+    def __init__(self, weight: mx.array) -> None:
+        self._weight = floats(weight)
+
+    def run(self, x: mx.array, *, back: bool = False) -> mx.array:
+        out, room = new(*x.shape[:-1], self._weight.shape[int(back)])
+        multiply(rows(x), self._weight, right=not back, into=room.reshape(-1, room.shape[-1]), add=False)
+        return out
+
+
+def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
+    """The product, with its gradient in ``x``."""
+    return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
+
+
+def adapted(
+    product: FrozenProduct, x: mx.array, a: mx.array, b: mx.array, scale: float, *, frozen: bool = False
+) -> mx.array:
+    """``x @ w.T + scale * (x @ a) @ b``, of which nothing is kept but ``x`` and ``x @ a``; not these if ``frozen``."""
+    inner: list[Array] = []
+
+    def forward(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        y = product.run(x)
+        inner[:] = [multiply(rows(x), floats(a))]
+        multiply(inner[0], floats(b), into=rows(y), scale=scale)
+        return y
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        x, a, b = primals
+        (in_a, first), (in_b, second) = new(*a.shape), new(*b.shape)
+        in_x = product.run(cotangent, back=True)
+        towards = multiply(rows(cotangent), floats(b), right=True, scale=scale)
+        multiply(towards, floats(a), right=True, into=rows(in_x))
+        multiply(rows(x), towards, left=True, into=first, add=False)
+        multiply(inner[0], rows(cotangent), left=True, into=second, add=False, scale=scale)
+        return in_x, in_a, in_b
+
+    return forward(x, a, b) if frozen else with_vjp(forward, backward)(x, a, b)
+
+
+def trained(x: mx.array, weight: mx.array) -> mx.array:
+    """``x @ weight.T``, with its gradients in both."""
+
+    def forward(x: mx.array, weight: mx.array) -> mx.array:
+        return DenseProduct(weight).run(x)
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        x, weight = primals
+        in_weight, room = new(*weight.shape)
+        multiply(rows(cotangent), rows(x), left=True, into=room, add=False)
+        return DenseProduct(weight).run(cotangent, back=True), in_weight
+
+    return with_vjp(forward, backward)(x, weight)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class AdaptedLinear(LoRALinear):
+    """mlx_lm's LoRALinear with :func:`adapted`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        # Where something is dropped, allhands.model.dropout has put a class of its own.
+        plain = type(self.dropout) is nn.Dropout and self.lora_a.dtype == self.lora_b.dtype == x.dtype == mx.float32
+        product = _product_of(self.linear, x) if plain else None
+        if product is None:
+            return super().__call__(x)
+        y = adapted(product, x, self.lora_a, self.lora_b, self.scale, frozen=forward_only(self))
+        return y + self.linear.bias if "bias" in self.linear else y
+
+
+def _product_of(linear: Any, x: mx.array) -> FrozenProduct | None:
+    """The product below an adapter, where it is one of these."""
+    if type(linear) is nn.Linear or type(linear) is Linear:
+        return DenseProduct(linear.weight) if linear.weight.dtype == mx.float32 else None
+    return linear.coded if linear.multiplies_natively(x, "adapted_linear") else None
+
+
+class Linear(nn.Linear):
+    """Computes natively what it can."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not x.dtype == self.weight.dtype == mx.float32:
+            return super().__call__(x)
+        if forward_only(self):
+            y = DenseProduct(self.weight).run(x)
+        elif "weight" in self._no_grad:
+            y = differentiable(DenseProduct(self.weight), x)
+        else:
+            y = trained(x, self.weight)
+        return y + self.bias if "bias" in self else y
+
+
+def substitute(module: Any) -> bool:
+    """Give a linear layer, adapted or not, the native form; whether it has one."""
+    if type(module) is nn.Linear:
+        give_form(module, Linear)
+    elif type(module) is LoRALinear and (type(module.linear) in (nn.Linear, Linear) or _is_coded(module.linear)):
+        give_form(module, AdaptedLinear)
+    else:
+        return False
+    return True
+
+
+def _is_coded(linear: Any) -> bool:
+    return getattr(linear, "coded", None) is not None

@@ -1,0 +1,1 @@
+"""What people's own training loops use: worlds, loaders, checkpoints and metrics."""

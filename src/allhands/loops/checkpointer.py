@@ -1,0 +1,241 @@
+"""For a person's own loop: model, optimizer and whatever else has a state, saved and restored as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from allhands.errors import CheckpointError, ConfigError
+from allhands.loops.supervised import last_checkpoint, save_checkpoint, whole_step
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+
+_WHERE = "Checkpointer"
+_ARRAYS = ("model", "optimizer", "random")
+
+
+class Stateful(Protocol):
+    """What has a state of JSON values, such as :class:`allhands.DistributedLoader`."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+class Checkpointer:
+    """Checkpoints of a training loop: whole or absent, written by rank 0, restored alike by all ranks.
+
+    They are those of :func:`allhands.save_checkpoint`: each in a directory of its own with checksums, that
+    ``allhands checkpoint list`` shows. Ranks need not share files: one that has the latest hands it to the others.
+
+    Example:
+        >>> keeper = allhands.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
+        >>> for step in range(keeper.restore() + 1, 1001):
+        ...     ...
+        ...     keeper.save(step, every=100)
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        model: nn.Module | None = None,
+        optimizer: optim.Optimizer | None = None,
+        keep_last: int = 2,
+        frozen: bool = True,
+        **others: Stateful,
+    ) -> None:
+        """Reads and writes nothing yet.
+
+        Args:
+            directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``, or of the variable
+                ``ALLHANDS_CHECKPOINT_DIR``.
+            model: all its parameters are kept, as they are.
+            optimizer: its whole state, the step included. A learning rate that is a plain number is the one that the
+                optimizer has when :meth:`restore` is called; a schedule goes on from the step.
+            keep_last: how many checkpoints to keep.
+            frozen: also keep parameters that are not trained; without them the model must be loaded as before.
+            **others: anything with ``state_dict`` and ``load_state_dict``, by a name of your choice, such as a loader.
+
+        Raises:
+            ConfigError: an argument is not what it should be.
+        """
+        for name, one in others.items():
+            if name in _ARRAYS or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise ConfigError(
+                    f"{name} has no state_dict and load_state_dict",
+                    where=_WHERE,
+                    hint="give such objects; plain values go into save(step, values={...})",
+                )
+        if keep_last < 1:
+            raise ConfigError(f"keep_last={keep_last} keeps no checkpoint", where=_WHERE, hint="give 1 or more")
+        _check_kind("model", model, "an mlx.nn.Module", ("parameters", "trainable_parameters", "update"))
+        _check_kind("optimizer", optimizer, "an optimizer of mlx.optimizers", ("state", "apply_gradients"))
+        self._directory, self._keep_last, self._frozen = directory, keep_last, frozen
+        self._model, self._optimizer, self._others = model, optimizer, others
+        self.values: dict[str, Any] = {}
+
+    def save(self, step: int, values: Mapping[str, Any] | None = None, *, every: int = 1) -> bool:
+        """Write a checkpoint, if ``step`` is a multiple of ``every``; call it on every rank.
+
+        Args:
+            step: steps done.
+            values: further JSON values, which :attr:`values` holds after :meth:`restore`.
+
+        Returns:
+            Whether it was written.
+
+        Raises:
+            ConfigError: ``step`` is not a whole number from 0, or something cannot be kept.
+            StorageError: it cannot be written; earlier checkpoints are as they were.
+            CheckpointError: the directory has later checkpoints, which were not restored from.
+        """
+        if every < 1:
+            raise ConfigError(f"every={every} steps", where=_WHERE, hint="give 1 or more")
+        if whole_step(step, f"{_WHERE}.save") % every:
+            return False
+        import mlx.core as mx
+
+        arrays: dict[str, Any] = {"random": cast("list[mx.array]", mx.random.state)[0]}
+        if self._model is not None:
+            arrays["model"] = self._parameters(self._model)
+        if self._optimizer is not None:
+            arrays["optimizer"] = self._optimizer.state
+        kept: dict[str, Any] = {
+            "values": dict(values or {}),
+            "others": {name: dict(one.state_dict()) for name, one in self._others.items()},
+        }
+        if self._optimizer is not None:
+            kept["optimizer"] = _described(self._optimizer)
+        save_checkpoint(step, arrays, kept, directory=self._directory, keep_last=self._keep_last)
+        return True
+
+    def restore(self) -> int:
+        """Put everything as it was at the latest whole checkpoint; call it on every rank, before the first step.
+
+        MLX's random state comes back, too: that of rank 0, on all. The optimizer's learning rate stays what it is now
+        if it is a plain number; one that a loop changes by hand is to be set again by the loop.
+
+        Returns:
+            The steps done; 0 if there is no checkpoint, and nothing was changed.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others; nothing of them
+                was changed then, unless one of the others refuses its state.
+        """
+        saved = last_checkpoint(directory=self._directory)
+        if saved is None:
+            return 0
+        arrays = saved.arrays if isinstance(saved.arrays, dict) else {}
+        kept: dict[str, Any] = saved.values
+        present = {name for name in ("model", "optimizer") if name in arrays} | set(kept.get("others", {}))
+        given = {name for name in ("model", "optimizer") if getattr(self, f"_{name}") is not None} | set(self._others)
+        if present != given or "random" not in arrays:
+            raise _unfit(
+                saved.step,
+                f"it holds {_names(present)}, but {_names(given)} are to be restored",
+                "make the Checkpointer with the same things as before, or give it another directory",
+            )
+        self._put(saved.step, arrays, kept.get("optimizer"))
+        for name, one in self._others.items():
+            one.load_state_dict(kept["others"][name])
+        self.values = kept["values"]
+        return saved.step
+
+    def _put(self, step: int, arrays: dict[str, Any], kind: str | None) -> None:
+        import mlx.core as mx
+
+        # Everything is checked before anything changes.
+        if self._model is not None:
+            self._check_model(step, self._model, arrays["model"])
+        if self._optimizer is not None:
+            _check_optimizer(step, self._optimizer, arrays["optimizer"], kind)
+            _put_optimizer(self._optimizer, arrays["optimizer"])
+        if self._model is not None:
+            self._model.update(arrays["model"])
+        # Its state is a key of two words, which MLX takes as a seed only.
+        high, low = cast("list[int]", arrays["random"].tolist())
+        mx.random.seed(high << 32 | low)
+
+    def _parameters(self, model: nn.Module) -> Any:
+        return model.parameters() if self._frozen else model.trainable_parameters()
+
+    def _check_model(self, step: int, model: nn.Module, stored: Any) -> None:
+        if what := _difference(stored, self._parameters(model), "model"):
+            raise _unfit(step, what, "build the model as it was, or give another directory")
+
+
+def _check_kind(name: str, given: object, wanted: str, has: tuple[str, ...]) -> None:
+    if given is not None and (isinstance(given, type) or not all(hasattr(given, each) for each in has)):
+        what = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise ConfigError(f"{name} is {what}, not {wanted}", where=_WHERE, hint=f"give {wanted}, or leave it out")
+
+
+def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """The optimizers that have the state: those of a ``MultiOptimizer``, or itself."""
+    inner = cast("list[optim.Optimizer] | None", getattr(optimizer, "optimizers", None))
+    return [optimizer] if inner is None else [part for one in inner for part in _parts(one)]
+
+
+def _described(optimizer: optim.Optimizer) -> str:
+    """Its class; of several together, theirs."""
+    return " + ".join(type(part).__name__ for part in _parts(optimizer))
+
+
+def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
+    """``kind``: its class as the checkpoint has it; earlier versions did not write it."""
+    hint = "make the optimizer as it was, or give another directory"
+    if kind is not None and kind != _described(optimizer):
+        raise _unfit(step, f"its optimizer is {kind}, the one here is {_described(optimizer)}", hint)
+    shared = isinstance(stored, dict) and isinstance(cast("dict[str, Any]", stored).get("states"), list)
+    if shared != hasattr(optimizer, "optimizers"):
+        raise _unfit(step, f"its optimizer is {'several' if shared else 'one'}, another than here", hint)
+    # An optimizer gets its state for each parameter with its first update: before, there is nothing to compare.
+    if all(map(_has_begun, _parts(optimizer))) and (what := _difference(stored, optimizer.state, "optimizer")):
+        raise _unfit(step, what, hint)
+
+
+def _has_begun(optimizer: optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_initialized", False))
+
+
+def _put_optimizer(optimizer: optim.Optimizer, stored: Any) -> None:
+    """Give it the stored state; a learning rate that is a plain number stays as it is."""
+    rates: list[tuple[optim.Optimizer, mx.array]] = [
+        (part, part.state["learning_rate"])
+        for part in _parts(optimizer)
+        if "learning_rate" in part.state and "learning_rate" not in getattr(part, "_schedulers", {})
+    ]
+    optimizer.state = stored
+    for part, rate in rates:
+        part.learning_rate = rate
+
+
+def _difference(stored: Any, here: Any, owner: str) -> str:
+    """What is not of the same names and shapes in two trees of arrays, in words; "" if all is."""
+    from allhands.io.trees import flatten
+
+    was = {name: array.shape for name, array in flatten(stored)}
+    now = {name: array.shape for name, array in flatten(here)}
+    differing = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+    if not differing:
+        return ""
+    name = differing[0]
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return f"{name} is {_shape(was.get(name))} there and {_shape(now.get(name))} in the {owner}{more}"
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape)) or "one number"
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _unfit(step: int, what: str, hint: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint of step {step} does not fit: {what}", where=_WHERE, hint=hint)

@@ -1,0 +1,351 @@
+"""For a person's own loop: each rank reads its own part of a dataset, in one global order for any number of ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
+
+import numpy as np
+
+from allhands.data.order import Shuffle
+from allhands.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from allhands.loops.world import World
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+_LOADER, _SHARD = "DistributedLoader", "shard"
+
+
+class Indexable(Protocol[T_co]):
+    """A dataset whose samples have numbers: a list, an array, a dataset of ``datasets`` or PyTorch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+@overload
+def shard(dataset: Indexable[T], world: World | None = None) -> Sequence[T]:
+    """Of numbered samples."""
+    ...
+
+
+@overload
+def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
+    """Of an iterable."""
+    ...
+
+
+def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Sequence[T] | Iterable[T]:
+    """This rank's samples: those whose number, counted from 0, has remainder ``rank`` by the number of ranks.
+
+    The parts are disjoint and together everything; some ranks have one sample more than others. A loop that sums over
+    ranks in each step needs as many steps everywhere: :class:`DistributedLoader` sees to that.
+
+    Args:
+        dataset: with numbered samples, of which only this rank's are ever asked for; or an iterable, which is read
+            through with the others' samples dropped one by one.
+        world: default: :func:`allhands.init`.
+
+    Returns:
+        For numbered samples a sequence, computed where it is asked; for an iterable one that is as repeatable as it.
+    """
+    place = _world(world)
+    if _is_indexable(dataset):
+        return _RankSamples(cast("Indexable[T]", dataset), place.rank, place.size)
+    if not isinstance(dataset, Iterable):
+        raise _no_dataset(dataset, _SHARD)
+    return _Every(dataset, place.rank, place.size)
+
+
+class DistributedLoader(Generic[T]):
+    """Batches of any dataset, divided among ranks.
+
+    Batches are of all ranks together: which samples make one up depends on ``seed``, the epoch and its number, never
+    on the number of ranks, each of which reads its own part of it only. ``for batch in loader`` goes through one
+    epoch, or through the rest of it after a ``break`` or :meth:`load_state_dict`; the next ``for`` is the next epoch,
+    in another order.
+
+    Every sample comes once an epoch. What the last two batches hold is shared evenly between them, so that no rank
+    is left with nothing; parts of a batch differ by one sample at most. Where they may, give
+    ``average_gradients(grads, num_tokens=len(batch))``.
+
+    Example:
+        >>> loader = allhands.DistributedLoader(range(len(images)), 64, collate=lambda n: (images[n], labels[n]))
+        >>> for epoch in range(10):
+        ...     for x, y in loader: ...
+    """
+
+    def __init__(
+        self,
+        dataset: Indexable[T] | Iterable[T],
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        collate: Callable[[list[T]], Any] | None = None,
+        drop_last: bool = False,
+        world: World | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            dataset: with numbered samples, or an iterable: then every rank reads through all of it, and keeps two
+                batches' share at most.
+            batch_size: samples a batch, of all ranks together.
+            shuffle: ``None``: where samples have numbers; the order of an iterable is its own.
+            seed: of the shuffle, from 0.
+            collate: makes of a list of samples what the loop gets; ``None``: the list.
+            drop_last: leave out what does not fill a batch.
+            world: default: :func:`allhands.init`.
+
+        Raises:
+            ConfigError: an argument is not what it should be, or a rank's part of a batch would be empty.
+        """
+        self._world = _world(world)
+        self._indexable = cast("Indexable[T]", dataset) if _is_indexable(dataset) else None
+        if self._indexable is None and not isinstance(dataset, Iterable):
+            raise _no_dataset(dataset, _LOADER)
+        self._stream = cast("Iterable[T]", dataset)
+        self._batch_size = _whole(batch_size, "batch_size", 1)
+        self._seed = _whole(seed, "seed", 0)
+        self._shuffle = self._indexable is not None if shuffle is None else shuffle
+        self._collate, self._drop_last = collate, drop_last
+        self._epoch = self._consumed = self._passes = 0
+        if self._indexable is None and self._shuffle:
+            raise ConfigError(
+                "an iterable has no numbers to shuffle by",
+                where=_LOADER,
+                hint="shuffle what it yields, or give a dataset with __len__ and __getitem__",
+            )
+        self._check_parts()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are through."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Batches an epoch; of a dataset with numbered samples only."""
+        if self._indexable is None:
+            raise TypeError("how many batches an iterable makes is not known before its end")
+        return len(_sizes(len(self._indexable), self._batch_size, self._drop_last))
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is left of this epoch. The state counts a batch as soon as it is handed out."""
+        batches = self._of_stream() if self._indexable is None else self._of_numbers(self._indexable)
+        for size, samples in batches:
+            self._consumed += size
+            yield samples if self._collate is None else self._collate(samples)
+        self._epoch, self._consumed = self._epoch + 1, 0
+
+    def endless(self) -> Iterator[Any]:
+        """The batches of one epoch after the other, without end.
+
+        Raises:
+            DataError: an epoch has no batch at all.
+        """
+        while True:
+            before = self._consumed
+            got = 0
+            for batch in self:
+                got += 1
+                yield batch
+            if not got and not before:
+                raise DataError("an epoch without a single batch", where=_LOADER, hint="give more data")
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is, as JSON values, the same on every rank: good for any number of ranks."""
+        return {"seed": self._seed, "epoch": self._epoch, "consumed": self._consumed, "batch_size": self._batch_size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after what ``state`` counts as consumed, whatever the number of ranks was then.
+
+        Raises:
+            CheckpointError: it is not a state, or of a loader with another seed, or too far on in its epoch.
+        """
+        try:
+            seed, epoch, consumed, size = (
+                operator.index(state[key]) for key in ("seed", "epoch", "consumed", "batch_size")
+            )
+        except (KeyError, TypeError):
+            hint = "give what state_dict() returned"
+            raise CheckpointError("this is not the state of a loader", where=_LOADER, hint=hint) from None
+        for name, was, now in (("seed", seed, self._seed), ("batch_size", size, self._batch_size)):
+            if was != now:
+                raise CheckpointError(
+                    f"its {name} was {was}, now it is {now}: samples would be left out or come twice",
+                    where=_LOADER,
+                    hint=f"go on with {name}={was}",
+                )
+        if epoch < 0 or consumed < 0 or (self._indexable is not None and consumed > len(self._indexable)):
+            raise CheckpointError(
+                f"epoch {epoch}, {consumed} samples in: there is no such place",
+                where=_LOADER,
+                hint="go on with the dataset that it began with",
+            )
+        self._epoch, self._consumed = epoch, consumed
+
+    def _of_numbers(self, dataset: Indexable[T]) -> Iterator[tuple[int, list[T]]]:
+        count, at = len(dataset), 0
+        order = Shuffle(count, self._seed, self._epoch) if self._shuffle and count else None
+        begin = self._consumed
+        for size in _sizes(count, self._batch_size, self._drop_last):
+            at += size
+            if at <= begin:
+                continue
+            places = np.arange(at - size, at)
+            mine = places[places % self._world.size == self._world.rank]
+            numbers = mine if order is None else order.at(mine)
+            # Plain numbers: lists and most datasets take no others.
+            yield size, [dataset[number] for number in numbers.tolist()]
+
+    def _of_stream(self) -> Iterator[tuple[int, list[T]]]:
+        source = iter(self._stream)
+        if source is self._stream and self._passes:
+            raise DataError(
+                "an iterator can be gone through once, and that was done",
+                where=_LOADER,
+                hint="give an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`",
+            )
+        self._passes += 1
+        start = self._consumed
+        skipped = sum(1 for _ in islice(source, start))
+        if skipped < start:
+            raise CheckpointError(
+                f"the stream has {skipped} samples, but {start} of them were consumed",
+                where=_LOADER,
+                hint="go on with the dataset that it began with",
+            )
+        # Two batches ahead: only then is it known whether they are the last.
+        held, read = list[tuple[int, T]](), start
+        for sample in source:
+            if read % self._world.size == self._world.rank:
+                held.append((read, sample))
+            read += 1
+            if read - start == 2 * self._batch_size:
+                start += self._batch_size
+                yield self._batch_size, _taken(held, start)
+        rest = read - start
+        for size in _sizes(rest, self._batch_size, self._drop_last):
+            if size < self._world.size:
+                raise self._too_few(size, "the end of the stream")
+            start += size
+            yield size, _taken(held, start)
+
+    def _check_parts(self) -> None:
+        """No rank may have nothing to do in a batch: its loss would be a mean of nothing."""
+        if self._indexable is not None:
+            self._check_any(len(self._indexable))
+            least = min(_sizes(len(self._indexable), self._batch_size, self._drop_last), default=0)
+            where = "the smallest batch of an epoch"
+        else:
+            least = self._batch_size if self._drop_last else (self._batch_size + 1) // 2
+            where = "a batch at the end of the stream"
+        if least < self._world.size:
+            raise self._too_few(least, where)
+
+    def _check_any(self, count: int) -> None:
+        """There is a batch to be had of ``count`` samples."""
+        if not count:
+            raise ConfigError("the dataset is empty", where=_LOADER, hint="give at least one sample for each rank")
+        if self._drop_last and count < self._batch_size:
+            raise ConfigError(
+                f"{count} sample{'s' * (count != 1)}, a batch of {self._batch_size}: nothing is left",
+                where=_LOADER,
+                hint=f"give batch_size={count} or less, drop_last=False, or more data",
+            )
+
+    def _too_few(self, samples: int, where: str) -> ConfigError:
+        size = self._world.size
+        text = f"{where} has {samples} sample{'s' * (samples != 1)} for {size} rank{'s' * (size != 1)}"
+        advice = f"batch_size={2 * size} or more, drop_last=True, more data, or fewer ranks"
+        if self._drop_last:
+            advice = f"batch_size={size} or more, or fewer ranks"
+        return ConfigError(text, where=_LOADER, hint=advice)
+
+
+class _RankSamples(Sequence[T]):
+    """Every ``size``-th sample of a dataset, from number ``rank`` on."""
+
+    def __init__(self, dataset: Indexable[T], rank: int, size: int) -> None:
+        self._dataset = dataset
+        self._numbers = range(rank, len(dataset), size)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._dataset[number] for number in self._numbers[index]]
+        return self._dataset[self._numbers[index]]
+
+
+class _Every(Iterable[T]):
+    """Every ``size``-th item of an iterable, from number ``rank`` on."""
+
+    def __init__(self, source: Iterable[T], rank: int, size: int) -> None:
+        self._source, self._rank, self._size = source, rank, size
+
+    def __iter__(self) -> Iterator[T]:
+        return islice(iter(self._source), self._rank, None, self._size)
+
+
+def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
+    """Samples of each batch of an epoch of ``count``: full ones, of which the last shares with what is left over."""
+    full, rest = divmod(count, batch_size)
+    if not rest or drop_last:
+        return [batch_size] * full
+    if not full:
+        return [rest]
+    both = batch_size + rest
+    return [batch_size] * (full - 1) + [both - both // 2, both // 2]
+
+
+def _taken(held: list[tuple[int, T]], end: int) -> list[T]:
+    """The samples with numbers below ``end``, taken out of ``held``, which is in order."""
+    cut = next((place for place, (number, _) in enumerate(held) if number >= end), len(held))
+    taken = [sample for _, sample in held[:cut]]
+    del held[:cut]
+    return taken
+
+
+def _is_indexable(dataset: Any) -> bool:
+    # A dictionary has both, but not by number.
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+
+
+def _no_dataset(dataset: object, where: str) -> ConfigError:
+    return ConfigError(
+        f"a {type(dataset).__qualname__} is no dataset",
+        where=where,
+        hint="give a list, an array, anything with __len__ and __getitem__, or an iterable",
+    )
+
+
+def _world(world: World | None) -> World:
+    if world is not None:
+        return world
+    from allhands.loops.world import init
+
+    return init()
+
+
+def _whole(value: int, name: str, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name} is {value!r}", where=_LOADER, hint=f"give a whole number, {least} or more")
+    return number

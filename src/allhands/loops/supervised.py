@@ -1,0 +1,391 @@
+"""For a person's own MLX program: signs of progress, the wish to stop, and checkpoints.
+
+Two lines make a program survive its machines under ``allhands launch``: :func:`last_checkpoint` before the loop and
+``if allhands.progress(step): break`` in it. Both do what can be done under any launcher, and without one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, survey, write_checkpoint
+from allhands.cluster.environment import Launch, launch_here
+from allhands.cluster.join import join_here
+from allhands.cluster.outcome import REGROUP_CODE
+from allhands.cluster.worker import WorkerContext, contact
+from allhands.errors import CheckpointError, ConfigError
+from allhands.io.paths import local_path
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from allhands.checkpoints import Checkpoint
+    from allhands.checkpoints.arrays import StoredArrayReader
+    from allhands.distributed.backend import Communicator
+
+DIRECTORY_VARIABLE = "ALLHANDS_CHECKPOINT_DIR"
+_ARRAYS = "arrays.safetensors"
+_log = logging.getLogger("allhands")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What :func:`save_checkpoint` was given.
+
+    Attributes:
+        arrays: nested as they were, with the same types and bits.
+        values: JSON values.
+    """
+
+    step: int
+    arrays: Any
+    values: dict[str, Any]
+
+
+def progress(step: int, *, together: bool = True) -> bool:
+    """Tell the supervisor that ``step`` steps are done; return whether to save and end now.
+
+    Call it on every rank, after each step, in the thread that trains. The first call ends the start-up. From then
+    on Ctrl-C and SIGTERM do not end the program but make this return ``True``, on all ranks at the same step, and so
+    does a supervisor that wants to go on with other computers. After that the program's exit code is that of a stop
+    (130, 143, or 75 to the supervisor), and it counts as unfinished. A second Ctrl-C ends it at once.
+
+    It may be called again for the same step, as a sign of life within a long validation.
+
+    Args:
+        step: steps done so far, from 0.
+        together: ranks agree, by a sum of one number over the group; ``False``: each is told for itself, for
+            programs whose ranks do not work in step with each other.
+
+    Raises:
+        ConfigError: ``step`` is not a whole number from 0.
+        PeerLostError: (from MLX, as RuntimeError) another rank has ended.
+    """
+    return _session().progress(whole_step(step, "progress"), together)
+
+
+def save_checkpoint(
+    step: int,
+    arrays: Any,
+    values: Mapping[str, Any] | None = None,
+    *,
+    directory: str | Path | None = None,
+    keep_last: int = 2,
+) -> None:
+    """Write a checkpoint that is whole or absent, whatever happens meanwhile; call it on every rank.
+
+    Rank 0 writes and returns when it is on the disk; the others return at once.
+
+    Args:
+        step: steps done.
+        arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their parameters), such as
+            ``{"model": model, "optimizer": optimizer.state, "random": mx.random.state}``.
+        values: anything else to go on from, as JSON values.
+        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        keep_last: how many to keep; older ones are removed.
+
+    Raises:
+        ConfigError: there is no directory, or something cannot be kept.
+        StorageError: it cannot be written; earlier checkpoints are as they were.
+        CheckpointError: the directory has later checkpoints, from which this program did not go on.
+    """
+    if keep_last < 1:
+        raise ConfigError(f"keep_last={keep_last} keeps no checkpoint", where="save_checkpoint", hint="give 1 or more")
+    from allhands.io.nested import check_plain, take_apart
+
+    plain = dict(values or {})
+    check_plain(plain, "values")
+    shape, named = take_apart(arrays, "arrays")
+    contents = _Contents(whole_step(step, "save_checkpoint"), named, shape, plain)
+    session = _session()
+    session.take_over()  # so that without a directory the message comes without a traceback
+    session.save(contents, _directory(directory), keep_last)
+
+
+def last_checkpoint(*, directory: str | Path | None = None, together: bool = True) -> Saved | None:
+    """Return what the latest whole checkpoint holds, or ``None`` if there is none; call it on every rank.
+
+    Where ranks are on several computers, one that has the latest reads it and hands it to the others over MLX's
+    group: they need not share files.
+
+    Args:
+        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+            directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
+        together: ``False``: every rank looks, and reads, for itself.
+
+    Raises:
+        ConfigError: there is no directory.
+        CheckpointError: it cannot be read, or is not one of :func:`save_checkpoint`.
+        DistributedError: the ranks cannot connect.
+    """
+    session = _session()
+    session.take_over()  # so that without a directory the message comes without a traceback
+    return session.load(_directory(directory), together)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A checkpoint's content: arrays by name, how they were nested, and values."""
+
+    step: int
+    arrays: dict[str, mx.array]
+    shape: Any
+    values: dict[str, Any]
+
+    def described(self) -> dict[str, Any]:
+        """Everything but the arrays, as JSON values."""
+        return {"step": self.step, "shape": self.shape, "values": self.values}
+
+
+class _LedBy:
+    """A group in which another rank counts as rank 0, so that it is the one that hands out."""
+
+    def __init__(self, group: Communicator, leader: int) -> None:
+        self._group = group
+        self.rank = (group.rank - leader) % group.size
+        self.size = group.size
+        self.backend = group.backend
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        return self._group.all_sum(array)
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return self._group.all_gather(array)
+
+
+@cache
+def _session() -> _Session:
+    """The one of this process."""
+    launch = launch_here()
+    run_dir, log_dir = os.environ.get("ALLHANDS_RUN_DIR"), os.environ.get("ALLHANDS_LOG_DIR")
+    context = WorkerContext(launch, Path(run_dir) if run_dir else None, Path(log_dir) if log_dir else None)
+    return _Session(launch, context, os.environ.get("ALLHANDS_RUN_ID") or secrets.token_hex(8))
+
+
+@dataclass
+class _Session:
+    """This process's side of the job.
+
+    Attributes:
+        begun: whether there was progress.
+        ends_with: exit code, once the program has been asked to end.
+        seen: directories of which this rank knows the checkpoints.
+        inherited: those with checkpoints of an earlier run, from which this one goes on.
+    """
+
+    launch: Launch
+    context: WorkerContext
+    run_id: str
+    installed: bool = False
+    begun: bool = False
+    ends_with: int = 0
+    group: Communicator | None = None
+    seen: set[Path] = field(default_factory=set[Path])
+    inherited: set[Path] = field(default_factory=set[Path])
+
+    def progress(self, step: int, together: bool) -> bool:
+        worker = self.take_over()
+        # What follows is the wait for the others: who is in it is not the one that they wait for.
+        worker.beat("reduce" if self.begun and together else "compute", step)
+        wish = self._wish(worker)
+        if together and not self.ends_with:
+            wish = self._most(wish)
+        if not self.begun:
+            self.begun = True
+            worker.mark_started()
+        worker.beat("compute", step)
+        self.ends_with = self.ends_with or wish
+        if self.ends_with:
+            self._leave_at_end()
+        return bool(self.ends_with)
+
+    def save(self, contents: _Contents, directory: Path, keep_last: int) -> None:
+        import mlx.core as mx
+
+        worker = self.take_over()
+        worker.beat("save", contents.step)
+        # On all ranks: what is not computed yet may need all of them, and must not be left to rank 0 alone.
+        mx.eval(list(contents.arrays.values()))
+        if self.launch.rank == 0:
+            self._write(contents, directory, keep_last)
+            worker.beat("compute", contents.step)
+        if self.ends_with and self.group is not None and self.launch.launcher != "allhands":
+            # Other launchers kill everybody as soon as one rank ends with a code that is not 0.
+            mx.eval(self.group.all_sum(mx.ones((1,))))
+        if self.ends_with:
+            self._leave_at_end()
+
+    def load(self, directory: Path, together: bool) -> Saved | None:
+        from allhands.checkpoints.arrays import local_arrays, shared_arrays
+        from allhands.distributed.handout import hand_out_json
+
+        worker = self.take_over()
+        group = self._communicator(worker) if together else None
+        if group is None or group.size == 1:
+            found = self._found(directory)
+            return None if found is None else _saved(found.state["program"], local_arrays(found, _ARRAYS))
+        leader = self._leader(group, directory)
+        if leader is None:
+            return None
+        led = _LedBy(group, leader)
+        found = self._found(directory) if led.rank == 0 else None
+        described = hand_out_json(led, None if found is None else found.state["program"])
+        return None if described is None else _saved(described, shared_arrays(led, found, _ARRAYS))
+
+    def _leader(self, group: Communicator, directory: Path) -> int | None:
+        """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same on all ranks."""
+        import mlx.core as mx
+
+        step = _latest_step(directory) if self.launch.local_rank == 0 else -1
+        self.seen.add(directory)
+        steps = cast("list[int]", group.all_gather(mx.array([step], dtype=mx.int32)).tolist())
+        return steps.index(max(steps)) if max(steps) >= 0 else None
+
+    def take_over(self) -> WorkerContext:
+        """The contact with the supervisor, which sees to signals and uncaught errors from the first call on.
+
+        Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is.
+        """
+        if not self.installed and threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
+            self.installed = True
+            self.context = contact()
+        return self.context
+
+    def _communicator(self, worker: WorkerContext) -> Communicator:
+        if self.group is None:
+            worker.mark_ready()
+            self.group = join_here()
+        return self.group
+
+    def _wish(self, worker: WorkerContext) -> int:
+        """The exit code of the end that this rank has been asked for; 0 if it has not."""
+        if number := worker.stop_requested():
+            return 128 + number
+        return REGROUP_CODE if worker.regroup_requested() else 0
+
+    def _most(self, wish: int) -> int:
+        """The most urgent wish of any rank: signals come to them at different moments."""
+        group = self._communicator(self.context)
+        if group.size == 1:
+            return wish
+        import mlx.core as mx
+
+        wishes = group.all_gather(mx.array([wish], dtype=mx.int32))
+        return int(cast("int", mx.max(wishes).item()))
+
+    def _write(self, contents: _Contents, directory: Path, keep_last: int) -> None:
+        from allhands.checkpoints.arrays import tensors_of
+
+        step = contents.step
+        if directory not in self.seen:
+            _refuse_later(directory, step)
+            self.seen.add(directory)
+        state, tensors = {"program": contents.described()}, {_ARRAYS: tensors_of(contents.arrays)}
+        written = write_checkpoint(checkpoint_path(directory, step), step, self.run_id, state, tensors)
+        removed = prune(directory, keep_last, None, (), written)
+        if removed and directory in self.inherited:
+            # There are enough of this run: those that it went on from are older than all of them.
+            self.inherited.discard(directory)
+            prune(directory, keep_last, None, ())
+
+    def _found(self, directory: Path) -> Checkpoint | None:
+        damaged: list[CheckpointError] = []
+        found = latest(directory, rejected=damaged)
+        for error in damaged:
+            _log.warning("a damaged checkpoint is left out: %s: %s", error.where, error.message)
+        self.seen.add(directory)
+        if found is None:
+            return None
+        if found.run_id != self.run_id:
+            self.inherited.add(directory)
+        if not isinstance(found.state.get("program"), dict) or _ARRAYS not in found.files:
+            raise CheckpointError(
+                "this checkpoint is not one of allhands.save_checkpoint",
+                where=str(found.path),
+                hint="give the program a directory of its own: allhands launch --checkpoints DIR",
+            )
+        return found
+
+    def _leave_at_end(self) -> None:
+        """See to it that the code of the stop becomes the program's, whose own end it may be unaware of."""
+        atexit.unregister(self._leave)
+        atexit.register(self._leave)
+
+    def _leave(self) -> NoReturn:
+        """End with that code, after everything else that was to be done at the end.
+
+        Python calls this before what was registered earlier. (What the program registered since would be called
+        once more: it is registered again with each call of ours, to be among the first.)
+        """
+        atexit.unregister(self._leave)
+        try:
+            atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(self.ends_with)
+
+
+def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
+    """What a person gave, of what a checkpoint says of it; its arrays are read now, one after the other."""
+    from allhands.io.nested import put_together
+
+    read = {name: stored.read() for name, stored in arrays.items()}
+    return Saved(described["step"], put_together(described["shape"], read), described["values"])
+
+
+def _latest_step(directory: Path) -> int:
+    """The highest step of which there seems to be a whole checkpoint, or -1; its sums are not computed."""
+    return max(
+        (it.checkpoint.step for it in survey(directory, verify=False) if it.checkpoint and not it.error), default=-1
+    )
+
+
+def _refuse_later(directory: Path, step: int) -> None:
+    """Who begins anew beside later checkpoints would go on from those after the next fault."""
+    later = [path for path in checkpoints_in(directory) if int(path.name.rpartition("-")[2]) > step]
+    if later:
+        raise CheckpointError(
+            f"{later[0].name} is there from another run, which this one does not go on from",
+            where=str(directory),
+            hint="call allhands.last_checkpoint() first and go on from it, or choose another directory "
+            "(allhands launch --checkpoints DIR)",
+        )
+
+
+def whole_step(step: int, where: str) -> int:
+    """``step`` as a number.
+
+    Raises:
+        ConfigError: it is not a whole number from 0.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"step is {step!r}", where=where, hint="give the number of steps done: 0, 1, 2, ...")
+    return number
+
+
+def _directory(chosen: str | Path | None) -> Path:
+    directory = chosen or os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        raise ConfigError(
+            "there is no directory for checkpoints",
+            where=DIRECTORY_VARIABLE,
+            hint=f"start the program with allhands launch, set {DIRECTORY_VARIABLE}, or give directory=...",
+        )
+    return Path(local_path(directory, "directory" if chosen else DIRECTORY_VARIABLE)).resolve()

@@ -1,0 +1,1 @@
+"""What is seen of a run: metrics, samples of the computer, judgements and plots."""

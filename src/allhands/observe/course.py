@@ -1,0 +1,89 @@
+"""What is known of a run besides its losses, and what is said of it: the words of :mod:`allhands.observe.judging`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from allhands.observe.curves import Curve
+
+Level = Literal["good", "note", "warning", "bad"]
+Kind = Literal[
+    "worse",
+    "guessing",
+    "excursion",
+    "skipped",
+    "gradients",
+    "overfitting",
+    "underfitting",
+    "diverging",
+    "numbers",
+    "validation",
+    "short",
+    "scatter",
+    "fitting",
+    "time",
+    "plan",
+]
+
+LEAST_USUAL, MOST_USUAL = 1e-5, 1e-3  # learning rates of AdamW
+_USUAL = "usual with AdamW are 1e-5 to 1e-3"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One thing that a person should know of a run; ``kind`` is what it is about."""
+
+    kind: Kind
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True)
+class Course:
+    """What else is known of a run.
+
+    Attributes:
+        norms: the gradient norm at each training report, before it is clipped.
+        skipped: steps that changed nothing, because a gradient was not a finite number.
+        steps: that were taken, those that changed nothing included.
+        vocabulary: tokens that the model chooses among; ``None``: unknown.
+        is_over: whether the run has ended, however it did; else nothing is said of an end.
+        rate: the highest learning rate; ``None``: unknown.
+    """
+
+    norms: Curve = field(default_factory=lambda: Curve.of([]))
+    skipped: int = 0
+    steps: int = 0
+    vocabulary: int | None = None
+    is_over: bool = True
+    rate: float | None = None
+
+    @property
+    def at_the_end(self) -> str:
+        """When the last losses are from."""
+        return "at the end" if self.is_over else "so far"
+
+    @property
+    def lower(self) -> str:
+        """To lower the learning rate, and how far."""
+        if self._is_far_above:
+            return f"Lower the learning rate ({self.rate:g}; {_USUAL})"
+        return "Lower the learning rate, to a tenth say"
+
+    def other(self, usual: str) -> str:
+        """Which other learning rate to try where nothing is learnt; ``usual``: at one that is not far off."""
+        if self._is_far_above:
+            return self.lower
+        if self.rate is not None and self.rate < LEAST_USUAL / 10:
+            return f"Raise the learning rate ({self.rate:g}; {_USUAL})"
+        return usual
+
+    @property
+    def slower(self) -> str:
+        """What to do about steps that are too long."""
+        return f"{self.lower}, or add warm-up steps."
+
+    @property
+    def _is_far_above(self) -> bool:
+        return self.rate is not None and self.rate > 10 * MOST_USUAL

@@ -1,0 +1,317 @@
+"""A run as a person sees it while it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Column, Table
+from rich.text import Text
+
+from allhands.io.formatting import counted, format_bytes, format_count, format_duration, format_memory, format_rate
+from allhands.io.terminal import broken, print_line, row_width
+from allhands.observe.metrics.events import (
+    Event,
+    Logged,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    SavedReport,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+)
+
+# Share of a step that waiting for data may take before a person is told.
+WAIT_SHOWN_FROM = 0.05
+_SHOWN_EXAMPLES = 5
+
+
+class ConsoleSink:
+    """Shows a run to a person: a live board on a terminal, plain single lines anywhere else.
+
+    Args:
+        console: where to print, as :func:`allhands.io.terminal.progress_console` makes it.
+        total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
+        is_terminal: overrides what ``console`` finds out.
+        profile: whether to show what the time of a step goes into.
+        short: whether lines of progress leave out what matters least: something will stand before them.
+
+    Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
+    away during the run, the console is set to quiet and the run goes on.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int = 0,
+        is_terminal: bool | None = None,
+        *,
+        profile: bool = False,
+        short: bool = False,
+    ) -> None:
+        self._console = console
+        self._short = short
+        self._profile = profile
+        terminal = console.is_terminal and not console.is_dumb_terminal
+        self._live_wanted = terminal if is_terminal is None else is_terminal
+        self._live: Live | None = None
+        self._board = _Board(total_steps)
+        self._before_s = 0.0
+        self._pace: deque[tuple[int, float]] = deque(maxlen=20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def emit(self, event: Event) -> None:
+        try:
+            self._show(event)
+        except OSError:
+            self._console.quiet = True
+        except SystemExit:  # so rich answers a broken pipe, after setting quiet; other exits are not ours
+            if not self._console.quiet:
+                raise
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._board.total, self._board.start = event.total_steps, event.step
+                self._before_s = event.elapsed_s
+                self._pace.clear()
+                self._print(*started_lines(event))
+            case TrainReport():
+                self._board.train, self._board.left_s = event, self._left_s(event)
+                width = row_width(self._console)
+                self._print(train_line(event, self._board.total, self._board.left_s, width, short=self._short))
+                if self._profile:
+                    self._print(profile_line(event))
+            case ValidReport():
+                self._board.valid = event
+                self._board.best = event if event.best else self._board.best or event
+                self._print(valid_line(event))
+            case SavedReport():
+                self._print(f"step {event.step}  saved {event.path}")
+            case StepSkipped():
+                self._print(skipped_line(event))
+            case Sampled():
+                self._print(sampled_line(event))
+            case Logged():
+                pass  # a program of one's own shows what it likes
+            case Warned():
+                self._print(f"{'note' if event.over else 'warning'}: {event.message}")
+            case RunEnded():
+                self.close()
+                self._print(ended_line(event, self._before_s))
+        if self._live_wanted and self._live is None and not isinstance(event, RunEnded):
+            self._live = Live(console=self._console, get_renderable=self._draw_board, transient=True)
+            self._live.start()
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            print_line(self._console, line)
+
+    def _draw_board(self) -> RenderableType:
+        return self._board.render(self._console.width)
+
+    def _left_s(self, report: TrainReport) -> float:
+        """Time left at the pace of the last reports; validation and saving between them are counted."""
+        pace = self._pace
+        pace.append((report.step, report.elapsed_s))
+        (first, first_s), (last, last_s) = pace[0], pace[-1]
+        per_step = (last_s - first_s) / (last - first) if last > first else report.step_time_s
+        return max(0, self._board.total - last) * per_step
+
+
+@dataclass
+class _Board:
+    """The live part of the terminal: progress, latest figures, memory."""
+
+    total: int
+    start: int = 0  # the step that this start of the run goes on from
+    train: TrainReport | None = None
+    left_s: float = math.nan
+    valid: ValidReport | None = None
+    best: ValidReport | None = None
+    spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
+
+    def render(self, width: int | None = None) -> RenderableType:
+        """What is shown in a terminal of ``width``; ``None``: all that is known."""
+        step = self.train.step if self.train else self.start
+        left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
+        columns = Column(), Column(ratio=1, min_width=8), Column(no_wrap=True)
+        bar = Table.grid(*columns, padding=(0, 1), expand=True)
+        progress = ProgressBar(total=max(self.total, 1), completed=step)
+        bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines(width))
+        return Group(bar, *lines)
+
+    def _lines(self, width: int | None) -> Iterator[str]:
+        report, valid, best = self.train, self.valid, self.best
+        if report:
+            yield f"loss {report.loss:.3f}  learning rate {report.learning_rate:.1e}"
+        if valid and best:
+            mark = "best" if valid is best else f"best {best.loss:.3f} at step {best.step}"
+            yield f"validation loss {valid.loss:.3f} ({mark})"
+        if report:
+            memory = ", ".join(format_bytes(peak) for peak in report.peak_memory_bytes)
+            line = f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank "
+            # Of many ranks the range: a list that is cut off would end in half a number.
+            fits = width is None or len(line) + len(memory) <= width
+            yield line + (memory if fits else format_memory(report.peak_memory_bytes))
+
+
+def started_lines(started: RunStarted) -> list[str]:
+    """The lines that open a run; one line where a supervisor has started it again."""
+    if started.attempt == 1:
+        return banner(started)
+    ranks = f"{started.num_ranks} rank{'s' * (started.num_ranks > 1)} ({started.backend})"
+    going_on = f"going on from step {started.step}" if started.step else "starting from the beginning"
+    return [f"attempt {started.attempt}: {going_on} with {ranks}"]
+
+
+def banner(started: RunStarted) -> list[str]:
+    """The lines that open a run."""
+    share = 100 * started.trainable_params / max(started.total_params, 1)
+    cores = (
+        f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
+    )
+    backend = f" ({started.backend})" if started.num_ranks > 1 else ""
+    epochs = started.total_steps / max(1, math.ceil(started.num_train_examples / started.batch_size))
+    trained, total = format_count(started.trainable_params), format_count(started.total_params)
+    place = f": {started.resumed_from}" if started.resumed_from else ""
+    resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
+    return [
+        f"run         {started.name}",
+        f"model       {started.model}",
+        f"method      {started.method}",
+        f"parameters  {trained} trained of {total} ({share:.3g} %)",
+        f"ranks       {started.num_ranks}{backend}{cores}",
+        f"batch size  {started.batch_size} samples a step over all ranks",
+        f"steps       {started.total_steps} on {counted(started.num_train_examples, 'example')} ({epochs:.1f} epochs)",
+        *resumed,
+    ]
+
+
+# A line of progress, the fullest first: with the rate of trained tokens or without, which peaks, long words for a wait.
+_FORMS = (
+    (True, "range", True),
+    (False, "range", True),
+    (False, "range", False),
+    (False, "highest", False),
+    (False, "", False),
+)
+
+
+def train_line(
+    report: TrainReport, total_steps: int, left_s: float, width: int | None = None, *, short: bool = False
+) -> str:
+    """One line a report; with several ranks, ``peak`` is the range over them.
+
+    The rate of trained tokens is told where it is another one than that of all tokens.
+
+    Args:
+        width: of the terminal, for the fullest line that takes as few rows as it can; ``None``: the fullest.
+        short: whether it has the highest peak alone, or the wait for data.
+    """
+    forms = _FORMS
+    if short:
+        forms = _FORMS[4:] if _waiting(report) else _FORMS[3:]
+    lines = [_train_line(report, f"step {report.step}/{total_steps}", left_s, *form) for form in forms]
+    if width is None:
+        return lines[0]
+    heights = [len(broken(line, width).splitlines()) for line in lines]
+    return lines[heights.index(min(heights))]
+
+
+def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, peaks: str, words: bool) -> str:
+    rate, trained_rate = format_rate(report.tokens_per_s), format_rate(report.trained_tokens_per_s)
+    if trained and trained_rate != rate:
+        rate += f" (trained {trained_rate})"
+    waiting = _waiting(report)
+    if not words:
+        waiting = waiting.replace("waits for data", "data wait").removesuffix(" of the time")
+    memory = (
+        report.peak_memory_bytes if peaks == "range" else report.peak_memory_bytes and (max(report.peak_memory_bytes),)
+    )
+    peak = f"  peak {format_memory(memory)}" if peaks else ""
+    more = "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
+    loss = f"loss {report.loss:.3f}{more}  lr {report.learning_rate:.1e}"
+    return f"{step}  {loss}  tokens/s {rate}{peak}  left {format_duration(left_s)}{waiting}"
+
+
+def profile_line(report: TrainReport) -> str:
+    """What the time of an update goes into, on rank 0: one of several batches, if gradients are accumulated."""
+    parts = {
+        "compute": report.compute_s,
+        "communication": report.comm_s,
+        "data": report.data_wait_s,
+    }
+    parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
+    whole = report.step_time_s or 1.0
+    told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
+    return f"  an update of {1e3 * report.step_time_s:.1f} ms: {told}"
+
+
+def _waiting(report: TrainReport) -> str:
+    """That the steps wait for data, if it is worth a word."""
+    share = report.data_wait_s / report.step_time_s if report.step_time_s else 0.0
+    return f"  waits for data {share:.0%} of the time" if share >= WAIT_SHOWN_FROM else ""
+
+
+def valid_line(report: ValidReport) -> str:
+    """One line a validation."""
+    loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
+    loss += "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
+    if report.bits_per_byte is not None:
+        loss += f"  {report.bits_per_byte:.3f} bits per byte"
+    return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"
+
+
+def sampled_line(sampled: Sampled) -> str:
+    """Prompt and continuation on one line; what a terminal would take for orders is left out."""
+    prompt, text = ("".join(c if c.isprintable() else " " for c in part) for part in (sampled.prompt, sampled.text))
+    return f"step {sampled.step}  sample: {' '.join(prompt.split())} | {' '.join(text.split())}"
+
+
+def skipped_line(skipped: StepSkipped) -> str:
+    """Which step changed nothing, why, and the examples that may be the cause; the first few of many."""
+    text = f"step {skipped.step}  skipped: {skipped.reason}"
+    if not skipped.examples:
+        return text
+    places = [f" at {where}" for where in skipped.where[:_SHOWN_EXAMPLES]]
+    shown = [f"{n}{place}" for n, place in zip_longest(skipped.examples[:_SHOWN_EXAMPLES], places, fillvalue="")]
+    more = len(skipped.examples) - _SHOWN_EXAMPLES
+    plural = "s" * (len(skipped.examples) > 1)
+    return f"{text} (training example{plural} {', '.join(shown)}{f' and {more} more' if more > 0 else ''})"
+
+
+def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
+    """How the run ended, in one line; ``before_s`` is what earlier starts took up to where this one went on."""
+    text = f"{ended.reason} at step {ended.step}  total time {format_duration(before_s + ended.total_time_s)}"
+    if before_s:
+        text += f" ({format_duration(ended.total_time_s)} since the last start)"
+    if ended.best_valid_loss is not None:
+        text += f"  best validation loss {ended.best_valid_loss:.3f} at step {ended.best_step}"
+        text += " (before training)" if ended.best_step == 0 else ""
+    if ended.test_loss is not None:
+        text += f"  test loss {ended.test_loss:.3f}"
+    return text

@@ -1,0 +1,166 @@
+"""The processes of a run side by side: how each is now, the highest so far, and what they have together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import psutil
+
+from allhands.observe.monitor.samples import Sample
+
+State = Literal["lives", "ended", "silent"]
+Key: TypeAlias = tuple[str, int | None, str]
+_ORDER = {"orchestrator": 0, "agent": 1, "rank": 2}
+_PATIENCE_S = 5.0
+_PATIENCE = 3.0  # times the distance of samples
+
+
+@dataclass
+class BoardRow:
+    """One process of the run; of a rank that has been started again the latest.
+
+    Attributes:
+        last: its latest sample, ``before`` the one before that.
+        peak_pss_bytes: the highest proportional memory seen; so for ``peak_mlx_bytes`` and ``peak_rss_bytes``, which
+            the process and MLX tell themselves, over all starts.
+    """
+
+    last: Sample
+    before: Sample | None = None
+    peak_pss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    peak_mlx_bytes: int = 0
+
+    def take(self, sample: Sample) -> None:
+        """Take the next sample in."""
+        self.before = self.last if self.last.pid == sample.pid and self.last is not sample else None
+        self.last = sample
+        self.peak_pss_bytes = max(self.peak_pss_bytes, sample.pss_bytes)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, sample.peak_rss_bytes)
+        self.peak_mlx_bytes = max(self.peak_mlx_bytes, sample.mlx_peak_bytes or 0)
+
+    def busiest_phase(self) -> tuple[str, float] | None:
+        """The phase of most of the time since the sample before the last, and its share of it."""
+        phases = self.last.phases
+        whole = sum(phases.values())
+        if not whole:
+            return None
+        name = max(phases, key=lambda phase: phases[phase])
+        return name, phases[name] / whole
+
+    def net_per_s(self) -> tuple[float, float] | None:
+        """Bytes a second that the computer sends and receives, over all interfaces."""
+        if self.before is None or (seconds := self.last.time - self.before.time) <= 0:
+            return None
+        (sent, received), (sent_before, received_before) = _moved(self.last), _moved(self.before)
+        return (sent - sent_before) / seconds, (received - received_before) / seconds
+
+    def state(self, now: float, gone: Collection[tuple[str, int]] = ()) -> State:
+        """Whether it lives at ``now``, has ended, or has not been heard of for too long.
+
+        Args:
+            gone: computers and processes of which it is known that they are no more.
+        """
+        if self.last.ended:
+            return "ended"
+        silent = now > self.last.time + _patience_s(self.last) or (self.last.host, self.last.pid) in gone
+        return "silent" if silent else "lives"
+
+
+def _moved(sample: Sample) -> tuple[int, int]:
+    return sum(sent for sent, _ in sample.net.values()), sum(received for _, received in sample.net.values())
+
+
+def _patience_s(sample: Sample) -> float:
+    return _PATIENCE_S + _PATIENCE * sample.every_s
+
+
+class Board:
+    """What is known of the latest run; fed with samples in the order of their times."""
+
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
+        self._rows: dict[Key, BoardRow] = {}
+        self._counted: dict[Key, Sample] = {}  # the latest of those that live
+        self._looked = 0.0
+        self.run: str | None = None
+        self.began = 0.0  # the first sample of it, in Unix time
+        self.peak_together_bytes = self.peak_ranks_bytes = 0
+        for sample in samples:
+            self.add(sample)
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample in; the first of another run puts away the one before."""
+        if sample.run != self.run:
+            self._rows, self._counted, self.run, self.began = {}, {}, sample.run, sample.time
+            self.peak_together_bytes = self.peak_ranks_bytes = 0
+        key = key_of(sample)
+        row = self._rows.setdefault(key, BoardRow(sample))
+        row.take(sample)
+        self._counted[key] = sample
+        if sample.time > self._looked + sample.every_s:
+            self._looked = sample.time
+            self._counted = {key: self._counted[key] for key in self._counted if self._lives(key, sample.time)}
+        self._count(sample)
+        if sample.ended:  # what it held to its end was held beside the others
+            self._counted.pop(key, None)
+
+    def _count(self, sample: Sample) -> None:
+        """Note what all have together with this sample; a peak that one has told was there between two samples."""
+        told = sample.peak_rss_bytes
+        counted = self._counted.values()
+        self.peak_together_bytes = max(self.peak_together_bytes, told, together(counted))
+        if sample.role == "rank":
+            ranks = together(one for one in counted if one.role == "rank")
+            self.peak_ranks_bytes = max(self.peak_ranks_bytes, told, ranks)
+
+    def _lives(self, key: Key, now: float) -> bool:
+        return self._rows[key].state(now) == "lives"
+
+    def rows(self) -> list[BoardRow]:
+        """The processes: who orchestrates, agents, ranks."""
+        return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
+
+    def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
+        """What all that live at ``now`` hold together; see :func:`together`."""
+        return together(row.last for row in self._rows.values() if row.state(now, gone) == "lives")
+
+    def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
+        """Whether there are processes, and none of them lives."""
+        return bool(self._rows) and all(row.state(now, gone) != "lives" for row in self._rows.values())
+
+
+def gone_here(board: Board) -> set[tuple[str, int]]:
+    """Processes of this computer that are no more, though they have not said so, with its name."""
+    here = socket.gethostname()
+    return {(here, row.last.pid) for row in board.rows() if row.last.host == here and _is_gone(row.last)}
+
+
+def _is_gone(sample: Sample) -> bool:
+    try:
+        process = psutil.Process(sample.pid)
+        # Another one may have got its number since.
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > sample.time + 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def together(samples: Iterable[Sample]) -> int:
+    """What processes hold at the same time, in bytes, with pages that they share counted once.
+
+    The sum of their proportional memory; on each computer at least what one of its processes alone has resident, since
+    pages that it shares with programs that are no part of the run are whole in memory, too.
+    """
+    by_host: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_host.setdefault(sample.host, []).append(sample)
+    return sum(max(sum(one.pss_bytes for one in some), max(one.rss_bytes for one in some)) for some in by_host.values())
+
+
+def key_of(sample: Sample) -> Key:
+    """The process's place in its run: a rank may be started again, and on another computer."""
+    return sample.role, sample.rank, sample.host if sample.role == "agent" else ""

@@ -1,0 +1,305 @@
+"""Sends a run's numbers to trackers through their own libraries, under the names that mlx_lm gives them.
+
+Numbers go through a thread of their own: a tracker that is slow or down never keeps the training waiting.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from allhands.config.schema import TRACKERS
+from allhands.errors import ConfigError
+from allhands.observe.metrics import Event, RunEnded, TrainReport, ValidReport
+
+_log = logging.getLogger(__name__)
+# Names of environment variables that hold what must stay out of logs, and how long a value is that is worth hiding.
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_ID)?$", re.IGNORECASE)
+_SECRET_LENGTH = 8
+
+
+# What waits for a tracker that does not take it; older numbers are left out then.
+_WAITING = 10_000
+_PATIENCE_S = 20.0  # at the end, for what is left
+_SLOW_S = 10.0  # that a tracker takes for one report, before it is said that it may be dead
+
+
+class Tracker(Protocol):
+    """What is used of a tracker: ``wandb``'s run is one, the others are made alike."""
+
+    def log(self, data: dict[str, Any], *, step: int) -> Any: ...
+
+    def finish(self) -> Any: ...
+
+
+class TrackerSink:
+    """A sink of training and validation reports; an error of the service is warned about once and ends nothing.
+
+    That is when it happens: also of a client that asks its dead server again and again, and never says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tracker: Tracker,
+        *,
+        batches_per_update: int = 1,
+        patience_s: float = _PATIENCE_S,
+        slow_s: float = _SLOW_S,
+    ) -> None:
+        """How long :meth:`close` waits for a service that takes no numbers, or takes them slowly, and how long one
+        report may take before that is said.
+        """
+        self._name = name
+        self._tracker = tracker
+        self._batches_per_update = batches_per_update
+        self._patience_s = patience_s
+        self._slow_s = slow_s
+        self._warned = False
+        self._lock = threading.Lock()
+        self._waiting: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_WAITING)
+        # A daemon: what hangs in somebody else's client does not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"allhands-{name}", daemon=True)
+        self._thread.start()
+
+    def emit(self, event: Event) -> None:
+        if values := tracked_values(event, self._batches_per_update):
+            try:
+                self._waiting.put_nowait((values, getattr(event, "step", 0)))
+            except queue.Full:
+                self._warn("it is too slow")
+
+    def close(self) -> None:
+        end = time.monotonic() + self._patience_s
+        try:
+            self._waiting.put(None, timeout=self._patience_s)
+        except queue.Full:
+            self._warn("it is too slow")
+            return
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"it does not answer, {self._waiting.qsize()} reports are left")
+
+    def _work(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            values, step = one
+            late = threading.Timer(self._slow_s, self._warn, [f"it has not answered for {self._slow_s:g} s"])
+            late.daemon = True
+            late.start()
+            self._try(lambda values=values, step=step: self._tracker.log(values, step=step))
+            late.cancel()
+        self._try(self._tracker.finish)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # somebody else's client, and the network behind it
+            self._warn(str(error) or type(error).__name__)
+
+    def _warn(self, why: str) -> None:
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
+
+
+def tracked_values(event: Event, batches_per_update: int = 1) -> dict[str, float]:
+    """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
+
+    An iteration is a batch, of which an update may take several.
+    """
+    if isinstance(event, TrainReport):
+        return {
+            "train_loss": event.loss,
+            "learning_rate": event.learning_rate,
+            "iterations_per_second": batches_per_update / event.step_time_s if event.step_time_s else 0.0,
+            "tokens_per_second": event.trained_tokens_per_s,
+            "trained_tokens": event.trained_tokens,
+            "peak_memory": max(event.peak_memory_bytes, default=0) / 1e9,
+            "grad_norm": event.grad_norm,
+            **{f"train_{name}": value for name, value in event.metrics.items()},
+        }
+    if isinstance(event, ValidReport):
+        more = {f"val_{name}": value for name, value in event.metrics.items()}
+        return {"val_loss": event.loss, "val_time": event.duration_s, **more}
+    if isinstance(event, RunEnded) and event.test_loss is not None:
+        return {"test_loss": event.test_loss}
+    return {}
+
+
+def without_secrets(text: str) -> str:
+    """``text``, which somebody else's client wrote, less the keys and tokens of this process's environment."""
+    secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= _SECRET_LENGTH}
+    for value in sorted(secrets, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, "***")
+    return text
+
+
+def tracker_names(report_to: str | None) -> list[str]:
+    """``"wandb, swanlab"`` as a list, each once."""
+    return list(dict.fromkeys(name.strip().lower() for name in (report_to or "").split(",") if name.strip()))
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Find out before anything is loaded that a service's package is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name in names:
+        package = TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{package} is not installed", where="--report-to", hint=f"pip install {package}, or leave {name} out"
+            )
+
+
+def start_trackers(
+    names: Sequence[str], project: str | None, directory: Path, config: Mapping[str, Any]
+) -> list[TrackerSink]:
+    """Open a run named after ``directory`` with each service.
+
+    A service that does not answer, or fails in any other way, is warned about and left out: the run goes on.
+
+    Raises:
+        ConfigError: nobody is logged in.
+    """
+    started = [(name, _start(name, project, directory, config)) for name in names]
+    batches = int(config.get("grad_accumulation_steps", 1))
+    return [TrackerSink(name, one, batches_per_update=batches) for name, one in started if one is not None]
+
+
+def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:
+    module: Any = importlib.import_module(TRACKERS[name])
+    try:
+        # Their clients ask a server that is down again and again: wandb for 100 seconds, MLflow for minutes.
+        return _in_time(partial(_STARTERS[name], module, project, directory, dict(config)))
+    except TimeoutError:
+        why = f"it does not answer within {_PATIENCE_S:.0f} s"
+    except Exception as error:  # their own classes, unknown here
+        why = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
+        if type(error).__name__ in _NOT_LOGGED_IN.get(name, ()):
+            raise ConfigError(
+                f"{name} cannot be started: {why}",
+                where="--report-to",
+                hint=f"log in first ({name} login), or leave --report-to out",
+            ) from None
+    _log.warning("%s cannot be started (%s): the run goes on without it", name, why)
+    return None
+
+
+# What they raise where no key, or none of a key's form, is found, which a person mends at once. SwanLab's own
+# AuthenticationError is not one of these: it is raised for a server that is down as well.
+_NOT_LOGGED_IN = {"wandb": ("UsageError", "AuthenticationError"), "swanlab": ("RuntimeError",)}
+
+
+def _in_time(start: Callable[[], Tracker]) -> Tracker:
+    """The tracker; ``TimeoutError`` if that takes longer than patience does. Its thread is left to itself then.
+
+    Not in the main thread for SwanLab's sake as well: there it would take Ctrl-C for itself, and could not give it
+    back from the sink's thread.
+    """
+    found: queue.Queue[Tracker | Exception] = queue.Queue()
+
+    def work() -> None:
+        try:
+            found.put(start())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=work, name="allhands-tracker-start", daemon=True).start()
+    try:
+        result = found.get(timeout=_PATIENCE_S)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    # Beyond it the process would wait for the rest of wandb's own 90 s when it ends.
+    settings = {} if os.environ.get("WANDB_INIT_TIMEOUT") else {"init_timeout": 0.75 * _PATIENCE_S}
+    return module.init(project=project, name=directory.name, dir=str(directory), config=config, settings=settings)
+
+
+def _swanlab(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    options = {"project": project, "experiment_name": directory.name, "logdir": str(directory / "swanlog")}
+    module.init(config=config, **options)
+    return module
+
+
+def _trackio(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    return module.init(project=project or _PROJECT, name=directory.name, config=config)
+
+
+@dataclass(frozen=True)
+class _TensorBoard:
+    """A writer of event files as a :class:`Tracker`."""
+
+    writer: Any
+
+    def log(self, data: dict[str, Any], *, step: int) -> None:
+        for name, value in data.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _tensorboard(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    writer = module.SummaryWriter(logdir=str(directory / "tensorboard"))
+    writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in config.items()))
+    return _TensorBoard(writer)
+
+
+@dataclass(frozen=True)
+class _MlFlow:
+    """MLflow's client for one run as a :class:`Tracker`; its fluent functions would be for one thread each."""
+
+    client: Any
+    run_id: str
+
+    def log(self, data: dict[str, Any], *, step: int) -> None:
+        for name, value in data.items():
+            self.client.log_metric(self.run_id, name, value, step=step)
+
+    def finish(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+def _mlflow(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
+    place: str | None = None
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        place = (directory / "mlruns").resolve().as_uri()
+        module.set_tracking_uri(f"sqlite:///{(directory / 'mlflow.db').resolve()}")
+    client, name = module.MlflowClient(), project or _PROJECT
+    known = client.get_experiment_by_name(name)
+    experiment = client.create_experiment(name, artifact_location=place) if known is None else known.experiment_id
+    run = client.create_run(experiment, run_name=directory.name)
+    for key, value in config.items():
+        client.log_param(run.info.run_id, key, str(value)[:_LONGEST_PARAMETER])
+    return _MlFlow(client, run.info.run_id)
+
+
+_LONGEST_PARAMETER = 500  # which every store of MLflow takes
+_PROJECT = "allhands"
+_STARTERS: dict[str, Callable[[Any, str | None, Path, dict[str, Any]], Tracker]] = {
+    "wandb": _wandb,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+}

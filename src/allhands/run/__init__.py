@@ -1,0 +1,1 @@
+"""One rank's run: its parts put together, its loop, and what it saves and tells."""

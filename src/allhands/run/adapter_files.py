@@ -1,0 +1,214 @@
+"""The two files of an adapter: looked at before a model is loaded for it, with what to do where they are not right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.checkpoints import is_checkpoint, look_at, survey
+from allhands.errors import AllhandsError, ConfigError, ModelError
+from allhands.io.files import of_peft
+from allhands.io.names import BEST, BEST_MODEL, CHECKPOINTS, CONFIG_FILE, LOGS, MODEL, MODELS_OF_A_RUN
+from allhands.io.paths import meant
+from allhands.observe.judging import harm
+from allhands.observe.metrics import METRICS_FILE, RunHistory, read_metrics
+
+WEIGHTS_FILE = "adapters.safetensors"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+_ELSE = "give the directory that allhands train wrote (--adapter-path there)"
+_NUMBERED = f"[0-9]*_{WEIGHTS_FILE}"
+
+
+def check_adapter(adapter_path: Path) -> None:
+    """Look at an adapter before a model is loaded for it.
+
+    Raises:
+        ModelError: one of its two files is missing or cannot be read.
+    """
+    import mlx.core as mx
+
+    config, weights = adapter_path / CONFIG_FILE, adapter_path / WEIGHTS_FILE
+    for file in (config, weights):
+        if not file.is_file():
+            found, hint = what_is(adapter_path)
+            raise ModelError(f"{file.name} is missing: {found}", where=str(adapter_path), hint=hint)
+    try:
+        described: Any = json.loads(config.read_text(encoding="utf-8"))
+        wrong = _wrong_in(described)
+    except (ValueError, RecursionError, OSError) as error:
+        raise _torn(config, f"the file is torn: {error}") from None
+    if wrong:
+        raise _torn(config, f"this does not describe an adapter: {wrong}")
+    try:
+        mx.load(str(weights))
+    except (ValueError, RuntimeError, OSError) as error:
+        raise _torn(weights, f"the file is torn: {error}") from None
+
+
+def _torn(file: Path, problem: str) -> ModelError:
+    other = instead_of(file.parent)
+    missing = "train again, or take the file from the run that the adapter came from"
+    return ModelError(problem, where=str(file), hint=other or missing)
+
+
+def _wrong_in(described: Any) -> str | None:
+    """What keeps mlx_lm from putting on an adapter that is described like this."""
+    if not isinstance(described, dict):
+        return "it is not an object"
+    content = cast("dict[str, Any]", described)
+    if content.get("fine_tune_type", "lora") == "full":
+        return None
+    settings = content.get("lora_parameters")
+    if not isinstance(settings, dict):
+        return "there are no lora_parameters"
+    found = {**content, **cast("dict[str, Any]", settings)}
+    for name, kinds in (("num_layers", int), ("rank", int), ("scale", int | float)):
+        if not isinstance(found.get(name), kinds):
+            return f"{name} is not a number" if name in found else f"{name} is missing"
+    return None
+
+
+# --- what else there is -------------------------------------------------------------------------------
+
+
+def run_of(adapter_path: Path) -> Path:
+    """The run that weights belong to: their directory, or that above ``best``, ``model`` or its checkpoints."""
+    path = adapter_path.absolute()
+    if path.parent.name == CHECKPOINTS:
+        return adapter_path.parent.parent
+    within = path.name in (BEST, CHECKPOINTS, LOGS, *MODELS_OF_A_RUN)
+    return adapter_path.parent if within else adapter_path
+
+
+def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
+    """The model that an adapter is for, as its ``config`` says; a checkpoint of pre-training is of its run's own.
+
+    Raises:
+        ConfigError: it names none, or the run has not written it yet.
+    """
+    below, hint = config.get("model"), "say which model is below it: --model"
+    if not {"shape", "tokenizer"} <= set(config):
+        if isinstance(below, str):
+            return below
+        raise ConfigError("adapter_config.json names no model", where=str(adapter_path), hint=hint)
+    written = run_of(adapter_path) / MODEL
+    if (written / "config.json").is_file():
+        return str(written)
+    hint = "let the training end, with --resume if it was broken off; it writes its model then"
+    raise ConfigError(f"a checkpoint of pre-training, and {written} is not there", where=str(adapter_path), hint=hint)
+
+
+def instead_of(adapter_path: Path) -> str | None:
+    """Which weights of the same run are whole and can be used instead of these, in words; ``None``: none are."""
+    run = run_of(adapter_path)
+    try:
+        found = survey(run)
+    except AllhandsError:
+        return None
+    whole = [(one.checkpoint.step, one.path) for one in found if one.checkpoint is not None and one.error is None]
+    for step, path in whole:
+        if path.resolve() != adapter_path.resolve() and all((path / name).is_file() for name in _FILES):
+            return f"the checkpoint of step {step} is whole: --adapter-path {path}"
+    numbered = [file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if _can_be_read(file)]
+    if numbered and run.resolve() == adapter_path.resolve():
+        return f"{numbered[0]} beside it can be read: copy it to {WEIGHTS_FILE}, with the {CONFIG_FILE} of the run"
+    return None
+
+
+def _can_be_read(weights: Path) -> bool:
+    import mlx.core as mx
+
+    try:
+        mx.load(str(weights))
+    except (ValueError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def what_is(directory: Path) -> tuple[str, str]:
+    """What a directory without an adapter is, and what to do with it, in words."""
+    if not directory.is_dir():
+        return _no_directory(directory)
+    names = {path.name for path in directory.iterdir()}
+    if peft := of_peft(directory):
+        return "PEFT has written this", peft.partition(": ")[2]
+    if not names:
+        return "the directory is empty", _ELSE
+    if "config.json" in names:
+        hint = "give it as --model; without --adapter-path it is used as it is (a fused model has its adapter in it)"
+        return "this is a model, not an adapter", hint
+    # Before its checkpoints, which hold no adapter either.
+    if models := [directory / name for name in (MODEL, BEST_MODEL) if (directory / name / "config.json").is_file()]:
+        best = f" (the last; the best: {models[1]})" if models[1:] else ""
+        return "this is a run of pre-training", f"its models need no adapter: --model {models[0]}{best}"
+    if used := instead_of(directory):
+        return "the last weights are not here" if METRICS_FILE in names else "this is a part of a run", used
+    if names & {METRICS_FILE, LOGS, CHECKPOINTS}:
+        return "this run has not saved any weights", "train until it saves (--save-every), or give another run"
+    if data := sorted(name for name in names if name.endswith((".jsonl", ".csv", ".parquet"))):
+        return f"this is data ({data[0]}), not an adapter", f"data is for --data; {_ELSE}"
+    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+        return f"this is an export for other programs ({ggufs[0]})", _ELSE
+    return _other(directory)
+
+
+def _no_directory(directory: Path) -> tuple[str, str]:
+    if not directory.exists():
+        return "there is no such directory", meant(directory, _ELSE)
+    beside = directory.parent
+    if (beside / CONFIG_FILE).is_file() and (beside / WEIGHTS_FILE).is_file():
+        return "this is a file, not a directory", f"give the directory that it is in: --adapter-path {beside}"
+    return "this is a file, not a directory", _ELSE
+
+
+def _other(directory: Path) -> tuple[str, str]:
+    """Of a directory that says nothing itself: whether there are adapters one level below."""
+    found = [path for path in sorted(directory.iterdir()) if (path / WEIGHTS_FILE).is_file()]
+    if found:
+        more = f" (or {len(found) - 1} more in it)" if found[1:] else ""
+        return "the directory holds others", f"give one of those in it: --adapter-path {found[0]}{more}"
+    return "there is no adapter in it", _ELSE
+
+
+# --- what became of the run ---------------------------------------------------------------------------
+
+
+def warning_of(adapter_path: Path | None, model: str | None = None) -> str | None:
+    """What a person should know of the run that an adapter, or else a model of pre-training, comes from, if anything.
+
+    The run is judged up to the step of these weights: what came later did them no harm.
+    """
+    weights = adapter_path
+    if weights is None and model is not None and Path(model).name in MODELS_OF_A_RUN:
+        weights = Path(model)
+    if weights is None:
+        return None
+    try:
+        history = read_metrics(run_of(weights))
+        found = harm(_until(history, _step_of(weights, history)))
+    except (AllhandsError, OSError):
+        return None
+    return f"{weights}: {found[0].text}" if found else None
+
+
+def _step_of(weights: Path, history: RunHistory) -> int | None:
+    """The step after which weights were written; ``None``: the last."""
+    if weights.name in (BEST, BEST_MODEL):
+        return min(history.valid, key=lambda one: one.loss).step if history.valid else None
+    if not is_checkpoint(weights):
+        return None
+    found = look_at(weights, verify=False)
+    return found[0].checkpoint.step if found and found[0].checkpoint is not None else None
+
+
+def _until(history: RunHistory, step: int | None) -> RunHistory:
+    if step is None:
+        return history
+    return replace(
+        history,
+        train=[one for one in history.train if one.step <= step],
+        valid=[one for one in history.valid if one.step <= step],
+        skipped=[one for one in history.skipped if one.step <= step],
+    )

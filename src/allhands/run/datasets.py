@@ -1,0 +1,406 @@
+"""The splits that a run needs, as tokens: opened if they were tokenised before, made otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.config.eval_schema import evaluated_split
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
+from allhands.data.dates import DATE_KEY, asks_date
+from allhands.data.heard import words_of
+from allhands.data.records import ColumnNames
+from allhands.data.splits import (
+    RecordSource,
+    full_places,
+    own_splits,
+    source_of_one_file,
+    split_of_folder,
+    split_of_hub,
+)
+from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
+from allhands.data.store import Build, StoredTokens, StoreWriter, TokenSetReport, open_store, store_key
+from allhands.data.templates import MERGE, OPTION, ChatChoice
+from allhands.data.token_roles import unstopped
+from allhands.data.tokenise import Rendering, fill_store, tokenizer_files, vocabulary_of
+from allhands.data.tokens import PackedRows, TokenSet, Windows
+from allhands.errors import ConfigError, DataError
+from allhands.io.formatting import counted, format_count, format_duration
+from allhands.io.paths import meant
+from allhands.model.load import LoadedTokenizer, load_tokenizer
+
+COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
+# Ranks of one host come to their data within this time of each other.
+PATIENCE_S = 3.0
+# Shorter work is not worth a line.
+_TOLD_FROM_S = 2.0
+
+# (split, records done, tokens done)
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(_split: str, _records: int, _tokens: int) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Tokenised splits; ``valid`` and ``test`` may be absent.
+
+    Attributes:
+        stored: every split that the run needs, by name, mapped from its store.
+        packing: how the splits are read.
+        notes: what a person should know about them.
+        dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
+        template: the chat template that was chosen in place of the model's own.
+        stop_tokens: what ends the answers among them, where the model itself does not stop there.
+    """
+
+    stored: dict[str, StoredTokens]
+    packing: Packing | None
+    notes: tuple[str, ...]
+    dated: datetime | None = None
+    template: str | None = None
+    stop_tokens: tuple[str, ...] = ()
+
+    @property
+    def train(self) -> Windows | None:
+        """What to train on."""
+        return self._windows("train")
+
+    @property
+    def valid(self) -> Windows | None:
+        """What to validate on."""
+        return self._windows("valid")
+
+    @property
+    def test(self) -> Windows | None:
+        """What to test on."""
+        return self._windows("test")
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of all."""
+        return max(one.tokens.largest_token for one in self.stored.values())
+
+    def _windows(self, split: str) -> Windows | None:
+        if split not in self.stored:
+            return None
+        tokens = self.stored[split].tokens
+        return self.packing.rows(tokens) if self.packing else tokens
+
+    def fingerprints(self) -> dict[str, str | None]:
+        """sha256 of each split's tokens and masks."""
+        return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
+
+    def recorded(self) -> dict[str, str | None]:
+        """What a checkpoint says of the data: the fingerprints, and the moment whose date is in them."""
+        return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
+
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents joined and cut into rows of ``block`` tokens, kept apart or not."""
+
+    block: int
+    isolate: bool
+
+    def rows(self, tokens: TokenSet) -> PackedRows:
+        """The rows of a set."""
+        return PackedRows(tokens, self.block, self.isolate)
+
+
+def open_data(
+    config: TrainConfig,
+    sources: Mapping[str, RecordSource],
+    tokenizer: LoadedTokenizer,
+    progress: Progress = no_progress,
+    *,
+    leads: bool = True,
+    moment: datetime | None = None,
+) -> Datasets:
+    """The splits of ``sources`` as tokens; tokenised now if need be.
+
+    Args:
+        sources: of :func:`find_splits`.
+        leads: whether this process is the one of its host that should do the work, because its progress is seen.
+        moment: whose date a chat template writes that writes the current one; ``None``: of this call.
+
+    Raises:
+        DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
+        ConfigError: an option has no effect on these data.
+        StorageError: the tokens cannot be stored.
+    """
+    rendering = rendering_of(config, tokenizer, moment)
+    notes: list[str] = [*tokenizer.notes]
+    stored: dict[str, StoredTokens] = {}
+    facts, vocabulary = rendering.facts(), vocabulary_of(tokenizer.tokenizer)
+    for split, source in sources.items():
+        with full_places(Path(config.data)):
+            identity = source.identity()
+            stored[split] = open_store(
+                store_key({"records": identity, "rendering": facts}),
+                vocabulary,
+                _builder(source, identity, rendering, partial(progress, split)),
+                patience_s=0.0 if leads else PATIENCE_S,
+            )
+        notes.extend(f"{split}: {note}" for note in source.notes())
+        notes.extend(_data_notes(split, stored[split], config))
+    if config.train and config.val_batches != 0 and "valid" not in stored:
+        notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
+    notes.extend([*_held_out(config, stored), *_few_validation(config, stored)])
+    packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
+    if packing is not None and "train" in stored:
+        notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
+    elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
+        of = f"{counted(count, 'example')} {'is' if count == 1 else 'are'}"
+        notes.append(f"train: {of} less than a batch of {config.batch_size}: each step trains on all")
+    _check_chat_template(config, stored)
+    stops = _stop_tokens(tokenizer.tokenizer, stored)
+    if stops and config.train:
+        notes.append(
+            f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
+            "stop there all the same, and fuse and export write it into eos_token_id"
+        )
+    dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
+    return Datasets(stored, packing, tuple(notes), dated, tokenizer.template, stops)
+
+
+def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
+    """Refuse options of conversations where there are none."""
+    flag = f"{OPTION} {config.chat_template}" if config.chat_template else MERGE if config.system == "merge" else None
+    if flag and stored and all(one.report.num_texts == one.report.num_records for one in stored.values()):
+        hint = "leave it out, or give the data as messages, or as prompt and completion"
+        raise ConfigError("all records are plain texts, which go through no chat template", where=flag, hint=hint)
+
+
+def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
+    """What ends the answers, where generation would not stop there; nothing if there are no answers."""
+    answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
+    found = unstopped(tokenizer) if answers else None
+    return () if found is None else (found[0],)
+
+
+def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
+    """The chat template that ``config`` asks for.
+
+    Args:
+        kept: a run's directory, whose template is meant where none is named, because the run is only tested.
+    """
+    return ChatChoice(config.chat_template, config.system, kept)
+
+
+def load_data(config: TrainConfig) -> Datasets:
+    """:func:`open_data` of what :func:`find_splits` finds, with the tokenizer of ``config.model``."""
+    trust = config.trust_remote_code
+    return open_data(
+        config, find_splits(config), load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
+    )
+
+
+def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
+    """How ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
+    return Rendering(
+        cast("Any", tokenizer.tokenizer),
+        mask_prompt=config.mask_prompt,
+        train_on=config.train_on,
+        max_seq_length=None if config.packing else config.max_seq_length,
+        reload=(_reload, (str(tokenizer.path), config.trust_remote_code, tokenizer.template)),
+        files=tokenizer_files(tokenizer.path),
+        moment=moment or datetime.now(),
+    )
+
+
+def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
+    """In another process: the same tokenizer once more."""
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code).tokenizer
+    if template is not None:
+        tokenizer.has_chat_template, tokenizer.chat_template = True, template
+    return tokenizer
+
+
+def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
+    """Where the records of the splits that ``config`` needs come from; an optional one that is absent is left out.
+
+    Raises:
+        DataError: the data, or a split that is needed, is missing.
+    """
+    wanted: dict[str, bool] = {}
+    if config.train:
+        wanted["train"] = True
+    if config.train and config.val_batches != 0:
+        wanted["valid"] = False
+    if config.test:
+        wanted[evaluated_split(config)] = True
+    found: dict[str, RecordSource] = {}
+    named = _splits_by_name(config)
+    for split, required in wanted.items():
+        with full_places(Path(config.data)):
+            source = _source(config, split, required, named)
+        if source is not None:
+            found[split] = source
+        elif required:
+            raise DataError(
+                f"no {split} split of the dataset is named",
+                where=config.data if config.hf_dataset is None else "hf_dataset",
+                hint=f'name it: hf_dataset with {split}_split, for example "{split}"',
+            )
+    if "valid" in wanted and "valid" not in found and config.early_stopping_patience is not None:
+        raise DataError("early stopping needs validation data", where=config.data, hint="add valid.jsonl")
+    return found
+
+
+def _splits_by_name(config: TrainConfig) -> dict[str, str] | None:
+    """The splits of the Hub dataset that ``data`` names; ``None`` if it names none."""
+    path = Path(config.data)
+    # A name with one slash may be a dataset of the Hub, unless it begins with a folder that is here.
+    named = config.data.count("/") == 1 and not config.data.startswith((".", "/", "~"))
+    if config.hf_dataset is not None or not named or path.exists() or path.parent.is_dir():
+        return None
+    with _no_folder_either(config):
+        return own_splits(config.data)
+
+
+@contextmanager
+def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
+    try:
+        yield
+    except DataError as error:
+        message = f"there is no such folder here, and as a dataset of the Hub: {error.message}"
+        raise DataError(
+            message, where=config.data, hint=meant(config.data, f"check the path; or {error.hint}")
+        ) from error
+
+
+def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
+    features = {name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None}
+    columns = ColumnNames.from_options(features)
+    if features and (config.hf_dataset is not None or config.data == "demo"):
+        flag = f"--{next(iter(features)).replace('_', '-')}"
+        what, hint = "the demo's data", "leave it out"
+        if config.hf_dataset is not None:
+            what, hint = "hf_dataset", "write it into hf_dataset, where each dataset has its own"
+        raise ConfigError(f"it has no effect on {what}", where=flag, hint=hint)
+    if config.hf_dataset is not None:
+        specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
+        return split_of_hub([spec.model_dump(exclude_none=True) for spec in specs], split)
+    if config.data == "demo":
+        from allhands.data.demo import demo_source
+
+        return demo_source(split)
+    if named is not None:
+        with _no_folder_either(config):
+            return split_of_hub({"path": config.data, **named, **features}, split)
+    path = Path(config.data)
+    if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
+        return source_of_one_file(path, columns) if split == "train" else None
+    return split_of_folder(path, split, columns, required=required)
+
+
+def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
+    def build(writer: StoreWriter) -> TokenSetReport:
+        report = fill_store(source.records(), rendering, writer, progress)
+        # Else tokens of the new content would be stored, and trusted, under the name of the old.
+        if source.identity() != identity:
+            raise DataError(
+                "the data changed while they were read",
+                hint="wait until whatever writes them is done, then start again",
+            )
+        return report
+
+    return build
+
+
+def _misnamed(config: TrainConfig) -> str:
+    """That there is a file which may be the validation set under another name."""
+    folder = Path(config.data)
+    return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
+
+
+def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
+    """That much of the data is never trained on, which happens where there is little of it."""
+    if not config.train or not {"train", "valid"} <= stored.keys():
+        return []
+    held, trained = (stored[split].report.num_examples for split in ("valid", "train"))
+    if held < LARGE_PART * (held + trained):
+        return []
+    part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
+    return [f"{part} are validation, and never trained on"]
+
+
+def _few_validation(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
+    """That the loss of the validation set is about few examples."""
+    if not config.train or config.val_batches == 0 or "valid" not in stored:
+        return []
+    held = stored["valid"].report.num_examples
+    if not 0 < held < ENOUGH_VALIDATION:
+        return []
+    return [f"valid: {held} example{'s' * (held > 1)}: their loss says little about others"]
+
+
+def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
+    """What the sizes of the data, of the training and of the model say together."""
+    notes: list[str] = []
+    if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
+        notes.append(
+            f"each example is trained on {epochs:,.0f} times: a model learns so few by heart; --epochs 3 lets the data "
+            "say how long"
+        )
+    longest = int(windows.work.max(initial=0))
+    if positions is not None and longest > positions:
+        notes.append(
+            f"rows of up to {longest:,} tokens, but the model has {positions:,} positions; --max-seq-length "
+            f"{positions} cuts there"
+        )
+    return notes
+
+
+def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
+    report, limit = stored.report, config.max_seq_length
+    notes: list[str] = []
+    if stored.built and report.build_s >= _TOLD_FROM_S:
+        notes.append(
+            f"{split}: {counted(report.num_examples, 'example')} tokenised in {format_duration(report.build_s)} "
+            f"({format_count(report.num_tokens)} tokens), kept for the next run in {stored.path}"
+        )
+    if report.num_texts and config.mask_prompt and config.train_on != "all":
+        notes.append(
+            f"{split}: {report.num_texts} of {report.num_records} records are plain texts, which have no prompt: "
+            "all of their tokens are trained"
+        )
+    if report.num_truncated:
+        of = counted(report.num_examples, "example")
+        notes.append(
+            f"{split}: {report.num_truncated} of {of} are longer than {limit} tokens and were cut "
+            f"({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
+        )
+    if report.num_dropped:
+        first, dropped = _first(report.dropped, report.num_dropped), counted(report.num_dropped, "example")
+        notes.append(f"{split}: {dropped} left out, no token of them is trained: {first}")
+    for part in report.left_out:
+        message, remedy = words_of(part.code, part.sample)
+        said = f"{split}: {part.count} of {counted(report.num_records, 'example')}: {message}"
+        notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
+    return notes
+
+
+def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
+    """That there is so little text that each step trains on all of it."""
+    count = len(tokens.tokens)
+    if count - 1 >= block:  # a row's targets are one token further on
+        return []
+    return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
+
+
+def _first(places: Sequence[str], count: int) -> str:
+    shown = places[:3]
+    return ", ".join(shown) + (", ..." if count > len(shown) else "")

@@ -1,0 +1,87 @@
+"""The loss of a model, with an adapter or without, on one split: exact over any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from allhands.config.eval_schema import EvalConfig
+from allhands.errors import DataError
+from allhands.model.beyond import limits_told, use_of
+from allhands.run.adapter_files import check_adapter
+from allhands.run.preparing import Surroundings, prepare
+from allhands.train.evaluation import Evaluator
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What :func:`run_evaluation` found.
+
+    Attributes:
+        loss: mean over the trained tokens, in nats a token.
+        perplexity: ``exp(loss)``.
+        bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts were cut.
+        num_tokens: those that the loss is about.
+        num_examples: that were evaluated; ``None`` of packed rows, if a number of batches left some out.
+        num_ranks: processes that computed it.
+        notes: what a person should know about the data.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    num_tokens: int
+    num_examples: int | None
+    num_ranks: int
+    notes: tuple[str, ...]
+
+
+def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
+    """Evaluate as ``config`` says, in this process, as one rank of ``surroundings.mesh``; the same on every rank.
+
+    Raises:
+        AllhandsError: one of its classes for every kind of wrong input or failure.
+    """
+    if config.adapter_path:
+        check_adapter(Path(config.adapter_path))
+    with limits_told(use_of(config)):
+        return _evaluated(config, surroundings)
+
+
+def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
+    start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
+    ready = prepare(config, surroundings, Path(config.adapter_path), start)
+    windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]
+    if windows is None or not len(windows):
+        raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
+    evaluator = Evaluator(
+        ready.loaded.model,
+        windows,
+        ready.communicator,
+        surroundings.mesh,
+        ready.accelerator.sizing(config.micro_batch_tokens, compiled=False),
+        batch_size=config.batch_size,
+        num_batches=config.test_batches,
+        eager=ready.accelerator.eager,
+        stop_requested=surroundings.stop_requested,
+        beat=surroundings.beat,
+    )
+    try:
+        loss, num_tokens, _ = evaluator()
+    finally:
+        surroundings.beat("end", 0)
+    ratio, num_examples = ready.data.stored[config.split].report.tokens_per_byte, None
+    if evaluator.num_windows == len(windows):
+        num_examples = ready.data.stored[config.split].report.num_examples
+    elif not config.packing:
+        num_examples = evaluator.num_windows
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=None if ratio is None else loss / math.log(2) * ratio,
+        num_tokens=num_tokens,
+        num_examples=num_examples,
+        num_ranks=surroundings.mesh.size,
+        notes=tuple(note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note),
+    )

@@ -1,0 +1,99 @@
+"""What was chosen for a run and why, in words: ``--log-level verbose``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from allhands.config.schema import TrainConfig
+from allhands.distributed.backend import Communicator
+from allhands.distributed.reduce import bucket_bytes_for
+from allhands.errors import ModelError
+from allhands.kernels.selection import Choices, SizedOperation
+from allhands.model.split import split
+from allhands.run.operations import problems, sizes_of
+from allhands.runtime.accelerator import Accelerator
+from allhands.runtime.blas import preload_blas
+from allhands.runtime.sizing import Sizing
+
+
+def choices(
+    config: TrainConfig,
+    model: Any,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    sizing: Sizing,
+    *,
+    compiled: bool,
+    divided: bool,
+) -> list[str]:
+    """One line for each thing that the options leave open, or that follows from the device."""
+    found = {
+        "device": f"{accelerator.kind} ({accelerator.name}), {accelerator.cores} cores",
+        "matrix products": _products(accelerator),
+        "backend": _backend(config, communicator),
+        "micro-batches": _sizing(config, sizing),
+        "step": _step(accelerator, config, compiled),
+        "loss": _loss(model),
+        "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
+        "optimizer": _optimizer(communicator, divided),
+    }
+    return [f"chosen: {name}: {words}" for name, words in found.items()]
+
+
+def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Accelerator, tokens: int) -> list[str]:
+    """One line for each operation that can be computed in several forms here: in which, and why.
+
+    Args:
+        model: its configuration.
+        tokens: of a micro-batch, at most.
+    """
+    try:
+        sizes = sizes_of(model, accelerator)
+    except ModelError:
+        return ["chosen: kernels: by rule or measurement for each size (this model does not say what its sizes are)"]
+    found = problems(sizes, accelerator.kind, [tokens])
+    return [_kernel(problem, *choices.decide(problem, accelerator.kind)) for problem in found]
+
+
+def _kernel(problem: SizedOperation, form: str, reason: str) -> str:
+    sizes = "" if reason.startswith("measured") else f" at {problem}"
+    return f"chosen: {problem.name}{sizes}: {form} ({reason})"
+
+
+def _optimizer(communicator: Communicator, divided: bool) -> str:
+    if divided:
+        return f"each rank keeps and updates about 1/{communicator.size} of its state"
+    return "on every rank whole" if communicator.size > 1 else "whole"
+
+
+def _products(accelerator: Accelerator) -> str:
+    if accelerator.kind != "cpu":
+        return "on the GPU"
+    status = preload_blas()
+    return f"{status.state} ({status.reason})"
+
+
+def _backend(config: TrainConfig, communicator: Communicator) -> str:
+    if communicator.size == 1:
+        return "none (one process)"
+    how = "asked for" if config.backend != "auto" else "best of those here, or the launcher's"
+    return f"{communicator.backend}, {communicator.size} ranks ({how})"
+
+
+def _sizing(config: TrainConfig, sizing: Sizing) -> str:
+    how = "asked for" if config.micro_batch_tokens else "by the device"
+    lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
+    return f"at most {sizing.max_tokens} tokens ({how}), {lengths}"
+
+
+def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
+    if accelerator.eager and config.compile != "on":
+        return "eager (best on this processor)"
+    return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
+
+
+def _loss(model: Any) -> str:
+    if split(model) is None:
+        return "over all logits (this architecture scales, caps or shifts them)"
+    return "chunked over the vocabulary, at the trained tokens only"

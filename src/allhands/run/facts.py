@@ -1,0 +1,140 @@
+"""What a rank states of itself before the first gradient: what all must have in common, and the files behind it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
+from allhands.data.behind import files_behind_data, files_behind_options, hashes
+from allhands.distributed.agree import Witness
+from allhands.distributed.blame import SOFTWARE, Circumstances
+from allhands.distributed.mesh import Mesh
+from allhands.io.paths import written
+from allhands.model.adapters import trained_weights
+from allhands.model.load import LoadedModel
+from allhands.run.datasets import Datasets
+from allhands.runtime.versions import required, software_here
+
+# Compared by what is in them: their paths may be others on each computer.
+_BY_CONTENT = frozenset({"model", "data", "tokenizer", "resume_adapter_file"})
+# What nothing is computed from, where a model does not say what it reads.
+_IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"})
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank has loaded, to be compared with the others'.
+
+    Attributes:
+        start: the file of weights to start from, or ``None``.
+        equal: names of the trained arrays of which every rank has all; ``None``: of all of them.
+    """
+
+    config: TrainConfig
+    loaded: LoadedModel
+    data: Datasets
+    start: Path | None
+    equal: Collection[str] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """What every rank must have in common, as JSON values.
+
+        Weights are compared as files, because ranks on other devices may hold them in other types.
+        """
+        trained = trained_weights(self.loaded.model) if self.config.train or self.start is not None else {}
+        return {
+            "config": {k: v for k, v in self.config.shared_values().items() if k not in _BY_CONTENT},
+            "parameters": {
+                name: [list(array.shape), str(array.dtype)]
+                for name, array in trained.items()
+                if self.equal is None or name in self.equal
+            },
+            "data": self.data.fingerprints(),
+            "model": {"weights": self.loaded.fingerprint, "config": _architecture(self.loaded)},
+            "resume_adapter_file": {"weights": _sha256(self.start) if self.start else None},
+            SOFTWARE: required(software_here()),
+        }
+
+    def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
+        """What is added where facts differ, with this run's options in the words."""
+        return Witness(computer, mesh.local_rank == 0, self.details, replace(given, **self._options()))
+
+    def details(self, sections: set[str]) -> dict[str, Any]:
+        """The files behind those sections of :meth:`values`, read now, and where they are."""
+        files: dict[str, str] = {}
+        model = self.loaded.path
+        if "model" in sections:
+            weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
+            files |= hashes("model", [model / "config.json", *weights])
+        if "data" in sections:
+            files |= self._behind_data()
+        if "resume_adapter_file" in sections and self.start is not None:
+            files |= hashes("adapter", [self.start])
+        return {"files": files, "places": self._places()}
+
+    def attested(self) -> dict[str, Any]:
+        """All of it, for computers that may join later, without reading the weights again."""
+        model = self.loaded.path
+        weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
+        files = self._behind_data() | hashes("model", [model / "config.json"])
+        exam = self._exam()
+        if exam is not None:
+            files |= {"weights/all": self.loaded.fingerprint, **files_behind_options(exam["options"])}
+        if len(weights) == 1:
+            files[f"model/{weights[0].name}"] = self.loaded.fingerprint
+        dated = None if self.data.dated is None else self.data.dated.isoformat()
+        return {
+            "facts": self.values(),
+            "files": files,
+            "places": self._places(),
+            "software": software_here(),
+            "dated": dated,
+            "options": self._options(),
+            "exam": exam,
+        }
+
+    def _behind_data(self) -> dict[str, str]:
+        return files_behind_data(Path(self.config.data), self.data.stored, self.loaded.path)
+
+    def _exam(self) -> dict[str, Any] | None:
+        """What a computer with the same files need not load to be known to fit; ``None``: files do not tell."""
+        config = self.config
+        named = {"adapter": config.resume_adapter_file, "config": config.config, "template": config.chat_template}
+        told = pretraining(config) is None and Path(config.model).is_dir() and Path(config.data).exists()
+        if not told or config.hf_dataset is not None:
+            return None
+        options = {name: written(path) for name, path in named.items() if path and Path(path).is_file()}
+        splits, paths = sorted(self.data.stored), {"model": written(config.model), "data": written(config.data)}
+        return {**paths, "splits": splits, "options": options}
+
+    def _places(self) -> dict[str, str]:
+        places = {"model": str(self.loaded.path.absolute()), "data": str(Path(self.config.data).absolute())}
+        return places | ({"adapter": str(self.start.parent.absolute())} if self.start is not None else {})
+
+    def _options(self) -> dict[str, str]:
+        """Of paths, as the person gave them; what is no path here is left out."""
+        named = {"adapter": self.config.resume_adapter_file, "config": self.config.config}
+        paths = {name: written(path) for name, path in named.items() if path}
+        data = {"data": written(self.config.data)} if Path(self.config.data).exists() else {}
+        return {"model": written(self.config.model), **data, **paths}
+
+
+def _architecture(loaded: LoadedModel) -> Any:
+    """What the model's class has read of its config, or else the config without what nobody computes with."""
+    args = getattr(loaded.model, "args", None)
+    if is_dataclass(args) and not isinstance(args, type):
+        read: Mapping[str, Any] = {**asdict(args), "quantization": loaded.config.get("quantization")}
+    else:
+        read = {key: value for key, value in loaded.config.items() if key not in _IDLE_KEYS}
+    return json.loads(json.dumps(read, default=lambda value: type(cast("object", value)).__name__))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,469 @@
+"""Compare the loss and gradient of a training step with those of mlx_lm's own model, before the first step.
+
+The model computes them once as mlx_lm made it, with MLX's own operations, and once more after this package has put in
+its faster forms. Both pass the same two rows: a short one, and one as long as the data's longest. Gradients are
+compared by random projections, so that a copy of a large model's gradient is never held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from allhands.config.schema import TrainConfig
+from allhands.errors import ModelError, StorageError
+from allhands.io.files import make_directory, write_whole
+from allhands.io.trees import flatten, number
+from allhands.model import moments
+from allhands.model.adapters import ADAPTER_LEAVES
+from allhands.model.dropout import DropoutKeys
+from allhands.model.load import LoadedModel
+from allhands.parallel.gradient import make_gradient
+from allhands.run.choosing import Settlement
+from allhands.run.datasets import Datasets
+from allhands.run.gradient_cost import SHORT_TOKENS, TRAINED, PassCost
+from allhands.runtime.accelerator import Accelerator
+from allhands.runtime.blas import cache_dir, give_back_freed_pages
+from allhands.runtime.versions import versions_of
+
+_BINS = 1024  # of a projection: the norm of a difference is right to 1 / sqrt(2 * 1024)
+_LIMITS = {"float32": 5e-3, "float16": 0.15, "bfloat16": 0.15}
+# In half precision two right computations may differ by more: routers choose other experts, large activations round.
+# So mlx_lm's own distance from float32 is measured, and ours may be as far on the other side of it.
+_TIMES_NOISE = 3.0
+_LIMIT_UNMEASURED = 0.6
+# Float32 products may be computed with shorter factors on a GPU.
+_LIMIT_GPU_FLOAT32 = 0.03
+_LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
+_SECONDS = {"short": 1.0, "long": 2.0}
+# By chance a router may choose another expert in one row, in half precision: then most of so many rows decide.
+_DRAWS = 3
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row, computed by both.
+
+    Attributes:
+        tokens: of the row.
+        blocks: of the model that were used, the last ones.
+        loss: ours, a mean over the trained places.
+        expected_loss: mlx_lm's.
+        difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
+        limit: up to which difference is rounding.
+        loss_limit: the same for the loss, as a share of it.
+        worst: the array that differs most, and by how much of its own norm (at least 1 % of the gradient's).
+    """
+
+    tokens: int
+    blocks: int
+    loss: float
+    expected_loss: float
+    difference: float
+    limit: float
+    loss_limit: float
+    worst: tuple[str, float]
+
+    @property
+    def excess(self) -> float:
+        """How many times as large as rounding the difference of gradients or losses is; infinite if it is no number."""
+        loss = abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
+        found = max(self.difference / self.limit, loss / self.loss_limit)
+        return found if math.isfinite(found) and math.isfinite(loss) else math.inf
+
+    @property
+    def is_off(self) -> bool:
+        """Whether this row differs by more than rounding."""
+        return self.excess > 1.0
+
+
+@dataclass(frozen=True)
+class GradientVerdict:
+    """What a check found.
+
+    Attributes:
+        compared: each row.
+        notes: what could not be compared, and why.
+        is_complete: whether every row that was to be compared is; if not, the reason may be gone the next time.
+    """
+
+    compared: tuple[Compared, ...]
+    notes: tuple[str, ...] = ()
+    is_complete: bool = True
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing that was compared differs by more than rounding."""
+        return not any(row.is_off for row in self.compared)
+
+    def raise_if_wrong(self, model: str) -> None:
+        """
+        Raises:
+            ModelError: a row differs.
+        """
+        row = next((each for each in self.compared if each.is_off), None)
+        if row is None:
+            return
+        name, share = row.worst
+        raise ModelError(
+            f"on a row of {row.tokens} tokens this step's gradient differs from that of mlx_lm's own model by "
+            f"{row.difference:.2g} of its norm (up to {row.limit:.2g} is rounding), most in {name} ({share:.2g}); "
+            f"the loss is {row.loss:.4f} and mlx_lm's {row.expected_loss:.4f}",
+            where=model,
+            hint="please report it with the model's config.json; ALLHANDS_KERNELS=plain computes more of the model as "
+            "mlx_lm does, and --gradient-check off goes on regardless",
+        )
+
+
+# --- the two passes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What both compute: a row, and with how many of the last blocks."""
+
+    tokens: mx.array
+    blocks: int
+
+    @property
+    def places(self) -> int:
+        """Inputs."""
+        return len(self.tokens) - 1
+
+    @property
+    def trained(self) -> int:
+        """Places whose loss counts, the last ones."""
+        return min(TRAINED, len(self.tokens) - 1)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Loss, and projections and norms of the gradient by the names of its arrays."""
+
+    loss: float
+    projections: dict[str, mx.array]
+    norms: dict[str, float]
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.loss, *self.norms.values())))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A row, what mlx_lm makes of it, and up to which differences of gradient and loss are rounding."""
+
+    row: _Row
+    theirs: _Pass
+    limit: float
+    loss_limit: float
+
+
+class GradientCheck:
+    """mlx_lm's loss and gradient on two rows, computed while the model is still as mlx_lm made it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        config: Mapping[str, Any],
+        *,
+        longest: int,
+        largest_token: int,
+        bounded: bool = True,
+    ) -> None:
+        """Compute mlx_lm's part.
+
+        Args:
+            model: as mlx_lm loaded it, with what is trained settled.
+            config: of the model.
+            longest: tokens of the longest row that will be trained.
+            largest_token: of the data; the rows are made of random tokens up to it.
+            bounded: whether a few seconds must do, with fewer blocks or a shorter row where they would not.
+        """
+        self._accelerator = accelerator
+        self._rows: list[list[_Told]] = []
+        self.notes: list[str] = []
+        self._is_complete = True
+        self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
+        sizes = PassCost.of(model, config, accelerator, bounded=bounded)
+        lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
+        speed = 1.0
+        for length in lengths:
+            kind = "short" if length <= SHORT_TOKENS else "long"
+            blocks, tokens = sizes.affordable(length, _SECONDS[kind] * speed if bounded else math.inf)
+            if tokens < length:
+                self.notes.append(
+                    f"the gradient was compared with mlx_lm's on {tokens} of {length} tokens: "
+                    "more would take too long, or too much memory, here"
+                )
+            row = _Row(_random_tokens(tokens, largest_token), blocks)
+            started = time.perf_counter()
+            told, problem = self._told(model, row, sizes)
+            if problem and blocks < sizes.blocks:
+                # Some bodies count on all of their blocks; then a short row must do.
+                row = _Row(_random_tokens(min(tokens, SHORT_TOKENS), largest_token), sizes.blocks)
+                told, problem = self._told(model, row, sizes)
+            if problem:
+                self._is_complete = False
+                self.notes.append(
+                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
+                )
+            if told is None:
+                break
+            ended = time.perf_counter()
+            speed = min(1.0, _SECONDS[kind] / max(ended - started, 1e-3))
+            rows = [told]
+            for draw in range(1, _DRAWS if self._dtype != "float32" else 1):
+                again = replace(row, tokens=_random_tokens(len(row.tokens), largest_token, draw))
+                told = self._told(model, again, sizes)[0]
+                rows += [told] if told else []
+                if bounded and time.perf_counter() - ended > _SECONDS[kind]:
+                    break
+            # What is rounding in one row may be it in another.
+            limits = {name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")}
+            self._rows.append([replace(row, **limits) for row in rows])
+
+    def _told(self, model: nn.Module, row: _Row, sizes: PassCost) -> tuple[_Told | None, str | None]:
+        """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that is no number."""
+        try:
+            theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
+            if self._dtype == "float32":
+                limit = _LIMITS["float32"] if self._accelerator.kind == "cpu" else _LIMIT_GPU_FLOAT32
+                return _Told(row, theirs, limit, _LOSS_LIMITS["float32"]), None
+            exact = self._theirs(model, row, exact=True) if sizes.fits_exact(row.blocks) else None
+        except Exception as error:  # whatever an architecture may raise in MLX's or its own code
+            return None, _in_short(error)
+        limit, loss_limit = _LIMITS[self._dtype], _LOSS_LIMITS[self._dtype]
+        if not theirs.is_finite:
+            problem = f"in {self._dtype} it is not a number on this device"
+            if exact is None or not exact.is_finite:
+                return None, problem
+            return _Told(row, exact, _LIMIT_UNMEASURED, _TIMES_NOISE * loss_limit), f"{problem}; one in float32 is"
+        if exact is None:
+            return _Told(row, theirs, _LIMIT_UNMEASURED, _TIMES_NOISE * loss_limit), None
+        noise = _TIMES_NOISE * _apart(exact, theirs)[0]
+        loss_noise = _TIMES_NOISE * abs(exact.loss - theirs.loss) / max(abs(exact.loss), 1.0)
+        return _Told(row, theirs, max(limit, noise), max(loss_limit, loss_noise)), None
+
+    def _theirs(self, model: Any, row: _Row, *, exact: bool) -> _Pass:
+        targets = row.tokens[-row.trained :]
+
+        def loss(model: Any) -> mx.array:
+            logits = model(row.tokens[None, :-1])[:, -row.trained :].astype(mx.float32)
+            return nn.losses.cross_entropy(logits[0], targets, reduction="sum")
+
+        floats = moments.in_float32(model) if exact else nullcontext()
+        with moments.one_pass(model, row.blocks), floats, moments.last_places(model, row.places, row.trained):
+            value, gradient = nn.value_and_grad(model, loss)(model)
+            return _passed(value / row.trained, gradient)
+
+    def compare(self, model: nn.Module, *, eager: bool, dropout: DropoutKeys | None) -> GradientVerdict:
+        """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
+
+        Raises:
+            ModelError: ours cannot compute what mlx_lm's can.
+        """
+        compared = [self._decided(model, each, eager, dropout) for each in self._rows]
+        self._rows.clear()
+        # What a step will need is told from what the process holds before.
+        mx.clear_cache()
+        give_back_freed_pages()
+        return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
+
+    def _decided(self, model: nn.Module, rows: list[_Told], eager: bool, dropout: DropoutKeys | None) -> Compared:
+        """The first of these rows if it is right, else the one in the middle of all."""
+        found = [self._compared(model, rows[0], eager, dropout)]
+        if found[0].is_off:
+            found += [self._compared(model, told, eager, dropout) for told in rows[1:]]
+        return sorted(found, key=lambda row: row.excess)[(len(found) - 1) // 2]
+
+    def _compared(self, model: nn.Module, told: _Told, eager: bool, dropout: DropoutKeys | None) -> Compared:
+        try:
+            ours = _ours(model, told.row, eager, dropout)
+        except MemoryError:
+            raise
+        except Exception as error:  # as above: mlx_lm's own model has computed it
+            raise ModelError(
+                f"this step cannot compute the gradient that mlx_lm's own model computes: {_in_short(error)}",
+                where="--gradient-check",
+                hint="please report it with the model's config.json",
+            ) from error
+        difference, worst = _apart(told.theirs, ours)
+        sizes, losses = (len(told.row.tokens), told.row.blocks), (ours.loss, told.theirs.loss)
+        return Compared(*sizes, *losses, difference, told.limit, told.loss_limit, worst)
+
+
+def _apart(expected: _Pass, found: _Pass) -> tuple[float, tuple[str, float]]:
+    """Norm of the difference as a share of the expected one's, and the array that differs most."""
+    whole = math.sqrt(sum(norm**2 for norm in expected.norms.values()))
+    off = {name: _norm(found.projections.get(name), expected.projections[name]) for name in expected.norms}
+    floor = max(0.01 * whole, 1e-30)
+    shares = {name: off[name] / max(expected.norms[name], floor) for name in off}
+    worst = max(shares, key=lambda name: shares[name])
+    return math.sqrt(sum(value**2 for value in off.values())) / max(whole, 1e-30), (worst, shares[worst])
+
+
+def _ours(model: Any, row: _Row, eager: bool, dropout: DropoutKeys | None) -> _Pass:
+    count, last = row.trained, len(row.tokens) - 1
+    batch = [row.tokens[None, :-1], mx.arange(last - count, last), row.tokens[-count:]]
+    if dropout is not None:
+        batch.insert(0, dropout.of(np.zeros(1, dtype=np.int64), last, 0))
+    with moments.one_pass(model, row.blocks):
+        value, gradient = make_gradient(model, eager=eager, compiled=False, dropout=dropout)(*batch)
+        return _passed(value / count, gradient)
+
+
+def _passed(loss: mx.array, gradient: Any) -> _Pass:
+    projections: dict[str, mx.array] = {}
+    norms: dict[str, float] = {}
+    for index, (name, array) in enumerate(flatten(gradient)):
+        array = array.astype(mx.float32)
+        projections[name] = _projected(array, index)
+        norms[name] = number(mx.sqrt(mx.square(array).sum()))
+        mx.eval(projections[name])
+    return _Pass(number(loss), projections, norms)
+
+
+def _projected(array: mx.array, index: int) -> mx.array:
+    """Random signs, then sums of every so many numbers: as long as the array in expectation, whatever its size."""
+    flat = array.reshape(-1)
+    if flat.size <= _BINS:
+        return flat
+    signs = mx.random.bernoulli(0.5, flat.shape, key=mx.random.key(index))
+    flat = mx.where(signs, flat, -flat)
+    padded = mx.pad(flat, [(0, -flat.size % _BINS)])
+    return padded.reshape(-1, _BINS).sum(axis=0)
+
+
+def _norm(one: mx.array | None, other: mx.array) -> float:
+    """Of the difference; infinite where something is missing or no number."""
+    if one is None or one.shape != other.shape:
+        return math.inf
+    found = number(mx.sqrt(mx.square(one - other).sum()))
+    return found if math.isfinite(found) else math.inf
+
+
+def _random_tokens(count: int, largest: int, draw: int = 0) -> mx.array:
+    return mx.random.randint(0, largest + 1, (count,), key=mx.random.key(count + (draw << 32)))
+
+
+def _in_short(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def _computed_in(model: nn.Module) -> str:
+    """The type that most of the model's weights compute in; adapters, whose own is another, follow it."""
+    kinds: dict[str, int] = {}
+    for name, array in flatten(model.parameters()):
+        if ADAPTER_LEAVES & {*name.split(".")}:
+            continue
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).rpartition(".")[2]
+            kinds[name] = kinds.get(name, 0) + array.size
+    found = max(kinds, key=lambda name: kinds[name], default="float32")
+    return found if found in _LIMITS else "float32"
+
+
+# --- what is remembered -------------------------------------------------------------------------------------
+
+# What decides how a step computes: with another value it is another step.
+_SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint", "compile")
+
+
+def memory_of(config: TrainConfig, model: Mapping[str, Any], kernels: Mapping[str, Any], longest: int) -> Path:
+    """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
+    facts = {
+        "format": _FORMAT,
+        "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
+        "model": {name: value for name, value in model.items() if not name.startswith("_")},
+        "kernels": {name: value for name, value in kernels.items() if name != "measured"},
+        "measured": hashlib.sha256(json.dumps(kernels.get("measured"), default=str).encode()).hexdigest(),
+        "versions": versions_of("allhands", "mlx", "mlx-lm"),
+        "source": _source(),
+        "longest": 1 << max(longest - 1, 1).bit_length(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_dir() / "gradient-checks" / f"{digest}.json"
+
+
+@cache
+def _source() -> str:
+    """Of the code that computes a step: a version under development changes without its number."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    computing = ("model/**/*.py", "kernels/**/*.py", "runtime/native/*", "objectives/*.py", "parallel/*.py")
+    for file in sorted(file for pattern in computing for file in package.glob(pattern)):
+        if file.is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def remember(path: Path, verdict: GradientVerdict) -> None:
+    """Write that a step was right; where it cannot be written it is checked again the next time."""
+    content = {"compared": [asdict(row) for row in verdict.compared], "notes": list(verdict.notes)}
+    try:
+        make_directory(path.parent, private=True)
+        write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+    except StorageError:
+        return
+
+
+class StartCheck:
+    """The check of a training before its first step: made once for each kind of step, and remembered."""
+
+    def __init__(self, check: GradientCheck, memory: Path, *, eager: bool, name: str) -> None:
+        self._check, self._memory = check, memory
+        self._eager, self._name = eager, name
+
+    @classmethod
+    def begun(
+        cls,
+        config: TrainConfig,
+        loaded: LoadedModel,
+        accelerator: Accelerator,
+        kernels: Settlement,
+        data: Datasets,
+        say: Callable[[str], None],
+    ) -> StartCheck | None:
+        """Compute mlx_lm's part while ``loaded`` is as mlx_lm made it; ``None`` where no check is wanted or needed."""
+        windows = data.train
+        if not config.train or windows is None or config.gradient_check == "off":
+            return None
+        longest = int(windows.work.max()) + 1
+        memory = memory_of(config, loaded.config, kernels.recorded(), longest)
+        if config.gradient_check == "auto" and memory.is_file():
+            return None
+        if accelerator.kind != "cpu":  # where kernels may have to be built for it
+            say("comparing the first gradient with that of mlx_lm's own model, once for each kind of step")
+        check = GradientCheck(
+            loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
+        )
+        eager = accelerator.eager and config.compile != "on"
+        return cls(check, memory, eager=eager, name=str(loaded.path))
+
+    def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
+        """Compare with ours; returns what a person should know.
+
+        Raises:
+            ModelError: they differ, or ours cannot be computed.
+        """
+        verdict = self._check.compare(model, eager=self._eager, dropout=dropout)
+        verdict.raise_if_wrong(self._name)
+        if verdict.is_complete:
+            remember(self._memory, verdict)
+        return list(verdict.notes)

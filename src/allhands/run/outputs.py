@@ -1,0 +1,138 @@
+"""Where a rank's lines, numbers and pictures go, and who else may write there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from allhands.checkpoints import quick_step
+from allhands.checkpoints.copies import Copies
+from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
+from allhands.errors import AllhandsError
+from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
+from allhands.io.terminal import print_line
+from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, Sink, Sinks, read_metrics
+from allhands.observe.monitor import read_samples
+from allhands.observe.trackers import start_trackers, tracker_names
+from allhands.run.preparing import Prepared, Surroundings
+
+
+def copies_of(directory: Path, surroundings: Surroundings, ready: Prepared) -> Copies:
+    """What is known of copies; of this rank's own what lies there."""
+    return Copies(
+        ready.communicator,
+        keeps=ready.keeps_files and not surroundings.mesh.is_main,
+        computer=surroundings.computer or socket.gethostname(),
+        newest=lambda: quick_step(directory, ready.run_id) or 0,
+    )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of one rank's run; what is there for a copy of it alone may fail."""
+
+    directory: Path
+    surroundings: Surroundings
+    ready: Prepared
+    copies: Copies
+
+    @contextmanager
+    def claim(self) -> Generator[None, None, None]:
+        """Keep other runs off this computer's directory, where rank 0's is another one."""
+        with ExitStack() as stack:
+            if self.copies.keeps:
+                with self._spared():
+                    stack.enter_context(claimed(self.directory))
+            yield
+
+    @contextmanager
+    def _spared(self) -> Generator[None, None, None]:
+        """For what is done for a copy of the run alone: that it cannot be is told and ends nothing.
+
+        Raises:
+            ClaimedError: another run is writing there, which is a mistake.
+        """
+        try:
+            yield
+        except (AllhandsError, OSError) as error:
+            if not self.copies.keeps or isinstance(error, ClaimedError):
+                raise
+            self.copies.fail(storage_error_of(error, self.directory) if isinstance(error, OSError) else error)
+
+    def plot(self) -> Path | None:
+        """Draw the run's curves and memory, if this rank keeps files; where the first are."""
+        if not self.ready.keeps_files:
+            return None
+        from allhands.observe.monitor.picture import plot_memory
+        from allhands.observe.plots import plot_losses  # matplotlib, in memory only now
+
+        with suppress(AllhandsError):  # nothing was sampled, or not for long enough
+            plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)
+        try:
+            return plot_losses([read_metrics(self.directory)], self.directory / PLOT_FILE, private=True)
+        except AllhandsError as error:  # the weights are saved: a picture is no reason to fail
+            self.say([f"warning: the curves are not drawn ({error.where}: {error.message})"])
+            return None
+
+    @contextmanager
+    def sinks(self) -> Generator[Sinks, None, None]:
+        """Rank 0 writes metrics and shows progress; every rank keeps a log of its own lines."""
+        told = (self.ready.accelerator.warning, *self.ready.data.notes, *self.ready.notes)
+        notes = [f"note: {note}" for note in told if note]
+        sinks: list[Sink] = []
+        short = self.surroundings.short_lines
+        with ExitStack() as stack:
+            log = _log_of(self.surroundings.log_file)
+            if log is not None:
+                stack.callback(_close_log, log)
+                print(*notes, sep="\n", end="\n" if notes else "", file=log)
+                sinks.append(ConsoleSink(Console(file=log, width=200), is_terminal=False, short=short))
+            if self.ready.keeps_files:
+                with self._spared():
+                    notes += [f"note: {note}" for note in self.room()]
+            newcomer = self.copies.keeps and not self.copies.trouble
+            with self._spared():
+                share_history(self.ready.communicator, self.directory, self.ready.restored, self.ready.run_id, newcomer)
+            if self.ready.keeps_files:
+                with self._spared():
+                    sinks.append(JsonlSink(self.directory / METRICS_FILE))
+            if self.surroundings.mesh.is_main and self.ready.config.train:
+                names, values = tracker_names(self.ready.config.report_to), self.ready.config.shared_values()
+                sinks += start_trackers(names, self.ready.config.project_name, self.directory, values)
+            self.say(notes)
+            if self.surroundings.console is not None:
+                sinks.append(ConsoleSink(self.surroundings.console, profile=self.ready.config.profile, short=short))
+            yield stack.enter_context(Sinks(sinks))
+
+    def room(self) -> list[str]:
+        """Make way for this run's files; what a person should know."""
+        return make_room(self.directory, self.ready.restored, self.ready.run_id)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print ``lines`` where this rank has a console."""
+        if self.surroundings.console is not None:
+            for line in lines:
+                print_line(self.surroundings.console, line)
+
+
+def _log_of(file: Path | None) -> TextIO | None:
+    """Where this rank's lines go besides the console, if that can be written: nothing depends on it."""
+    if file is None:
+        return None
+    try:
+        make_directory(file.parent, private=True)
+        return open(file, "a", encoding="utf-8", opener=private_opener)
+    except (AllhandsError, OSError):
+        return None
+
+
+def _close_log(log: TextIO) -> None:
+    """Closing writes what is left, which a full disk refuses: that must not end the run, or hide why it ends."""
+    with suppress(OSError):
+        log.close()

@@ -1,0 +1,448 @@
+"""Everything a rank needs before its first step: data, model, group, agreement, and the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+
+from allhands.checkpoints import Checkpoint, run_name
+from allhands.checkpoints.resuming import (
+    AUTO,
+    Restored,
+    date_of,
+    find_checkpoint,
+    keeps_files,
+    receive,
+    restore_weights,
+    seen_date,
+    tell_kept_aside,
+)
+from allhands.checkpoints.rundir import kept_as
+from allhands.checkpoints.settings import check_contents, check_settings, check_versions
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
+from allhands.distributed.agree import agree
+from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.blame import Circumstances
+from allhands.distributed.handout import hand_out_json
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError, ModelError
+from allhands.io.formatting import format_count
+from allhands.io.paths import meant
+from allhands.kernels.documents import require_isolation
+from allhands.kernels.known import can_be_compiled, length_that_counts, sees_ahead
+from allhands.kernels.selection import KernelSelection
+from allhands.model.adapters import (
+    Trainable,
+    as_written,
+    dated_as,
+    load_trained,
+    make_trainable,
+    unfit,
+    untrained,
+)
+from allhands.model.dropout import DropoutKeys, dropout_keys_of
+from allhands.model.fresh import fitted, new_model
+from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.passes import Applied, PassContext, apply_passes
+from allhands.run.choosing import Settlement, agreed, own_choices, resumed
+from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
+from allhands.run.facts import RankFacts
+from allhands.run.gradient_check import StartCheck
+from allhands.run.unlearned import unlearned
+from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
+from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
+from allhands.runtime.versions import versions_of
+
+TELL_EVERY_S = 5.0
+BUSY_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
+
+    Attributes:
+        connect: joins the group; called after data and model are known to be good.
+        started: called once when this rank is ready to train.
+        busy: called now and then, by another thread, while the data are fetched and tokenised.
+        beat: told what the training is doing (phase, batches done), at every change.
+        waits: told that the training waits for data (batches done, seconds for which they have been on their way).
+        stop_requested: the signal that asked this process to stop, or 0.
+        regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
+        run_id: one for all attempts of a run.
+        attempt: which start of the run this is, from 1.
+        moment: when the run began, by the clock on the wall of whoever started it.
+        console: for rank 0's progress; ``None`` for silence.
+        cores_per_rank: processor cores of each local process, if limited.
+        log_file: where this rank's own lines go besides the console.
+        short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
+        computer: the name of this computer, as the launcher has it; empty: ranks are told apart by their numbers.
+        given: who started the ranks, for the words about those that differ.
+        attest: told by rank 0 what the ranks have agreed on; ``None``: nobody asks.
+        trial: whether this is no rank yet, but shall only find out whether it would fit: ``attest`` ends it.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    connect: Callable[[], Communicator] = SingleProcess
+    started: Callable[[], None] = lambda: None
+    busy: Callable[[], None] = lambda: None
+    beat: Callable[[str, int], None] = lambda phase, step: None
+    waits: Callable[[int, float], None] = lambda step, seconds: None
+    stop_requested: Callable[[], int] = lambda: 0
+    regroup_requested: Callable[[], bool] = lambda: False
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    attempt: int = 1
+    moment: datetime = field(default_factory=datetime.now)
+    console: Console | None = None
+    cores_per_rank: int | None = None
+    log_file: Path | None = None
+    short_lines: bool = False
+    computer: str = ""
+    given: Circumstances = field(default_factory=Circumstances)
+    attest: Callable[[Mapping[str, Any]], None] | None = None
+    trial: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank, everything loaded and agreed.
+
+    Attributes:
+        config: with what an adapter that is only tested was made with.
+        restored: the checkpoint to go on from, its weights already in the model.
+        keeps_files: whether this rank writes the run's files.
+        notes: what a person should know.
+        run_id: the same on all ranks.
+        kernels: which forms of operations are computed, and why.
+        passes: what became of each substitution of modules.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    communicator: Communicator
+    data: Datasets
+    loaded: LoadedModel
+    trainable: Trainable
+    dropout: DropoutKeys | None
+    restored: Restored | None
+    keeps_files: bool
+    notes: tuple[str, ...]
+    run_id: str
+    kernels: Settlement
+    passes: tuple[Applied, ...] = ()
+
+    def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
+        """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
+        return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
+
+
+def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
+    """Load model and data, join the group and agree; go on from a checkpoint."""
+    prepare_process()
+    told = config.notes
+    if start is not None and not config.train:
+        config = as_written(config, start.parent)
+    mesh = surroundings.mesh
+    told = (*told, *_launching(config))
+    accelerator = detect()
+    kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
+    checkpoint, notes = None, list(told)
+    # The data first, because mistakes in them are frequent and a model takes long to load.
+    with _busy(surroundings):
+        fresh, tokenizer = pretraining(config), None
+        chat = chat_of(config, start.parent if start is not None and not config.train else None)
+        trust = config.trust_remote_code
+        if fresh is not None:
+            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
+            config = fresh = fitted(fresh, tokenizer)
+        if mesh.is_main and config.train:
+            checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+            notes += found
+            if checkpoint is not None:
+                notes += check_settings(checkpoint, config)
+        sources = find_splits(config)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
+        made_data = partial(
+            open_data, config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0
+        )
+        data = made_data(moment=_moment(config, surroundings, directory, start, checkpoint))
+        notes += _date_told(data, surroundings)
+        if fresh is not None:
+            loaded = new_model(fresh, tokenizer, accelerator)
+        else:
+            path = str(tokenizer.path)
+            compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
+            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
+            if compared:
+                _ = loaded.fingerprint  # reads all weights
+    require_in_vocabulary(loaded, data.largest_token)
+    model: Any = loaded.model
+    mx.random.seed(config.seed)
+    trainable = _made_trainable(model, config, start)
+    notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
+    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
+    notes += _padding_told(model, data)
+    with _busy(surroundings):
+        context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
+    if start is not None:
+        load_trained(model, start, new=fresh is not None, tested=not config.train)
+    if config.isolate_documents:
+        require_isolation(model, loaded.config["model_type"])
+    if checkpoint is not None:
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
+        notes += check_versions(checkpoint, versions())
+        kernels = resumed(kernels, checkpoint.state)
+    communicator = surroundings.connect()
+    data = _agreed(communicator, surroundings, RankFacts(config, loaded, data, start), made_data)
+    kernels = agreed(kernels, communicator)
+    context.selection.select_by(kernels.choices)
+    notes += kernels.notes
+    applied += apply_passes(model, context, "agreed")
+    run_id: str = hand_out_json(communicator, surroundings.run_id)
+    restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
+    if restored is not None:
+        restore_weights(model, restored, surroundings.busy)
+    elif config.train and config.resume == AUTO:
+        notes += tell_kept_aside(communicator, directory)
+    keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
+    surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
+    surroundings.started()
+    dropout = dropout_keys_of(model)
+    parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
+    return Prepared(*parts, tuple(notes), run_id, kernels, applied)
+
+
+def _agreed(
+    communicator: Communicator, surroundings: Surroundings, facts: RankFacts, made_data: Callable[..., Datasets]
+) -> Datasets:
+    """The data, with rank 0's date, once all ranks have stated the same.
+
+    Raises:
+        MisfitError: they have not.
+    """
+    mesh = surroundings.mesh
+    if communicator.size > 1:
+        with _busy(surroundings):
+            data = _of_one_date(communicator, facts.data, lambda moment: made_data(moment=moment))
+        facts = replace(facts, data=data)
+        witness = facts.witness(surroundings.computer, mesh, surroundings.given)
+
+        def read_again(sections: set[str]) -> Mapping[str, Any]:
+            with _busy(surroundings):
+                return witness.details(sections)
+
+        agree(communicator, facts.values(), replace(witness, details=read_again))
+    if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
+        with _busy(surroundings):
+            attested = facts.attested()
+        surroundings.attest(attested)
+    return facts.data
+
+
+def _passes_checked(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    accelerator: Accelerator,
+    kernels: Settlement,
+    data: Datasets,
+    surroundings: Surroundings,
+    notes: list[str],
+) -> tuple[PassContext, tuple[Applied, ...]]:
+    """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
+
+    def say(line: str) -> None:
+        if surroundings.console is not None:
+            surroundings.console.print(line, highlight=False, markup=False)
+
+    leads = surroundings.mesh.local_rank == 0
+    check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
+    # By this rank's own choices, which the agreement may replace.
+    context = pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
+    applied = apply_passes(loaded.model, context)
+    if check is not None:
+        notes += check.finish(loaded.model, dropout_keys_of(loaded.model))
+    return context, applied
+
+
+def _launching(config: TrainConfig) -> list[str]:
+    """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
+    if not mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
+        return []
+    has_order = launch_directly(os.environ, untouched=nothing_computed(), deterministic=config.deterministic)
+    if not has_order:
+        message = "MLX has computed before in this process, and adds up as it has begun to"
+        raise ConfigError(
+            message,
+            where="--deterministic",
+            hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
+        )
+    if launches_directly() or os.environ["MLX_USE_CUDA_GRAPHS"] != "0":
+        return []
+    return ["MLX has computed before in this process: a step takes more memory, and longer, than in a new one"]
+
+
+def _padding_told(model: Any, data: Datasets) -> list[str]:
+    """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
+    if (block := sees_ahead(model)) is not None:
+        return [
+            "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "
+            f"{block}: losses are lower than a causal model's, and other ranks or micro-batches give slightly other "
+            "numbers"
+        ]
+    limit, windows = length_that_counts(model), data.train
+    if limit is None or windows is None or int(windows.work.max()) <= limit:
+        return []
+    return [
+        f"this model's rotary angles follow the length of a row beyond {limit} tokens, its padding included: other "
+        f"ranks or micro-batches give slightly other numbers; --max-seq-length {limit} avoids it"
+    ]
+
+
+def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
+    """Whether the step of a run of so many batches is compiled, where it is a graph."""
+    if config.compile == "auto":
+        return batches >= COMPILE_FROM_BATCHES and can_be_compiled(getattr(model, "model_type", None))
+    return config.compile == "on"
+
+
+def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
+    """What decides which passes apply to ``model``, of which it is settled what is trained.
+
+    Raises:
+        ConfigError: it cannot be compiled, and shall be.
+    """
+    if config.compile == "on" and not can_be_compiled(getattr(model, "model_type", None)):
+        message = "a pass of this architecture cannot be compiled: mlx_lm chooses its experts in Python, by numbers"
+        raise ConfigError(message, where="--compile", hint="leave it out; the step is then computed, not compiled")
+    return PassContext(
+        accelerator,
+        "train" if config.train else "evaluate",
+        at_once=accelerator.eager and config.compile != "on",
+        longest=config.max_seq_length,
+        seed=config.seed,
+        grad_checkpoint=config.grad_checkpoint,
+        selection=selection,
+    )
+
+
+def _moment(
+    config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None, checkpoint: Checkpoint | None
+) -> datetime:
+    """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
+    if surroundings.trial:
+        return surroundings.moment
+    if not config.train:
+        kept = dated_as(start.parent) if start is not None else None
+    elif surroundings.mesh.is_main:
+        kept = date_of(checkpoint) if checkpoint is not None else None
+    else:
+        kept = seen_date(config, directory, surroundings.run_id, surroundings.attempt)
+    return kept or surroundings.moment
+
+
+def _date_told(data: Datasets, surroundings: Surroundings) -> list[str]:
+    """That the date is another than today's, where it is."""
+    if data.dated is None or data.dated.date() == surroundings.moment.date():
+        return []
+    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
+
+
+def _of_one_date(communicator: Communicator, data: Datasets, made: Callable[[datetime], Datasets]) -> Datasets:
+    """The data with rank 0's date: other ranks may have begun on another day, or live in another time zone."""
+    own = None if data.dated is None else data.dated.isoformat()
+    told: str | None = hand_out_json(communicator, own)
+    return data if own is None or told in (None, own) else made(datetime.fromisoformat(told))
+
+
+def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
+    if not config.train and start is None:
+        return untrained(model)
+    try:
+        return make_trainable(model, config)
+    except ConfigError as error:
+        if start is None or config.train:
+            raise
+        # What an adapter says of itself is no option that a person has given.
+        raise unfit(error.message, start.parent) from None
+
+
+@contextmanager
+def _busy(surroundings: Surroundings) -> Generator[None]:
+    """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start should."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BUSY_EVERY_S):
+            surroundings.busy()
+
+    thread = threading.Thread(target=beat, name="allhands-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _tell_progress(surroundings: Surroundings) -> Progress:
+    """Keep a person informed, from time to time."""
+    told = time.monotonic()
+
+    def tell(split: str, records: int, tokens: int) -> None:
+        nonlocal told
+        if surroundings.console is not None and time.monotonic() > told + TELL_EVERY_S:
+            told = time.monotonic()
+            line = f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far"
+            surroundings.console.print(line, highlight=False, markup=False)
+
+    return tell
+
+
+def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroundings) -> Path | None:
+    """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
+    if config.resume_adapter_file:
+        resumed = Path(config.resume_adapter_file)
+        kept = kept_as(directory, resumed)
+        if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
+            return kept  # the first attempt has set it aside, and what is there now is this run's own
+        if not resumed.is_file():
+            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
+            weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
+            hint = meant(resumed, f"give the {weights} of an earlier run")
+            if kept:
+                hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
+            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
+        return resumed
+    if config.test and not config.train:
+        saved = directory / "adapters.safetensors"
+        if not saved.exists():
+            raise ConfigError(
+                f"there is no adapter to test in {directory}",
+                where="--adapter-path",
+                hint="train first (--train), or name the directory of an earlier run",
+            )
+        return saved
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of what determines a run's numbers."""
+    return {
+        **versions_of("allhands", "mlx", "mlx-lm", "numpy"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

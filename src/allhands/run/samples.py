@@ -1,0 +1,73 @@
+"""What the model writes while it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.io.trees import number
+from allhands.observe.metrics import Sampled
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Lets ``model`` go on from prompts.
+
+    Every token computes the whole text again, by the forward pass that is trained: samples are short, and so there is
+    nothing that could differ from it. The random numbers are functions of seed, step and place: nothing else changes.
+
+    Attributes:
+        most: tokens of a text, prompt included; the model knows no more places.
+        beat: called with the number of batches done before each token.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    prompts: Sequence[str]
+    num_tokens: int
+    temperature: float
+    seed: int
+    most: int
+    beat: Callable[[int], None]
+
+    def __call__(self, step: int) -> list[Sampled]:
+        """A text for each prompt."""
+        self.model.eval()
+        try:
+            texts = [self._text(place, prompt, step) for place, prompt in enumerate(self.prompts)]
+            return [Sampled(step, prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
+        finally:
+            self.model.train()
+
+    def _text(self, place: int, prompt: str, step: int) -> str:
+        tokens = self._start(prompt)
+        begun, ends = len(tokens), set(self.tokenizer.eos_token_ids)
+        key = mx.random.key(self.seed + step * 1_000_003 + place)
+        model: Any = self.model
+        while len(tokens) < min(begun + self.num_tokens, self.most):
+            self.beat(step)
+            logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
+            key, now = mx.random.split(key)
+            token = mx.argmax(logits) if self.temperature == 0 else self._drawn(logits, now)
+            tokens.append(int(number(token)))
+            if tokens[-1] in ends:
+                break
+        return self.tokenizer.decode(tokens[begun:], skip_special_tokens=True)
+
+    def _start(self, prompt: str) -> list[int]:
+        """The prompt's tokens, at least one, and no end of text where the tokenizer closes texts with one."""
+        tokens = list(self.tokenizer.encode(prompt))
+        while len(tokens) > 1 and tokens[-1] in self.tokenizer.eos_token_ids:
+            tokens.pop()
+        return (tokens or [self._first()])[: self.most - 1]
+
+    def _first(self) -> int:
+        given = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if given is None else given
+
+    def _drawn(self, logits: mx.array, key: mx.array) -> mx.array:
+        return mx.random.categorical(logits / self.temperature, key=key)

@@ -1,0 +1,463 @@
+"""Assemble a fine-tuning run: data, model, group, loader, step and loop. The only place that knows them all."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from allhands.checkpoints.place import require_place_of_run
+from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
+from allhands.data.loader import Loader, MicroBatch
+from allhands.data.order import GlobalOrder
+from allhands.data.prefetch import Prefetcher
+from allhands.data.tokens import Windows
+from allhands.distributed.capabilities import can
+from allhands.distributed.mesh import Mesh
+from allhands.distributed.reduce import barrier, bucket_bytes_for
+from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
+from allhands.io.files import claimed
+from allhands.io.formatting import format_bytes
+from allhands.io.trees import number, numbers
+from allhands.model.adapters import adapter_config, trained_weights
+from allhands.model.beyond import limits_told, use_of
+from allhands.model.fresh import ModelFiles
+from allhands.model.tokenizer import positions_of
+from allhands.objectives.base import Objective
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.observe.metrics import (
+    METRICS_FILE,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Sink,
+)
+from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
+from allhands.observe.monitor.samples import LOGS
+from allhands.observe.trackers import require_trackers, tracker_names
+from allhands.parallel.registry import TrainingNeeds
+from allhands.run.datasets import size_notes
+from allhands.run.expecting import expected_bytes, scarce
+from allhands.run.explain import choices, kernel_choices
+from allhands.run.loop import LoopParts, train_loop
+from allhands.run.outputs import Outputs, copies_of
+from allhands.run.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
+from allhands.run.samples import Sampler
+from allhands.run.state import LoopState
+from allhands.run.strategy_choice import chosen_strategy
+from allhands.runtime.faults import fire
+from allhands.runtime.sizing import Sizing
+from allhands.train.callbacks import Callback, checked, gradient_hook
+from allhands.train.evaluation import Evaluator
+from allhands.train.optim import has_schedule, make_optimizer, num_batches
+from allhands.train.sharded_state import load_optimizer, sharded_state
+from allhands.train.step import StepOptions, TrainStep, make_step
+from allhands.train.updater import Rules
+
+__all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """Outcome of :func:`finetune`.
+
+    Attributes:
+        adapter_path: directory with the adapter, metrics and plot.
+        ended: how it ended, with the best validation loss and the test loss if asked for.
+        plot: path of the loss curves; ``None`` on ranks other than 0 or without training.
+    """
+
+    adapter_path: Path
+    ended: RunEnded
+    plot: Path | None
+
+
+def run_finetune(
+    config: TrainConfig,
+    surroundings: Surroundings,
+    callbacks: Sequence[Callback] = (),
+    objective: Objective = CAUSAL_LM,
+) -> FinetuneResult:
+    """Train and test as ``config`` says, in this process, as one rank of ``surroundings.mesh``.
+
+    Raises:
+        AllhandsError: one of its classes for every kind of wrong input or failure.
+    """
+    if not (config.train or config.test):
+        raise ConfigError("nothing to do", hint="add --train, --test or both")
+    require_place_of_run(config)
+    callbacks = checked(callbacks)
+    directory = Path(config.adapter_path)
+    start = starting_weights(config, directory, surroundings)
+    if surroundings.mesh.is_main:
+        require_trackers(tracker_names(config.report_to))
+    identity = Identity("rank", surroundings.mesh.rank, attempt=surroundings.attempt)
+    with limits_told(use_of(config)), ExitStack() as stack, ProcessSampler(identity) as observer:
+        if config.train and surroundings.mesh.is_main:
+            stack.enter_context(claimed(directory))
+        surroundings = _observed(surroundings, observer)
+        ready = prepare(config, surroundings, directory, start)
+        observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
+        outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
+        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
+
+
+def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
+    """The same, with every beat told to ``observer`` too."""
+
+    def beat(phase: str, step: int) -> None:
+        observer.beat(phase, step)
+        surroundings.beat(phase, step)
+
+    def waits(step: int, seconds: float) -> None:
+        observer.beat("load", step)
+        surroundings.waits(step, seconds)
+
+    return replace(surroundings, beat=beat, waits=waits)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's run, everything loaded and agreed."""
+
+    config: TrainConfig
+    surroundings: Surroundings
+    callbacks: Sequence[Callback]
+    directory: Path
+    ready: Prepared
+    observer: ProcessSampler
+    outputs: Outputs
+    objective: Objective = CAUSAL_LM
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place among the others."""
+        return self.surroundings.mesh
+
+    def execute(self) -> FinetuneResult:
+        try:
+            return self._execute()
+        except (Interrupted, NumericsError):
+            # Raised on all ranks. The curves show what happened; a second failure must not hide the first.
+            with suppress(AllhandsError):
+                self.outputs.plot()
+            barrier(self.ready.communicator)
+            raise
+
+    def _execute(self) -> FinetuneResult:
+        planned = self._planned() if self.config.train else None
+        with self.outputs.claim(), self.outputs.sinks() as sink:
+            ended = self._train(sink, *planned) if planned else RunEnded(0, "finished", 0.0)
+            try:
+                if self.config.test:
+                    ended = replace(ended, test_loss=self._test(ended.step))
+            finally:
+                self.surroundings.beat("end", ended.step)
+                sink.emit(ended)
+        return FinetuneResult(self.directory, ended, self.outputs.plot())
+
+    def _planned(self) -> tuple[Windows, GlobalOrder, int]:
+        """What is trained on, in which order, in how many batches: refused before an earlier run is set aside."""
+        windows = self.ready.data.train
+        assert windows is not None
+        order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
+        self._strategy(masters=False)  # raises where it is asked for and cannot be
+        return windows, order, num_batches(self.config, order.batches_per_epoch)
+
+    def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
+        config = self.config
+        optimizer, state = self._optimizer(total)
+        compiled = compiles(config, total, self.ready.loaded.model)
+        sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
+        loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
+        self._expect(largest := loader.largest())
+        step = self._step(optimizer, state, compiled)
+        self._restore_optimizer(optimizer, step)
+        sink.emit(self._started(total, state, largest))
+        positions = positions_of(self.ready.loaded.config)
+        notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
+        self.outputs.say([f"note: {note}" for note in notes])
+        self._explain(sizing, step, compiled)
+        if state.iteration >= total:
+            self.outputs.say(
+                [f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"]
+            )
+
+        def load(iteration: int) -> list[MicroBatch]:
+            fire("load", iteration, self.mesh.rank)
+            return loader.load(iteration)
+
+        def waits(seconds: float) -> None:
+            self.surroundings.waits(state.iteration, seconds)
+
+        prefetched = Prefetcher(load, end=total, waits=waits)
+        with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
+            parts = LoopParts(
+                config=config,
+                order=order,
+                load=prefetcher.get,
+                step=step,
+                evaluator=self._evaluator(self.ready.data.valid, config.val_batches),
+                communicator=self.ready.communicator,
+                accelerator=self.ready.accelerator,
+                sink=sink,
+                callbacks=self.callbacks,
+                save=save,
+                saved=saved,
+                beat=self.surroundings.beat,
+                stop_requested=self.surroundings.stop_requested,
+                regroup_requested=self.surroundings.regroup_requested,
+                learning_rate=lambda: number(optimizer.learning_rate),
+                total=total,
+                sample=self._sampler(),
+                tokens_per_byte=self._tokens_per_byte(),
+                copies=self.outputs.copies,
+            )
+            ended = train_loop(parts, state)
+        if config.log_level == "verbose":
+            kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
+            self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
+        return ended
+
+    def _sampler(self) -> Callable[[int], list[Sampled]]:
+        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
+        config = self.config
+        if not (config.sample_prompts and self.mesh.data_rank == 0):
+            return lambda step: []
+        return Sampler(
+            model=self.ready.loaded.model,
+            tokenizer=self.ready.loaded.tokenizer,
+            prompts=config.sample_prompts,
+            num_tokens=config.sample_tokens,
+            temperature=config.sample_temperature,
+            seed=config.seed,
+            most=config.max_seq_length,
+            beat=lambda step: self.surroundings.beat("validate", step),
+        )
+
+    def _tokens_per_byte(self) -> float | None:
+        stored = self.ready.data.stored.get("valid")
+        return stored.report.tokens_per_byte if stored and self.config.packing else None
+
+    def _model_files(self) -> ModelFiles | None:
+        """What makes a directory with the trained weights a model, where they are not a change to another one."""
+        fresh = pretraining(self.config)
+        if fresh is None:
+            return None
+        values = fresh.model_dump(mode="json", exclude={"model"})
+        mark, data = {"made_by": "allhands pretrain", "config": values}, self.ready.data
+        return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
+
+    def _optimizer(self, total: int) -> tuple[Any, LoopState]:
+        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
+        config, restored = self.config, self.ready.restored
+        trained = trained_weights(self.ready.loaded.model)
+        half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
+        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
+        if restored is None:
+            return optimizer, LoopState()
+        return optimizer, LoopState.from_json(restored.state)
+
+    def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
+        """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
+        config, restored = self.config, self.ready.restored
+        if restored is None:
+            return
+        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
+        if not has_schedule(config):  # which computes it from the step
+            optimizer.learning_rate = config.learning_rate
+        # The arrays have their places now: nothing is read again.
+        restored.weights.clear()
+        restored.optimizer.clear()
+
+    def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
+        config = self.config
+        # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
+        self.ready.loaded.model.train()
+        start = state.iteration
+
+        def heartbeat(phase: str) -> None:
+            # The first update after a start builds what later ones find: kernels and buffers.
+            first = state.iteration == start and phase != "reduce"
+            self.surroundings.beat("first" if first else phase, state.iteration)
+
+        rules = Rules(
+            max_grad_norm=config.max_grad_norm,
+            after_backward=self._after_backward(state),
+            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
+        )
+        options = StepOptions(
+            cpu_native=self._cpu_native,
+            compiled=compiled,
+            rules=rules,
+            strategy=self._strategy(masters=optimizer.masters),
+            bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
+            dropout=self.ready.dropout,
+            non_finite=config.non_finite,
+            packed=config.packing,
+            objective=self.objective,
+            heartbeat=heartbeat,
+        )
+        return make_step(self.ready.loaded.model, optimizer, self.ready.communicator, options)
+
+    @property
+    def _cpu_native(self) -> bool:
+        return self.ready.accelerator.eager and self.config.compile != "on"
+
+    def _strategy(self, *, masters: bool) -> str:
+        hooked = gradient_hook(self.callbacks, None) is not None
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
+        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+        return chosen_strategy(*parts, masters=masters)
+
+    def _alike(self, sizing: Sizing) -> bool:
+        """Whether all ranks cut their shares the same way; asked where that is of use."""
+        communicator = self.ready.communicator
+        if not can(communicator.backend, "overlap"):
+            return False
+        # Float32, which every back-end can gather, is exact to 2**24.
+        mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
+        return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
+
+    def _expect(self, largest: tuple[int, int]) -> None:
+        """Tell the monitor, and a person where it is too much, how much memory this will take."""
+        ready, present = self.ready, self.observer.resident()
+        expected = expected_bytes(self.config, ready.loaded, largest, self.mesh, ready.accelerator, present)
+        if expected is None:
+            return
+        self.observer.expect(expected, arrays=not ready.accelerator.eager)
+        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.eager else None
+        if note:
+            self.outputs.say([f"note: {note}"])
+        elif self.config.log_level == "verbose":
+            self.outputs.say([f"expected: at most {format_bytes(expected)} of memory for this process"])
+
+    def _explain(self, sizing: Sizing, step: TrainStep, compiled: bool) -> None:
+        """With --log-level verbose: what was chosen, and why."""
+        if self.config.log_level != "verbose":
+            return
+        stored = self.ready.data.stored.items()
+        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
+        ready = self.ready
+        tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
+        kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        self.outputs.say([f"pass: {each}" for each in ready.passes])
+        self.outputs.say(kernels)
+        parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
+        self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
+
+    def _saving(self, optimizer: Any, step: TrainStep) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
+        """What saves on this rank: everything if it keeps files, else what only it holds."""
+        ready = self.ready
+        held = Held(
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph),
+            spare_bytes=lambda: step.spare_bytes,
+            ranks_here=self.mesh.local_size,
+        )
+        return saving(ready.communicator, self._save_plan(), held, self._described, keeps=ready.keeps_files)
+
+    def _save_plan(self) -> SavePlan:
+        config, ready = self.config, self.ready
+        return SavePlan(
+            directory=self.directory,
+            run_id=ready.run_id,
+            busy=self.surroundings.busy,
+            rank=self.mesh.rank,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            # In full each is a whole model, which the checkpoint holds already.
+            numbered=config.fine_tune_type != "full" or config.keep_last == 0,
+            adapter_config=adapter_config(config, *ready.described()),
+            chat_template=ready.data.template,
+            constants=cache(self._constants),
+            model=self._model_files(),
+            room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
+        )
+
+    def _described(self, state: LoopState) -> dict[str, Any]:
+        """Where the run stands, as JSON values."""
+        windows, metrics = self.ready.data.train, self.directory / METRICS_FILE
+        assert windows is not None
+        return {
+            **state.to_json(),
+            "epoch": state.iteration * self.config.batch_size / len(windows),
+            "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0,
+        }
+
+    def _constants(self) -> dict[str, Any]:
+        """What every checkpoint of this start says besides."""
+        ready = self.ready
+        return {
+            "random": "order and dropout are functions of seed, batch and example",
+            "config": self.config.model_dump(mode="json"),
+            "config_fingerprint": self.config.fingerprint(),
+            "versions": versions(),
+            "model": {"path": str(ready.loaded.path), "fingerprint": ready.loaded.fingerprint},
+            "data": ready.data.recorded(),
+            "chat_template": ready.data.template,
+            "world_size": self.mesh.size,
+            "backend": ready.communicator.backend,
+            "attempt": self.surroundings.attempt,
+            "kernels": ready.kernels.recorded(),
+        }
+
+    def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:
+        hook = gradient_hook(self.callbacks, self.ready.loaded.model)
+        return None if hook is None else lambda gradients: hook(state.iteration, gradients)
+
+    def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
+        if windows is None or num_batches == 0:
+            return None
+        return Evaluator(
+            self.ready.loaded.model,
+            windows,
+            self.ready.communicator,
+            self.mesh,
+            self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
+            batch_size=self.config.batch_size,
+            num_batches=num_batches,
+            eager=self.ready.accelerator.eager,
+            objective=self.objective,
+            stop_requested=self.surroundings.stop_requested,
+            beat=self.surroundings.beat,
+        )
+
+    def _test(self, step: int) -> float:
+        evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
+        assert evaluator is not None
+        return evaluator(step).loss
+
+    def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
+        config, windows, restored = self.config, self.ready.data.train, self.ready.restored
+        fresh = pretraining(config)
+        return RunStarted(
+            name=self.directory.name,
+            model=config.model if fresh is None else f"{fresh.shape}, new",
+            method=config.fine_tune_type if fresh is None else "pre-training",
+            num_ranks=self.mesh.size,
+            backend=self.ready.communicator.backend,
+            batch_size=config.batch_size,
+            total_steps=total,
+            trainable_params=self.ready.trainable.parameters,
+            total_params=self.ready.trainable.total_parameters,
+            num_train_examples=len(windows) if windows else 0,
+            cores_per_rank=self.surroundings.cores_per_rank,
+            versions=versions(),
+            time=time.time(),
+            step=state.iteration,
+            attempt=self.surroundings.attempt,
+            elapsed_s=state.before_s,
+            resumed_from=restored.place if restored and not restored.own else None,
+            largest=largest,
+            vocabulary=self.ready.loaded.vocabulary,
+        )

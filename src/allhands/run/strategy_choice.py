@@ -1,0 +1,51 @@
+"""The strategy that ``--strategy auto`` takes, and whether the one that was asked for can be had."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from allhands.config.schema import TrainConfig
+from allhands.distributed.backend import Communicator
+from allhands.distributed.capabilities import can
+from allhands.errors import ConfigError
+from allhands.model.adapters import trained_weights
+from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
+
+# Trained numbers from which on the update takes a GPU longer than 0.5 ms.
+_WORTH_IT = 1 << 26
+
+
+def chosen_strategy(
+    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds, *, masters: bool
+) -> str:
+    """The name of the strategy by which ranks divide the work.
+
+    Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway. Over the other
+    back-ends weights travel besides, which only who has too little memory will want.
+
+    Args:
+        masters: whether the optimizer has float32 copies of trained weights.
+
+    Raises:
+        ConfigError: the strategy that was asked for does not fit this training.
+    """
+    if communicator.size == 1:
+        return "data"
+    if config.strategy == "auto":
+        trained = sum(array.size for array in trained_weights(model).values())
+        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, masters)
+        return "zero1" if divided else "data"
+    if problem := STRATEGIES[config.strategy].unfit(wanted):
+        alike = ", ".join(ELEMENTWISE)
+        hint = "add --compile on" if wanted.cpu_native else f"leave it out, or take one of {alike}"
+        raise ConfigError(problem, where=f"--strategy {config.strategy}", hint=hint)
+    return config.strategy
+
+
+def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:
+    """Whether ranks are faster if each updates a part of so many trained numbers.
+
+    Without copies in float32 an update moves half as many bytes, and what a rank need not do takes no longer than what
+    its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).
+    """
+    return communicator.size > 1 and can(communicator.backend, "overlap") and masters and trained >= _WORTH_IT

@@ -1,0 +1,181 @@
+"""How much memory a training takes at its peak, before it has begun.
+
+A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a block's own intermediate
+results, the gradients), in the loss (what has been kept, and the logits of a chunk), and in the update (gradients, and
+new values beside the old). What is kept is counted in numbers for each token and block, as multiples of the widths of a
+block. The multiples were measured: ``tests/parity/test_expected_memory.py`` compares them with real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from allhands.parallel.costs import Memory, Method, Work
+
+WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
+_FLOAT = 4  # bytes: a CPU computes in float32
+_HALF = 2
+_CHUNK_ROWS = 256  # of the loss
+_LOGITS = 512 << 20  # bytes of them at once on a GPU
+_ONE_ARRAY = 1 << 28  # trained numbers that are one on a GPU, as in allhands.kernels.fused.leaves
+# Values for each trained weight that an optimizer keeps.
+_STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
+# In the update, weight by weight: the gradient, and a part of the new values beside the old.
+_UPDATE, _UPDATE_OF_MUON = 1.25, 1.5
+_HEADS = 2.95
+# Keys of configurations that tell of experts: of these all blocks are alike if nothing of _UNEVEN is set.
+_EXPERTS = ("num_local_experts", "num_experts")
+_UNEVEN = ("n_routed_experts", "mlp_only_layers", "first_k_dense_replace", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which some are chosen.
+
+    Attributes:
+        mlp_dims: of the MLP, or of one expert.
+        queries: heads times their width; ``keys`` is that of the keys, and of the values.
+        experts: of each block, ``active`` of which compute a token; 0 and 0 where there is one MLP.
+    """
+
+    layers: int
+    dims: int
+    mlp_dims: int
+    queries: int
+    keys: int
+    vocabulary: int
+    experts: int = 0
+    active: int = 0
+
+
+def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
+    """The widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
+    if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
+        return None
+    try:
+        experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
+        active = int(config["num_experts_per_tok"]) if experts else 0
+        heads, dims = int(config["num_attention_heads"]), int(config["hidden_size"])
+        width = int(config.get("head_dim") or dims // heads)
+        key_heads = int(config.get("num_key_value_heads") or heads)
+        inner = config.get("moe_intermediate_size") if experts else None
+        layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        mlp_dims = int(inner or config["intermediate_size"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return Blocks(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
+
+
+def on_cpu(blocks: Blocks, work: Work) -> Memory:
+    """What a step takes on a Linux CPU with the native operations, in float32."""
+    values = work.tokens * _FLOAT
+    kept, passing = _of_a_block(blocks, work.method)
+    layers = work.trained_layers
+    if work.recomputed:
+        each = blocks.dims + (3.3 * blocks.dims + 0.2 * blocks.active * blocks.mlp_dims if blocks.experts else 0.0)
+        forward, held = layers * blocks.dims, layers * each + kept + passing
+    else:
+        forward, held = layers * _before_backward(kept), layers * kept + passing
+    gradients = _gradients(blocks, work)
+    states = _STATES.get(work.optimizer, 2)
+    chunk = min(_CHUNK_ROWS, work.tokens) * blocks.vocabulary * _FLOAT
+    update = int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes)
+    head = 0
+    if work.method == "full" and layers == blocks.layers:
+        # The embedding's gradient, as input and as head, before they are one.
+        head = blocks.vocabulary * blocks.dims * _FLOAT
+        update = max(update, work.trained_bytes + int(_HEADS * head))
+    return Memory(
+        weights=work.weights_bytes,
+        optimizer=states * work.trained_bytes + work.by_adam_bytes,
+        backward=int(values * held) + gradients,
+        loss=int(values * forward) + chunk,
+        update=update,
+        activations=int(values * held),
+        logits=chunk,
+        beside=int(1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT + 0.5 * head),
+    )
+
+
+def on_gpu(blocks: Blocks, work: Work) -> Memory:
+    """What a step takes on a GPU with nothing ahead, in half precision.
+
+    The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``); SwiGLU's output is
+    computed again. The loss has all logits at once where the head is trained, and else four times as many of them as
+    fill :data:`_LOGITS`. Those with experts are of one work there, a mixture of 693 million.
+    """
+    values = work.tokens * _HALF
+    kept = 7.7 * blocks.dims + 2.0 * blocks.mlp_dims + (0.0 if work.method == "full" else 2.1 * blocks.dims)
+    if blocks.experts:
+        kept = _dot(_mixed(blocks), (7.4, 4.3, 2.3, 2.1))
+    layers = work.trained_layers
+    held = layers * blocks.dims + kept if work.recomputed else layers * kept
+    gradients = work.trained_bytes * (2 if work.accumulated else 1)
+    logits = work.tokens * blocks.vocabulary * _HALF
+    if work.method != "full":
+        logits = 4 * min(_LOGITS, logits)
+    states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes
+    if work.masters:  # copies and states in float32
+        states = 2 * (states + work.trained_bytes)
+    # What is updated at once is there twice: everything, or an array of a large model and those after it.
+    numbers = max(1, work.trained_bytes // _HALF)
+    if numbers > _ONE_ARRAY:
+        numbers = max(blocks.vocabulary * blocks.dims, _ONE_ARRAY // 2)
+    renewed = int(min(1.0, numbers * _HALF / max(1, work.trained_bytes)) * (work.trained_bytes + states))
+    return Memory(
+        weights=work.weights_bytes,
+        optimizer=states,
+        backward=int(values * held) + gradients + logits,
+        loss=int(values * held) + logits,
+        update=gradients + renewed,
+        renewed=renewed,
+        activations=int(values * held),
+        logits=logits,
+    )
+
+
+def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
+    """Values for a token that one block keeps, and that it has for a while in its backward pass."""
+    parts = (blocks.dims, blocks.mlp_dims, blocks.queries, blocks.keys)
+    if method == "dora":  # by MLX's own operations, of which every result is kept
+        return _dot(parts, (28.0, 17.8, 10.1, 15.4)), 0.0
+    if blocks.experts:
+        mixed = _mixed(blocks)
+        if method == "full":
+            return _dot(mixed, (8.4, 0.4, 3.2, 2.6)), _dot(mixed, (6.0, 4.5, 0.0, 0.0))
+        return _dot(mixed, (9.0, 1.0, 3.0, 2.6)), _dot(mixed, (3.0, 5.0, 0.0, 0.0))
+    return _dot(parts, (10.0, 3.0, 2.0, 2.0)), _dot(parts, (2.4, 3.0, 0.0, 0.0))
+
+
+def _mixed(blocks: Blocks) -> tuple[int, ...]:
+    """Widths of a block with experts, for one token: each expert that computes it has its own."""
+    return blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys
+
+
+def _gradients(blocks: Blocks, work: Work) -> int:
+    """Bytes of gradients in the backward pass."""
+    # Experts' are copied once.
+    share = 1.4 if blocks.experts and work.method == "full" else 1.0
+    return int(share * work.trained_bytes) + (work.trained_bytes if work.accumulated else 0)
+
+
+def _before_backward(kept: float) -> float:
+    """The part of what a block keeps that is there when the loss is computed; the rest comes on the way back."""
+    return 0.84 * kept
+
+
+def _dot(sizes: tuple[int, ...], factors: tuple[float, ...]) -> float:
+    return sum(size * factor for size, factor in zip(sizes, factors, strict=True))
+
+
+def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
+    """The peak of the whole process.
+
+    Args:
+        present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.
+    """
+    # Room of the matrix products, and pages that the allocator keeps between sizes.
+    more = 16e6 + 0.05 * (memory.arrays - present_arrays) + memory.beside
+    return int(present_bytes + memory.arrays - present_arrays + more)

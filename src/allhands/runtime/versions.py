@@ -1,0 +1,164 @@
+"""Versions, and the one rule for what the computers of a run must have in common.
+
+Every command that compares computers asks here: ``cluster init``, ``cluster check``, and ``train`` before it starts.
+What changes the numbers must be equal (:data:`MUST_BE_EQUAL`): Python by major and minor version, allhands by the
+content of its files whatever its metadata say, MLX with its back-end, and mlx_lm. What else may differ is worth a note
+at most (:data:`MAY_DIFFER`): the libraries that make tokens are judged by the tokens they make.
+
+The text of this module is also sent to computers that lack allhands: the standard library of Python 3.8 and nothing
+else, in ASCII.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+
+__version__ = "0.1.0"
+
+MUST_BE_EQUAL = ("python", "allhands", "mlx", "mlx-lm")
+TOKEN_MAKERS = ("tokenizers", "transformers", "jinja2")
+MAY_DIFFER = ("python", *TOKEN_MAKERS)
+# The packages that hold what MLX computes with; which of them is there depends on the device.
+MLX_BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+PACKAGES = ("allhands", "mlx", "mlx-lm", "numpy", *TOKEN_MAKERS, *MLX_BACKENDS)
+SOURCE = "allhands-source"
+_MISSING = "missing"
+# What Python, editors and file managers leave in a directory.
+_NO_SOURCE = (".pyc", "~", ".tmp", ".orig", ".rej", ".swp")
+
+
+def version_of(name: str) -> str | None:
+    """The version of a package that is installed here; ``None`` if it is not.
+
+    Of allhands itself its own: it may run without being installed, or beside another one that is.
+    """
+    if name == "allhands":
+        return __version__
+    import importlib.metadata  # slow to import, and this module is part of `import allhands`
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions_of(*names: str) -> dict[str, str]:
+    """By name, of those that are installed."""
+    return {name: found for name in names if (found := version_of(name)) is not None}
+
+
+# --- what a computer has ------------------------------------------------------------------------------
+
+
+def software_here() -> dict[str, str]:
+    """What is compared of this interpreter; see :func:`software`."""
+    have = software(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES))
+    return {**have, "executable": sys.executable}
+
+
+def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
+    """What is compared of an interpreter, by name.
+
+    Args:
+        root: the directory of its allhands; ``None``: it has none.
+        versions: of its packages, those of :data:`PACKAGES` included.
+    """
+    found = dict(versions)
+    found["python"] = ".".join(str(part) for part in sys.version_info[:3])
+    if root is not None:
+        found[SOURCE] = fingerprint(root)
+    return found
+
+
+def fingerprint(root: str) -> str:
+    """SHA-256 over names and contents of a package's files; those that Python makes itself do not count."""
+    total = hashlib.sha256()
+    for name in package_files(root):
+        with open(os.path.join(root, name), "rb") as stream:
+            total.update(file_line(name, stream.read()))
+    return total.hexdigest()
+
+
+def file_line(name: str, content: bytes) -> bytes:
+    """What one file adds to the fingerprint."""
+    return f"{hashlib.sha256(content).hexdigest()} {name}\n".encode()
+
+
+def is_source(name: str) -> bool:
+    """Whether a file of a package is its own, and not something that Python, an editor or a file manager leaves."""
+    parts = name.split("/")
+    hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+    return not (hidden or parts[-1] == "" or name.endswith(_NO_SOURCE))
+
+
+def package_files(root: str) -> list[str]:
+    """Names of a package's files relative to it, with slashes, sorted."""
+    found: list[str] = []
+    for place, _, names in os.walk(root):
+        inner = os.path.relpath(place, root).replace(os.sep, "/")
+        found += [name if inner == "." else f"{inner}/{name}" for name in names]
+    return sorted(name for name in found if is_source(name))
+
+
+# --- the rule -----------------------------------------------------------------------------------------
+
+
+def required(have: Mapping[str, str]) -> dict[str, str]:
+    """What must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
+    mlx = have.get("mlx", _MISSING)
+    others = [f"{name} {have[name]}" for name in MLX_BACKENDS if name in have and have[name] != mlx]
+    return {
+        "python": ".".join(have.get("python", _MISSING).split(".")[:2]),
+        "allhands": have.get(SOURCE) or have.get("allhands", _MISSING),
+        "mlx": " with ".join([mlx, *others]),
+        "mlx-lm": have.get("mlx-lm", _MISSING),
+    }
+
+
+def unequal(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train together."""
+    first, second = required(one), required(other)
+    return [name for name in MUST_BE_EQUAL if first[name] != second[name]]
+
+
+def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The names of :data:`MAY_DIFFER` in which two interpreters differ that may train together all the same."""
+    forbidden = unequal(one, other)
+    return [name for name in MAY_DIFFER if one.get(name) != other.get(name) and name not in forbidden]
+
+
+def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
+    """What an interpreter has of that name, for people: ``Python 3.12.1``, ``mlx 0.32.4``, ``numpy missing``.
+
+    Args:
+        other: another one, beside which it is told: a back-end is no matter where MLX itself is another.
+    """
+    if name == "allhands" and have.get(SOURCE):
+        return f"allhands {have.get('allhands', '')} (source {have[SOURCE][:8]})"
+    version = have.get(name, _MISSING)
+    if name == "mlx" and (other is None or other.get(name) == version):
+        version = required(have)["mlx"]
+    return f"{'Python' if name == 'python' else name} {version}"
+
+
+def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """How an interpreter differs from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
+    there, here = own.get(name, _MISSING), wanted.get(name, _MISSING)
+    if name == "allhands" and there == here:
+        return "other code of the same version of allhands"
+    if name == "python":
+        here = required(wanted)["python"] if name in unequal(own, wanted) else here
+    if name == "mlx" and there == here:  # then it is the back-end
+        there, here = required(own)["mlx"], required(wanted)["mlx"]
+    title = "Python" if name == "python" else name
+    return f"{title} {there}" + ("" if there == _MISSING else f" and not {here}")
+
+
+def harmless(name: str) -> str:
+    """Why a difference in something of :data:`MAY_DIFFER` does not stop training, for people."""
+    if name in TOKEN_MAKERS:
+        return "it makes tokens, which are compared when training starts"
+    return "no number depends on it"
