@@ -42,7 +42,7 @@ _PEAKS = 4  # of a rank, in a report
 
 @dataclass(frozen=True)
 class LoopParts:
-    """Everything the loop drives; assembled by ``train/recipes.py``.
+    """Everything the loop drives; assembled by ``run/session.py``.
 
     Attributes:
         load: this rank's micro-batches of a batch, by its number; usually made ahead.
