@@ -36,7 +36,8 @@ test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
 	$(BIN)/python -m pytest $(TIMED)
 
 test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 35 minutes)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile tests/unit tests/parity
+	$(BIN)/python -m pytest -m long tests/distributed tests/fault
 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py
