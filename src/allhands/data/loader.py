@@ -6,7 +6,7 @@ put at any step at once, and a run on another number of ranks sees the same glob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,6 +76,21 @@ class MicroBatch:
         )
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is divided among ranks.
+
+    Attributes:
+        weights: relative speed of each rank.
+        some: ranks that get an example of it even if they are too slow for one.
+        begin: the first batch of the same update.
+    """
+
+    weights: tuple[float, ...]
+    some: tuple[int, ...] = ()
+    begin: int = 0
+
+
 class Loader:
     """Micro-batches of one rank for any batch of the run."""
 
@@ -88,12 +103,16 @@ class Loader:
         weights: Sequence[float],
         *,
         alike: bool = False,
+        cut_of: Callable[[int], Cut] | None = None,
     ) -> None:
         """``weights`` holds the relative speed of every rank, this one's at ``rank``.
 
         ``alike``: all ranks cut their shares by the same ``sizing``, so that this one knows how others do.
+        ``cut_of`` gives the weights for each batch, where they change in the course of the run.
         """
         self._alike = alike
+        self._cut_of = cut_of
+        self._so_far: tuple[int, tuple[float, ...]] = (-1, ())
         self._windows = windows
         self._order = order
         self._sizing = sizing
@@ -102,16 +121,45 @@ class Loader:
 
     def load(self, iteration: int) -> list[MicroBatch]:
         """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
-        shares = divide(self._order.batch(iteration), self._windows.work, self._weights)
+        shares = self.shares(iteration)
         most = self._most_of_one(shares) if self._alike else 0
         parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
         return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
-    def largest(self) -> tuple[int, int]:
-        """What this rank computes at most, by what is longest: padded tokens at once, and micro-batches of a batch."""
+    def shares(self, iteration: int) -> list[NDArray[np.int64]]:
+        """The examples of each rank in batch ``iteration``.
+
+        Batches of one update follow each other without an exchange: who had less of one gets more of the next.
+        """
+        cut = self._cut(iteration)
+        before = self._tokens_before(iteration, cut.begin)
+        return divide(self._order.batch(iteration), self._windows.work, cut.weights, before=before, some=cut.some)
+
+    def _cut(self, iteration: int) -> Cut:
+        return Cut(self._weights, begin=iteration) if self._cut_of is None else self._cut_of(iteration)
+
+    def _tokens_before(self, iteration: int, begin: int) -> tuple[float, ...]:
+        """What each rank has of the batches from ``begin`` up to ``iteration``, which are of the same update."""
+        if iteration <= begin:
+            return ()
+        at, tokens = self._so_far
+        if at != iteration:
+            work = self._windows.work
+            before = self._tokens_before(iteration - 1, begin) or (0.0,) * len(self._weights)
+            new = [float(work[share].sum()) for share in self.shares(iteration - 1)]
+            tokens = tuple(old + more for old, more in zip(before, new, strict=True))
+            self._so_far = iteration, tokens
+        return tokens
+
+    def largest(self, weights: Sequence[float] = ()) -> tuple[int, int]:
+        """What this rank computes at most, by what is longest: padded tokens at once, and micro-batches of a batch.
+
+        Args:
+            weights: other ones than this loader's.
+        """
         tokens, most = 0, 0
         for batch in self._order.longest():
-            share = divide(batch, self._windows.work, self._weights)[self._rank]
+            share = divide(batch, self._windows.work, tuple(weights) or self._weights)[self._rank]
             parts = list(cut_share(self._windows, share, self._sizing))
             most = max(most, len(parts))
             tokens = max(tokens, *(len(part) * length for part, length in parts), 0)

@@ -10,6 +10,7 @@ any epoch costs the same, and memory does not grow with the data.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -110,7 +111,14 @@ class GlobalOrder:
         return members[np.argsort(self.lengths[members], kind="stable")]
 
 
-def divide(examples: NDArray[np.int64], lengths: NDArray[Any], weights: tuple[float, ...]) -> list[NDArray[np.int64]]:
+def divide(
+    examples: NDArray[np.int64],
+    lengths: NDArray[Any],
+    weights: tuple[float, ...],
+    *,
+    before: Sequence[float] = (),
+    some: Collection[int] = (),
+) -> list[NDArray[np.int64]]:
     """Cut a global batch into one share a rank, by tokens, in proportion to the ranks' speeds.
 
     The longest example goes first, each to the rank that would be finished with it earliest (Graham's
@@ -120,15 +128,24 @@ def divide(examples: NDArray[np.int64], lengths: NDArray[Any], weights: tuple[fl
         examples: example numbers of the batch.
         lengths: (num_examples,) tokens of every example of the data set.
         weights: relative speed of each rank, all positive.
+        before: tokens that each rank has already in the same update, of earlier batches; default: none.
+        some: ranks that get the shortest example if they would get none, where another rank has several.
     """
     longest_first = examples[np.lexsort((examples, -lengths[examples]))]
-    load = np.zeros(len(weights))
+    load = np.asarray(before, dtype=np.float64) if len(before) else np.zeros(len(weights))
+    load = load.copy()
     speed = np.asarray(weights, dtype=np.float64)
     shares: list[list[int]] = [[] for _ in weights]
     for example in longest_first:
         rank = int(np.argmin((load + lengths[example]) / speed))
         load[rank] += lengths[example]
         shares[rank].append(int(example))
+    for rank in sorted(some):
+        # The longest come first, so that a share ends with its shortest.
+        givers = [other for other in range(len(shares)) if len(shares[other]) > 1]
+        if not shares[rank] and givers:
+            giver = min(givers, key=lambda other: int(lengths[shares[other][-1]]))
+            shares[rank].append(shares[giver].pop())
     return [np.asarray(share, dtype=np.int64) for share in shares]
 
 

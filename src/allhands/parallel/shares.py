@@ -1,0 +1,295 @@
+"""Shares of a batch in proportion to the ranks' measured speeds.
+
+Each rank times its own passes; the numbers travel with those that ranks add up in each step anyway. Every rank puts the
+same numbers into the same functions of plain Python, and so comes to the same shares without asking. New shares hold
+from a step that nobody has loaded or handed out yet.
+
+A change must be worth it: the slowest rank's time of the next batches, as whole rows can be divided, must become
+shorter by more than noise explains (:func:`better_weights`). So noise moves nothing, and one row more that would only
+move the wait from one rank to another does not either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allhands.data.loader import Cut
+
+# Steps of a rank that are remembered, at most and at least, and how many tell of a clear change.
+_LONG, _ENOUGH, _SHORT = 48, 12, 5
+# What a step must get faster by, by many measured steps and by few, and how many standard errors of noise more.
+_WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
+# A rank without rows is measured again so seldom that it costs no more than this part of the time.
+_TRIALS_COST = 0.005
+_TRIAL_EVERY, _TRIAL_AT_LEAST = 50, 2000
+# Batches ahead that a division is judged by.
+_JUDGED = 4
+# Of normal deviations: the standard error of a median, and their size by the median difference of two.
+_OF_MEDIAN, _OF_JUMPS = 1.2533, 1.4826 / math.sqrt(2)
+_OF_ONE = 0.05  # at least, of one step alone
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of one rank: tokens in its passes, the seconds that these took, and its part of all ranks' speed.
+
+    Parts are compared from step to step: short rows are slower for every rank.
+    """
+
+    tokens: float
+    seconds: float
+    part: float = 1.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A rank's part of the speed of all, and the relative standard error of that."""
+
+    part: float
+    error: float = 0.0
+
+
+def speed_of(parts: Sequence[float], noise: float) -> Speed:
+    """The median of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
+    return Speed(_median(sorted(parts)), max(_OF_MEDIAN * noise / math.sqrt(len(parts)), _OF_ONE / len(parts)))
+
+
+def noise_of(jumps: Sequence[float]) -> float:
+    """The relative deviation of a step from its neighbours, by the jumps from each to the next.
+
+    A rank that has become slower makes one jump, and no noise.
+    """
+    return _OF_JUMPS * _median(sorted(jumps)) if jumps else 0.0
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+# Seconds of the next batches if they are divided by the weights and the ranks have the speeds.
+StepSeconds = Callable[[Sequence[float], Sequence[float]], float]
+
+
+def fluid_seconds(weights: Sequence[float], speeds: Sequence[float]) -> float:
+    """Seconds for one token, if tokens could be divided at will."""
+    return max(weight / speed for weight, speed in zip(weights, speeds, strict=True)) / sum(weights)
+
+
+def better_weights(
+    weights: Sequence[float], speeds: Sequence[Speed], worth: float, seconds: StepSeconds
+) -> tuple[float, ...] | None:
+    """The ranks' speeds as weights, if dividing by these is faster by more than ``worth`` and noise; else ``None``."""
+    parts = [speed.part for speed in speeds]
+    wanted = 1.0 + worth + _NOISE * max(speed.error for speed in speeds)
+    # A bound first, because dividing batches takes longer: whole rows can be divided no better.
+    if fluid_seconds(weights, parts) * sum(parts) <= wanted:
+        return None
+    found = normalised(parts)
+    return found if seconds(weights, parts) > wanted * seconds(found, parts) else None
+
+
+def normalised(weights: Sequence[float]) -> tuple[float, ...]:
+    """The same proportions with sum 1, rounded to what a person may read; none becomes 0."""
+    return tuple(max(round(weight / sum(weights), 4), 0.0001) for weight in weights)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Shares that have been agreed on.
+
+    Attributes:
+        begin: the batch (from 0) from which on they hold.
+        weights: the new shares, ``before`` the old ones.
+        speeds: tokens a second of each rank, on which they are based.
+    """
+
+    begin: int
+    weights: tuple[float, ...]
+    before: tuple[float, ...]
+    speeds: tuple[float, ...]
+
+
+# From which batch on, by which weights, with which ranks on trial.
+_Entry = tuple[int, tuple[float, ...], tuple[int, ...]]
+
+
+class Balance:
+    """The shares of each batch, as all ranks agree on them.
+
+    :meth:`cut` may be called from the thread that loads; everything else from the one that trains.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        *,
+        begin: int = 0,
+        accumulation: int = 1,
+        loaded_ahead: int = 2,
+        moves: bool = True,
+        seconds: Callable[[int, int], StepSeconds] = lambda begin, end: fluid_seconds,
+    ) -> None:
+        """Start with ``weights`` at batch ``begin``.
+
+        Args:
+            accumulation: batches of an update.
+            loaded_ahead: batches that may be loaded already beyond those of the next update.
+            moves: whether the shares follow the measured speeds.
+            seconds: how long some batches would take; see :data:`StepSeconds`.
+        """
+        self.moves = moves and len(weights) > 1
+        self._accumulation = accumulation
+        self._begin = begin
+        self._ahead = -(-(accumulation + loaded_ahead) // accumulation) * accumulation
+        self._seconds = seconds
+        # Replaced as a whole, because another thread reads it.
+        self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
+        self._samples = [deque[Sample](maxlen=_LONG) for _ in weights]
+        self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
+        self._idle = [0] * len(weights)  # steps without rows
+        self._trial_every = [_TRIAL_EVERY] * len(weights)
+        self._heard = 0
+
+    def to_json(self, iteration: int) -> dict[str, Any]:
+        """The shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
+        _, weights, _ = self._entry(iteration)
+        later = [[begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration]
+        return {"weights": list(weights), "later": later}
+
+    def restore(self, values: Any) -> bool:
+        """Go on with the shares of :meth:`to_json`, if they are of as many ranks."""
+        if not self.moves or not isinstance(values, dict) or len(values.get("weights", ())) != self.size:
+            return False
+        later = [(int(begin), tuple(each), tuple(some)) for begin, each, some in values.get("later", ())]
+        self._plan = ((self._begin, tuple(values["weights"]), ()), *later)
+        return True
+
+    @property
+    def size(self) -> int:
+        return len(self._samples)
+
+    def cut(self, iteration: int) -> Cut:
+        """How batch ``iteration`` is divided."""
+        _, weights, some = self._entry(iteration)
+        return Cut(weights, some, iteration - (iteration - self._begin) % self._accumulation)
+
+    def _entry(self, iteration: int) -> _Entry:
+        plan = self._plan
+        return next((entry for entry in reversed(plan) if entry[0] <= iteration), plan[0])
+
+    def weights(self, iteration: int) -> tuple[float, ...]:
+        """The shares of batch ``iteration``, as weights."""
+        return self.cut(iteration).weights
+
+    def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
+        """Take in what all ranks tell of their step before this one, and change the shares if that is worth it.
+
+        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes and their seconds, both 0
+        if it had none or they were not timed.
+
+        Args:
+            end: batches done.
+        """
+        found = [Sample(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
+        if not self.moves or len(found) != self.size or not any(_timed(sample) for sample in found):
+            return None
+        self._heard += 1
+        if self._heard == 1:
+            return None  # builds what later steps find
+        self._plan = tuple(entry for i, entry in enumerate(self._plan) if not self._is_past(i, end))
+        self._take(found)
+        if self._plan[-1][0] > end:
+            return None  # a change is on its way
+        moved = self._moved(end)
+        if moved is None:
+            self._try(end)
+        return moved
+
+    def _take(self, found: Sequence[Sample]) -> None:
+        """Remember a step's samples."""
+        weights = self._plan[0][1]
+        timed = [rank for rank, sample in enumerate(found) if _timed(sample)]
+        whole = sum(found[rank].speed for rank in timed) / sum(weights[rank] for rank in timed) * sum(weights)
+        longest = max(found[rank].seconds for rank in timed if not self._rests(rank) or len(timed) == 1)
+        for rank in range(self.size):
+            if rank not in timed:
+                self._idle[rank] += 1
+                continue
+            if self._rests(rank):  # a trial: what is older tells of another time
+                self._samples[rank].clear()
+                beyond = max(found[rank].seconds / longest - 1.0, 0.0)
+                self._trial_every[rank] = int(min(max(_TRIAL_EVERY, beyond / _TRIALS_COST), _TRIAL_AT_LEAST))
+            part = found[rank].speed / whole
+            if self._samples[rank]:
+                last = self._samples[rank][-1].part
+                self._jumps[rank].append(2 * abs(part - last) / (part + last))
+            self._samples[rank].append(replace(found[rank], part=part))
+            self._idle[rank] = 0
+
+    def _rests(self, rank: int) -> bool:
+        """Whether it has had no rows for a while."""
+        return self._idle[rank] >= _SHORT
+
+    def _is_past(self, index: int, end: int) -> bool:
+        return index + 1 < len(self._plan) and self._plan[index + 1][0] <= end
+
+    def _moved(self, end: int) -> Moved | None:
+        """Change the shares, if many steps or the last few say so."""
+        _, weights, _ = self._plan[-1]
+        begin = end + self._ahead
+        for most, least, worth in ((_LONG, _ENOUGH, _WORTH), (_SHORT, _SHORT, _CLEARLY)):
+            speeds = self._measured(most, least)
+            if speeds is None:
+                continue
+            seconds = self._seconds(begin, begin + _JUDGED * self._accumulation)
+            new = better_weights(weights, speeds, worth, seconds)
+            if new is None or new == weights:
+                continue
+            if most == _SHORT:  # what is older tells of another time
+                for samples in self._samples:
+                    while len(samples) > _SHORT:
+                        samples.popleft()
+            self._plan = (*self._plan, (begin, new, ()))
+            return Moved(begin, new, weights, tuple(self._per_s(rank, most) for rank in range(self.size)))
+        return None
+
+    def _measured(self, most: int, least: int) -> list[Speed] | None:
+        """Each rank's speed by its last steps; ``None`` while one that has rows has not been measured so often.
+
+        A rank without rows has the speed of its last trial, and one that has never had any that of its share.
+        """
+        weights = self._plan[-1][1]
+        speeds: list[Speed] = []
+        for rank, samples in enumerate(self._samples):
+            if len(samples) < least and not self._idle[rank]:
+                return None
+            parts = [sample.part for sample in list(samples)[-most:]]
+            noise = noise_of(self._jumps[rank])
+            speeds.append(speed_of(parts, noise) if parts else Speed(weights[rank] / sum(weights)))
+        return speeds
+
+    def _per_s(self, rank: int, most: int) -> float:
+        """Its median tokens a second; 0 if it was never measured."""
+        speeds = sorted(sample.speed for sample in list(self._samples[rank])[-most:])
+        return _median(speeds) if speeds else 0.0
+
+    def _try(self, end: int) -> None:
+        """Give a rank that has had no rows for long the smallest of a batch: it may have recovered."""
+        begin, (_, weights, _) = end + self._ahead, self._plan[-1]
+        due = tuple(rank for rank, idle in enumerate(self._idle) if idle >= self._trial_every[rank])
+        if due:
+            self._plan = (*self._plan, (begin, weights, due), (begin + self._accumulation, weights, ()))
+
+
+def _timed(sample: Sample) -> bool:
+    return 0 < sample.tokens < math.inf and 0 < sample.seconds < math.inf
