@@ -125,7 +125,7 @@ def _run(
         surroundings = surroundings_of(contact(), launch, chosen)
     else:
         take_device(launch)
-        mesh = mesh_of(launch, chosen.rank_weights)
+        mesh = mesh_of(launch, chosen.given_weights)
         if launch.size > 1:
             end_at_errors(launch, os.environ)
         surroundings = Surroundings(

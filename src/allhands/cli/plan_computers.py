@@ -170,9 +170,9 @@ def _speeds(
 ) -> list[float]:
     """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or by what the computers are."""
     slots = [host.slots for host in hosts]
-    if config.rank_weights:
+    if config.given_weights:
         mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
-        return [weight / config.rank_weights[mine] for weight in config.rank_weights]
+        return [weight / config.given_weights[mine] for weight in config.given_weights]
     kinds = {host.name: _processor(facts[host.name]) for host in hosts if host.ssh is not None}
     others = ", ".join(f"{name} ({kind})" if kind else name for name, kind in kinds.items())
     notes.append(

@@ -163,7 +163,7 @@ def _check(config: TrainConfig, asked: AskedComputers, devices: list[Device]) ->
     if not (on_hosts(config) or devices):
         require_cores(config.num_ranks)
     if not devices:
-        check_weights(config.rank_weights, sum(host.slots for host in hosts_of(config)))
+        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
     values = {
         "--link": asked.link,
         "--hosts": config.hosts,

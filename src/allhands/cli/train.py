@@ -105,7 +105,7 @@ def check_launch(config: TrainConfig, launch: Launch) -> None:
     if launch.launcher == "allhands":
         return  # fewer ranks than were asked for may be left
     if not (config.hostfile or config.hosts):
-        check_weights(config.rank_weights, config.num_ranks if launch.launcher == "single" else launch.size)
+        check_weights(config.given_weights, config.num_ranks if launch.launcher == "single" else launch.size)
     if launch.launcher == "single":
         return
     if config.num_ranks not in (1, launch.size):
@@ -201,7 +201,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         hang_timeout_s=config.hang_timeout_s,
         start_deadline_s=config.start_timeout_s,
         stop_grace_s=config.stop_grace_s,
-        weights=tuple(config.rank_weights) if config.rank_weights else None,
+        weights=tuple(config.given_weights) if config.given_weights else None,
         finish_grace_s=_FINISH_GRACE_S,
         checkpoints=directory,
         new_journal=config.resume is None,

@@ -92,7 +92,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
     # A supervisor that has left ranks out knows the weights of the others.
     weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
     return Surroundings(
-        mesh=mesh_of(launch, json.loads(weights) if weights else config.rank_weights),
+        mesh=mesh_of(launch, json.loads(weights) if weights else config.given_weights),
         connect=join,
         started=worker.mark_started,
         busy=worker.mark_busy,

@@ -265,8 +265,9 @@ class TrainConfig(_Strict):
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
     backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
-    rank_weights: list[float] | None = Field(
-        None, description="Relative speed of each rank (JSON): its share of every batch, in tokens. [equal]"
+    rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
+        None,
+        description="Ranks' shares of a batch: auto (by speed), equal, or speeds (JSON). [auto with several hosts]",
     )
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
@@ -314,10 +315,17 @@ class TrainConfig(_Strict):
             raise ValueError("must not be empty")
         return value
 
-    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", "rank_weights", mode="before")
+    @field_validator("lora_parameters", "optimizer_config", "hf_dataset", mode="before")
     @classmethod
     def _json_value(cls, value: Any) -> Any:
         return parse_json(value)
+
+    @field_validator("rank_weights", mode="before")
+    @classmethod
+    def _known_weights(cls, value: Any) -> Any:
+        if (value := parse_json(value)) is not None and not isinstance(value, list) and value not in ("auto", "equal"):
+            raise ValueError("is auto, equal, or a number for each rank, for example [2, 1]")
+        return value
 
     @field_validator("sample_prompts", mode="before")
     @classmethod
@@ -352,8 +360,8 @@ class TrainConfig(_Strict):
 
     @field_validator("rank_weights")
     @classmethod
-    def _positive_weights(cls, value: list[float] | None) -> list[float] | None:
-        if value is not None and not (value and all(weight > 0 for weight in value)):
+    def _positive_weights(cls, value: list[float] | str | None) -> list[float] | str | None:
+        if isinstance(value, list) and not (value and all(weight > 0 for weight in value)):
             raise ValueError("each rank needs a weight above 0, for example [2, 1]")
         return value
 
@@ -393,6 +401,11 @@ class TrainConfig(_Strict):
         if unknown:
             raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
         return self
+
+    @property
+    def given_weights(self) -> list[float] | None:
+        """The ranks' speeds, if they were given as numbers."""
+        return self.rank_weights if isinstance(self.rank_weights, list) else None
 
     @property
     def notes(self) -> tuple[str, ...]:

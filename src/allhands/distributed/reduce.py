@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -240,7 +241,16 @@ def start_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *
 
 
 def _as_array(scalars: Sequence[float | mx.array]) -> mx.array:
-    return mx.stack([mx.array(value, dtype=mx.float32) for value in scalars]) if scalars else mx.zeros((0,))
+    """(len(scalars),) float32; numbers that follow each other are one array, because each array is an operation."""
+    if not scalars:
+        return mx.zeros((0,))
+    parts: list[mx.array] = []
+    for lazy, values in groupby(scalars, key=lambda value: isinstance(value, mx.array)):
+        if lazy:
+            parts += [mx.array(value, dtype=mx.float32).reshape(1) for value in values]
+        else:
+            parts.append(mx.array(list(values), dtype=mx.float32))
+    return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _end_to_end(arrays: Sequence[mx.array], bucket: Sequence[int]) -> mx.array:

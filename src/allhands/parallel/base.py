@@ -69,6 +69,11 @@ class Strategy(Protocol):
         """Whether gradients travel while others are computed."""
         ...
 
+    @property
+    def sees_passes(self) -> bool:
+        """Whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out."""
+        ...
+
     def place(self, leaves: Leaves | None) -> Shards | None:
         """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
 
@@ -88,8 +93,8 @@ class Strategy(Protocol):
         """Sum gradients and ``numbers`` over ranks.
 
         Args:
-            extra: numbers of this rank for all others, as many on each rank. A strategy whose exchange waits for
-                nothing else leaves them to whoever asks (:attr:`Reduced.num_gathered` is 0).
+            extra: numbers of this rank for all others, as many on each rank. A strategy that exchanges no sums in this
+                step leaves them to whoever asks (:attr:`Reduced.num_gathered` is 0).
         """
         ...
 

@@ -78,6 +78,7 @@ class DataParallel:
         self._divides = divides
         self.shards: Shards | None = None
         self.ahead: Ahead | None = None
+        self._sees_passes = False
         self._stream: Any = None  # of the exchange; None: everything is computed before and after it
 
     @property
@@ -88,8 +89,13 @@ class DataParallel:
     def communicator(self) -> Communicator:
         return self._exchanging.communicator
 
+    @property
+    def sees_passes(self) -> bool:
+        return self._sees_passes
+
     def prepare(self, passes: Passes) -> None:
-        pass
+        # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
+        self._sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
 
     def place(self, leaves: Leaves | None) -> Shards | None:
         communicator = self._exchanging.communicator
@@ -100,11 +106,11 @@ class DataParallel:
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         ahead, self.ahead = self.ahead, None
-        computed, pending = list[Pass](), None
+        computed, pending, used = list[Pass](), None, False
         # Not if somebody has set weights since.
         fits = ahead is not None and bool(micro_batches) and ahead.batch is micro_batches[0]
         if ahead is not None and fits and passes.flat is not None and ahead.weights is passes.flat.weights():
-            computed, pending = [ahead.computed], ahead.pending
+            computed, pending, used = [ahead.computed], ahead.pending, True
         del ahead
 
         def run(batch: MicroBatch) -> Pass:
@@ -112,7 +118,7 @@ class DataParallel:
 
         lazy_end = not self._exchanging.cpu_native and (self._exchanging.size == 1 or self.overlaps)
         mine = passes.accumulate(micro_batches, run, lazy_end=lazy_end)
-        return mine if pending is None else replace(mine, pending=pending)
+        return replace(mine, pending=pending, ahead=used)
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
         return passes.run(batch)
@@ -121,7 +127,8 @@ class DataParallel:
         exchanging, squares = self._exchanging, None
         arrays = [grad for _, grad in mine.grads]
         size = exchanging.bucket_bytes
-        sums, totals = sum_over_ranks(exchanging.communicator, arrays, numbers, bucket_bytes=size)
+        every = [*numbers, *_places(extra, exchanging.communicator)]
+        sums, totals = sum_over_ranks(exchanging.communicator, arrays, every, bucket_bytes=size)
         if (shards := self.shards) is not None:
             # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
             squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
@@ -131,7 +138,7 @@ class DataParallel:
             mx.eval(sums, totals, [] if squares is None else squares)
         if not exchanging.cpu_native and exchanging.size > 1:
             exchanging.heartbeat("update")
-        return Reduced(_named(mine.grads, sums), totals, squares)
+        return Reduced(_named(mine.grads, sums), totals, squares, num_gathered=exchanging.size * len(extra))
 
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
         if self.shards is None:

@@ -17,8 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allhands.data.loader import Cut
+from numpy.typing import NDArray
 
+from allhands.data.loader import Cut
+from allhands.data.order import GlobalOrder, divide
+
+SHARES = "shares"  # of what a checkpoint says
 # Steps of a rank that are remembered, at most and at least, and how many tell of a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
 # What a step must get faster by, by many measured steps and by few, and how many standard errors of noise more.
@@ -26,6 +30,8 @@ _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
 # A rank without rows is measured again so seldom that it costs no more than this part of the time.
 _TRIALS_COST = 0.005
 _TRIAL_EVERY, _TRIAL_AT_LEAST = 50, 2000
+# Batches of more rows a rank are divided as if rows could be cut.
+_MANY_ROWS = 32
 # Batches ahead that a division is judged by.
 _JUDGED = 4
 # Of normal deviations: the standard error of a median, and their size by the median difference of two.
@@ -98,6 +104,43 @@ def better_weights(
     return found if seconds(weights, parts) > wanted * seconds(found, parts) else None
 
 
+@dataclass(frozen=True)
+class RowSeconds:
+    """:data:`StepSeconds` of some batches whose rows are divided whole.
+
+    Attributes:
+        work: tokens of every row of the data set.
+        accumulation: batches of an update, after which ranks wait for each other.
+    """
+
+    order: GlobalOrder
+    work: NDArray[Any]
+    accumulation: int = 1
+
+    def __call__(self, begin: int, end: int) -> StepSeconds:
+        """Of the batches from ``begin`` to before ``end``."""
+
+        def seconds(weights: Sequence[float], speeds: Sequence[float]) -> float:
+            # Many rows can be divided almost at will.
+            if self.order.batch_size > _MANY_ROWS * len(weights):
+                return fluid_seconds(weights, speeds)
+            total = 0.0
+            for first in range(begin, end, self.accumulation):
+                tokens = self.tokens(tuple(weights), first)
+                total += max(each / speed for each, speed in zip(tokens, speeds, strict=True))
+            return total
+
+        return seconds
+
+    def tokens(self, weights: tuple[float, ...], first: int) -> list[float]:
+        """What each rank computes of the update that begins with batch ``first``."""
+        tokens = [0.0] * len(weights)
+        for batch in range(first, first + self.accumulation):
+            shares = divide(self.order.batch(batch), self.work, weights, before=tokens)
+            tokens = [old + float(self.work[share].sum()) for old, share in zip(tokens, shares, strict=True)]
+        return tokens
+
+
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     """The same proportions with sum 1, rounded to what a person may read; none becomes 0."""
     return tuple(max(round(weight / sum(weights), 4), 0.0001) for weight in weights)
@@ -111,12 +154,14 @@ class Moved:
         begin: the batch (from 0) from which on they hold.
         weights: the new shares, ``before`` the old ones.
         speeds: tokens a second of each rank, on which they are based.
+        rows: whether each rank gets rows; a rank so slow that a row takes longer than everything elsewhere gets none.
     """
 
     begin: int
     weights: tuple[float, ...]
     before: tuple[float, ...]
     speeds: tuple[float, ...]
+    rows: tuple[bool, ...] = ()
 
 
 # From which batch on, by which weights, with which ranks on trial.
@@ -137,7 +182,7 @@ class Balance:
         accumulation: int = 1,
         loaded_ahead: int = 2,
         moves: bool = True,
-        seconds: Callable[[int, int], StepSeconds] = lambda begin, end: fluid_seconds,
+        seconds: RowSeconds | None = None,
     ) -> None:
         """Start with ``weights`` at batch ``begin``.
 
@@ -145,13 +190,14 @@ class Balance:
             accumulation: batches of an update.
             loaded_ahead: batches that may be loaded already beyond those of the next update.
             moves: whether the shares follow the measured speeds.
-            seconds: how long some batches would take; see :data:`StepSeconds`.
+            seconds: how long batches take; default: as if tokens could be divided at will.
         """
         self.moves = moves and len(weights) > 1
         self._accumulation = accumulation
         self._begin = begin
         self._ahead = -(-(accumulation + loaded_ahead) // accumulation) * accumulation
-        self._seconds = seconds
+        self._rows = seconds
+        self.own: tuple[float, float] = (0.0, 0.0)  # tokens and seconds of this rank's last step
         # Replaced as a whole, because another thread reads it.
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
         self._samples = [deque[Sample](maxlen=_LONG) for _ in weights]
@@ -190,6 +236,11 @@ class Balance:
     def weights(self, iteration: int) -> tuple[float, ...]:
         """The shares of batch ``iteration``, as weights."""
         return self.cut(iteration).weights
+
+    def shares(self, iteration: int) -> tuple[float, ...]:
+        """The ranks' parts of batch ``iteration``, which add up to 1; empty for one rank."""
+        weights = self.weights(iteration)
+        return normalised(weights) if len(weights) > 1 else ()
 
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
         """Take in what all ranks tell of their step before this one, and change the shares if that is worth it.
@@ -251,7 +302,8 @@ class Balance:
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
-            seconds = self._seconds(begin, begin + _JUDGED * self._accumulation)
+            judged = begin + _JUDGED * self._accumulation
+            seconds = fluid_seconds if self._rows is None else self._rows(begin, judged)
             new = better_weights(weights, speeds, worth, seconds)
             if new is None or new == weights:
                 continue
@@ -260,8 +312,13 @@ class Balance:
                     while len(samples) > _SHORT:
                         samples.popleft()
             self._plan = (*self._plan, (begin, new, ()))
-            return Moved(begin, new, weights, tuple(self._per_s(rank, most) for rank in range(self.size)))
+            per_s = tuple(self._per_s(rank, most) for rank in range(self.size))
+            rows = tuple(tokens > 0 for tokens in self._tokens(new, begin))
+            return Moved(begin, new, normalised(weights), per_s, rows)
         return None
+
+    def _tokens(self, weights: tuple[float, ...], begin: int) -> Sequence[float]:
+        return weights if self._rows is None else self._rows.tokens(weights, begin)
 
     def _measured(self, most: int, least: int) -> list[Speed] | None:
         """Each rank's speed by its last steps; ``None`` while one that has rows has not been measured so often.

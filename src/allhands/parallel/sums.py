@@ -22,6 +22,7 @@ class Gradients:
         counts: of the objective, over the micro-batches.
         lookups: what the look-ups of a table contribute, where they travel by themselves.
         pending: the exchange of ``grads``, if it was started with the pass.
+        ahead: whether the first pass was handed out before the step began.
     """
 
     sums: mx.array
@@ -29,6 +30,7 @@ class Gradients:
     counts: Mapping[str, int]
     lookups: Lookups | None = None
     pending: PendingReduce | None = None
+    ahead: bool = False
 
     @property
     def each_sum(self) -> list[mx.array]:
@@ -65,10 +67,14 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange."""
+    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange.
+
+    ``passes_s`` is what its passes took, to compare it with other ranks; 0 where that was not seen.
+    """
 
     compute_s: float
     comm_s: float
+    passes_s: float = 0.0
 
     @property
     def whole_s(self) -> float:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,18 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.io.trees import number, numbers
 from allhands.model.load import MODEL
-from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
+from allhands.observe.metrics import (
+    RunEnded,
+    Sampled,
+    SavedReport,
+    SharesChanged,
+    Sink,
+    StepSkipped,
+    TrainReport,
+    ValidReport,
+    Warned,
+)
+from allhands.parallel.shares import Balance
 from allhands.run.state import LoopState, ReportWindow
 from allhands.runtime.accelerator import Accelerator, peak_memory_bytes
 from allhands.runtime.faults import fire
@@ -55,6 +66,7 @@ class LoopParts:
         total: batches to train on.
         sample: lets the model write, on rank 0; the others go on.
         tokens_per_byte: of the validation texts, if they are that and nothing else.
+        balance: the ranks' shares of each batch.
         loaded: micro-batches of an update before its turn, by the number of its first batch.
         copies: what is known of the checkpoint's copies on other computers, one of which may be this rank's to keep.
     """
@@ -77,6 +89,7 @@ class LoopParts:
     total: int
     sample: Callable[[int], list[Sampled]] = lambda step: []
     tokens_per_byte: float | None = None
+    balance: Balance = field(default_factory=lambda: Balance((1.0,)))
     loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
     copies: Copies = field(default_factory=Copies)
 
@@ -229,17 +242,39 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         micro_batches = _load(parts, state.iteration)
     loaded = time.perf_counter()
     reports = _reports(parts, state.iteration, end)
+    pace = parts.balance.own if parts.balance.moves else ()
+    peaks = _extra(parts) if reports and end < parts.total and not _pauses(parts, end) else ()
     result = parts.step(
         micro_batches,
         stop=parts.stop_requested,
         upcoming=partial(_load_ahead, parts, end),
-        extra=_extra(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
+        extra=[*pace, *peaks],
     )
     _limit_cache(parts.config.clear_cache_threshold)
     state.iteration = end
     state.trained_tokens += result.num_targets
     state.window.add(result, time.perf_counter() - begun, loaded - begun)
-    return result
+    _rebalance(parts, state, result)
+    return replace(result, gathered=_of_each(parts, result, slice(len(pace), None)))
+
+
+def _of_each(parts: LoopParts, result: StepResult, numbers: slice) -> tuple[float, ...]:
+    """Some of the extra ``numbers`` of each rank."""
+    each = len(result.gathered) // parts.communicator.size
+    found = [result.gathered[rank * each : (rank + 1) * each][numbers] for rank in range(parts.communicator.size)]
+    return tuple(number for row in found for number in row)
+
+
+def _rebalance(parts: LoopParts, state: LoopState, result: StepResult) -> None:
+    """Hear how fast all ranks were in the step before, and tell if that changes their shares."""
+    balance = parts.balance
+    if not balance.moves:
+        return
+    moved = balance.hear(_of_each(parts, result, slice(0, len(balance.own))), state.iteration)
+    balance.own = result.pace
+    if moved is not None:
+        event = SharesChanged(state.iteration, moved.begin, moved.weights, moved.before, moved.speeds, moved.rows)
+        parts.sink.emit(event)
 
 
 def _end(parts: LoopParts, begin: int) -> int:
@@ -318,6 +353,7 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         needed_bytes=peaks[3] if any(peaks[3]) else (),
         shapes=len(parts.step.shapes),
         metrics=window.metrics(parts.step.options.objective),
+        shares=parts.balance.shares(state.iteration - 1),
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):

@@ -46,6 +46,7 @@ from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
+from allhands.parallel.shares import SHARES, Balance, RowSeconds
 from allhands.run.datasets import size_notes
 from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -179,7 +180,10 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        loader = Loader(windows, order, sizing, self.mesh.data_rank, self.mesh.weights, alike=self._alike(sizing))
+        balance = self._balance(windows, order, state)
+        weights = balance.weights(state.iteration)
+        how: Any = {"alike": self._alike(sizing), "cut_of": balance.cut}
+        loader = Loader(windows, order, sizing, self.mesh.data_rank, weights, **how)
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
         self._restore_optimizer(optimizer, step)
@@ -201,13 +205,13 @@ class _Run:
             self.surroundings.waits(state.iteration, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
-        with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
+        with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
             parts = LoopParts(
                 config=config,
                 order=order,
                 load=prefetcher.get,
                 step=step,
-                evaluator=self._evaluator(self.ready.data.valid, config.val_batches),
+                evaluator=self._evaluator(self.ready.data.valid, config.val_batches, balance.weights),
                 communicator=self.ready.communicator,
                 accelerator=self.ready.accelerator,
                 sink=sink,
@@ -222,12 +226,29 @@ class _Run:
                 sample=self._sampler(),
                 tokens_per_byte=self._tokens_per_byte(),
                 copies=self.outputs.copies,
+                balance=balance,
             )
             ended = train_loop(parts, state)
         if config.log_level == "verbose":
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
+
+    def _balance(self, windows: Windows, order: GlobalOrder, state: LoopState) -> Balance:
+        """The ranks' shares: as they were given, or by their speeds, from where the checkpoint left off."""
+        config, mesh, restored = self.config, self.mesh, self.ready.restored
+        by_speed = config.rank_weights == "auto" or (config.rank_weights is None and mesh.local_size < mesh.size)
+        balance = Balance(
+            mesh.weights,
+            begin=state.iteration,
+            accumulation=config.grad_accumulation_steps,
+            moves=by_speed and mesh.data_size == mesh.size,
+            seconds=RowSeconds(order, windows.work, config.grad_accumulation_steps),
+        )
+        if restored is not None and balance.restore(restored.state.get(SHARES)):
+            shares = " : ".join(f"{100 * share:.3g}" for share in balance.shares(state.iteration))
+            self.outputs.say([f"shares of a batch as in the checkpoint: {shares} %"])
+        return balance
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
         """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
@@ -356,7 +377,9 @@ class _Run:
         parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    def _saving(self, optimizer: Any, step: TrainStep) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
+    def _saving(
+        self, optimizer: Any, step: TrainStep, balance: Balance
+    ) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
         """What saves on this rank: everything if it keeps files, else what only it holds."""
         ready = self.ready
         held = Held(
@@ -364,7 +387,11 @@ class _Run:
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
-        return saving(ready.communicator, self._save_plan(), held, self._described, keeps=ready.keeps_files)
+
+        def described(state: LoopState) -> dict[str, Any]:
+            return {**self._described(state), SHARES: balance.to_json(state.iteration)}
+
+        return saving(ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
 
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
@@ -415,7 +442,9 @@ class _Run:
         hook = gradient_hook(self.callbacks, self.ready.loaded.model)
         return None if hook is None else lambda gradients: hook(state.iteration, gradients)
 
-    def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
+    def _evaluator(
+        self, windows: Windows | None, num_batches: int, weights: Callable[[int], tuple[float, ...]] | None = None
+    ) -> Evaluator | None:
         if windows is None or num_batches == 0:
             return None
         return Evaluator(
@@ -428,6 +457,7 @@ class _Run:
             num_batches=num_batches,
             eager=self.ready.accelerator.eager,
             objective=self.objective,
+            weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
@@ -51,12 +52,14 @@ class Evaluator:
         num_batches: int,
         eager: bool,
         objective: Objective = CAUSAL_LM,
+        weights: Callable[[int], tuple[float, ...]] | None = None,
         stop_requested: Callable[[], int] = lambda: 0,
         beat: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
         Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
+        ``weights`` gives the ranks' speeds after so many batches, where they are not those of ``mesh`` all the time.
         ``beat`` is called with "validate" and the number of batches done before each forward pass.
         """
         self._model = model
@@ -73,11 +76,13 @@ class Evaluator:
         wanted = len(windows) if num_batches < 0 else min(len(windows), num_batches * batch_size)
         # Always the same examples, so that losses of one run, and of several, can be compared.
         self.num_windows = wanted
-        chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
-        share = divide(chosen, windows.work, mesh.weights)[mesh.data_rank]
-        fitted = sizing if sizing.ladder else sizing.fitted(windows.work)
-        # Cut once: for a large set that takes seconds.
-        self._parts = list(cut_share(windows, share, fitted))
+        self._chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
+        self._sizing = sizing if sizing.ladder else sizing.fitted(windows.work)
+        self._data_rank, self._fixed = mesh.data_rank, mesh.weights
+        self._weights_at = weights
+        # Cut only once they change: for a large set that takes seconds.
+        self._cut_by: tuple[float, ...] = ()
+        self._parts: list[tuple[NDArray[np.int64], int]] = []
 
     def __call__(self, step: int = 0) -> MeanLoss:
         """The evaluation after ``step`` batches, the same on every rank.
@@ -92,6 +97,7 @@ class Evaluator:
         sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
         self._beat("validate", step)
         fire("validate", step, self._communicator.rank)
+        self._divide(self._fixed if self._weights_at is None else self._weights_at(step))
         for part, length in self._parts:
             self._beat("validate", step)
             batch = collate(self._windows, part, length)
@@ -121,3 +127,10 @@ class Evaluator:
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
+
+    def _divide(self, weights: tuple[float, ...]) -> None:
+        """Cut this rank's share by the ranks' speeds, if it is not cut by these already."""
+        if weights != self._cut_by:
+            share = divide(self._chosen, self._windows.work, weights)[self._data_rank]
+            self._parts = list(cut_share(self._windows, share, self._sizing))
+            self._cut_by = weights

@@ -85,6 +85,7 @@ class TrainStep:
         self.updater = updater
         self.options = options
         self._num_updates = 0
+        self._free_since = 0.0
 
     def __call__(
         self,
@@ -109,11 +110,13 @@ class TrainStep:
         started = time.perf_counter()
         if ahead is not None:
             ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
+        shapes = len(self.passes.shapes)
         mine = self._faulted(strategy.gradients(self.passes, micro_batches))
         computed = time.perf_counter()
+        num_tokens, passes_s = mine.counts["tokens"], self._passes_s(mine, started, computed, shapes)
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
         del mine
-        times = Times(computed - started, time.perf_counter() - computed)
+        times = Times(computed - started, time.perf_counter() - computed, passes_s)
         handing_out = time.perf_counter()
         updated = self.updater(reduced)
         if updated.lazy is not None:
@@ -122,10 +125,13 @@ class TrainStep:
                 mx.async_eval(arrays)
             strategy.start_next(self.passes, upcoming)
             times = strategy.wait(reduced, arrays, times, handing_out)
+            self._free_since = time.perf_counter()
         if ahead is not None:
             ahead.after()
         further = len(self.options.objective.further)
-        result = result_of(reduced.totals, updated.norm, times, further, reduced.num_gathered)
+        result = result_of(
+            reduced.totals, updated.norm, times, further, num_gathered=reduced.num_gathered, num_tokens=num_tokens
+        )
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
@@ -133,6 +139,17 @@ class TrainStep:
         self._num_updates += 1
         strategy.after_update(self._num_updates)
         return result
+
+    def _passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
+        """The seconds of this rank's passes, where they are done when they have been handed out; else 0.
+
+        A pass that was handed out ahead has begun as soon as the device was free. One of a new shape is being compiled.
+        """
+        options = self.options
+        compiling = options.compiled and not options.cpu_native and len(self.passes.shapes) > shapes
+        if not self.strategy.sees_passes or compiling:
+            return 0.0
+        return computed - (self._free_since if mine.ahead else started)
 
     def _faulted(self, mine: Gradients) -> Gradients:
         """``mine``, spoiled if a test asks for that."""

@@ -26,6 +26,7 @@ from allhands.observe.metrics.events import (
     RunStarted,
     Sampled,
     SavedReport,
+    SharesChanged,
     StepSkipped,
     TrainReport,
     ValidReport,
@@ -112,6 +113,8 @@ class ConsoleSink:
                 self._print(f"step {event.step}  saved {event.path}")
             case StepSkipped():
                 self._print(skipped_line(event))
+            case SharesChanged():
+                self._print(shares_line(event))
             case Sampled():
                 self._print(sampled_line(event))
             case Logged():
@@ -302,6 +305,18 @@ def skipped_line(skipped: StepSkipped) -> str:
     more = len(skipped.examples) - _SHOWN_EXAMPLES
     plural = "s" * (len(skipped.examples) > 1)
     return f"{text} (training example{plural} {', '.join(shown)}{f' and {more} more' if more > 0 else ''})"
+
+
+def shares_line(changed: SharesChanged) -> str:
+    """New shares of the ranks, and why: "shares of a batch 50 : 50 -> 74 : 26 (ranks 0, 1) from step 11"."""
+    before, now = (" : ".join(f"{100 * each:.3g}" for each in shares) for shares in (changed.before, changed.shares))
+    speeds = ", ".join(f"{speed:,.0f}" if speed else "not measured" for speed in changed.speeds)
+    line = f"step {changed.step}  shares of a batch {before} -> {now} % from step {changed.from_step + 1}: ranks "
+    line += f"0 to {len(changed.shares) - 1} compute {speeds} tokens/s"
+    idle = [str(rank) for rank, gets in enumerate(changed.rows) if not gets]
+    if idle:
+        line += f"; rank{'s' * (len(idle) > 1)} {', '.join(idle)} would need longer for one row than the others for all"
+    return line
 
 
 def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:

@@ -57,7 +57,8 @@ class TrainReport:
     ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
     far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
     ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
-    ``metrics`` are those of the objective besides the loss, by name.
+    ``metrics`` are those of the objective besides the loss, by name. ``shares`` are the ranks' parts of a batch, which
+    add up to 1; empty on one rank.
     """
 
     step: int
@@ -79,6 +80,7 @@ class TrainReport:
     needed_bytes: tuple[int, ...] = ()
     shapes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,22 @@ class StepSkipped:
 
 
 @dataclass(frozen=True)
+class SharesChanged:
+    """After ``step`` batches all ranks agreed on other shares, which hold for the batches after ``from_step``.
+
+    ``shares`` and ``before`` are parts of a batch, one a rank, and add up to 1; ``speeds`` are the tokens a second of
+    each rank's passes that they are based on, 0 where it had none. ``rows`` says of each rank whether it gets rows.
+    """
+
+    step: int
+    from_step: int
+    shares: tuple[float, ...]
+    before: tuple[float, ...]
+    speeds: tuple[float, ...]
+    rows: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Logged:
     """Numbers of a person's own loop after ``step`` steps, by names of their own, that are written beside these."""
 
@@ -168,7 +186,7 @@ class RunEnded:
     test_loss: float | None = None
 
 
-StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled
+StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled | SharesChanged
 Event: TypeAlias = RunStarted | StepReport | Logged | Warned | RunEnded
 
 _KINDS: dict[str, type[Event]] = {
@@ -177,6 +195,7 @@ _KINDS: dict[str, type[Event]] = {
     "valid": ValidReport,
     "saved": SavedReport,
     "skipped": StepSkipped,
+    "shares": SharesChanged,
     "sampled": Sampled,
     "logged": Logged,
     "warned": Warned,
@@ -190,7 +209,7 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
     **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
-    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
+    **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes", "shares"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},
 }

@@ -20,6 +20,7 @@ from allhands.observe.metrics.events import (
     RunStarted,
     Sampled,
     SavedReport,
+    SharesChanged,
     StepReport,
     StepSkipped,
     TrainReport,
@@ -46,6 +47,7 @@ class RunHistory:
     valid: list[ValidReport] = field(default_factory=list)
     saved: list[SavedReport] = field(default_factory=list)
     skipped: list[StepSkipped] = field(default_factory=list)
+    shares: list[SharesChanged] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     restarts: list[tuple[int, float]] = field(default_factory=list)
     ended: RunEnded | None = None
@@ -150,6 +152,7 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
     history.valid = [entry for entry in entries if isinstance(entry, ValidReport)]
     history.saved = [entry for entry in entries if isinstance(entry, SavedReport)]
     history.skipped = [entry for entry in entries if isinstance(entry, StepSkipped)]
+    history.shares = [entry for entry in entries if isinstance(entry, SharesChanged)]
     history.sampled = [entry for entry in entries if isinstance(entry, Sampled)]
     return history
 
