@@ -303,9 +303,15 @@ def test_every_named_device_is_listed_with_its_memory(tmp_path: Path) -> None:
     assert "12 GB of 16 GB" in told
     assert "24 GB of 32 GB" in told
     assert found["advised_machines"] == 2
-    twice = call_allhands("plan", "--device", "M1 Pro 32GB", "--device", "M1 16GB", *SHAPE, cwd=tmp_path)
-    assert twice.returncode == 2
-    assert "--device 'M1 Pro 32GB, 2 x M1 16GB'" in twice.stderr, "how several are named"
+
+
+def test_devices_that_are_given_one_by_one_are_several_computers(tmp_path: Path) -> None:
+    link = ("--link", "thunderbolt4")
+    apart = command(tmp_path, "--device", "M2 Max 64GB", "--device", "2 x M1 16GB", *link)
+    assert [each["name"] for each in apart["computers"]] == ["M2 Max 64GB", "M1 16GB", "M1 16GB"]
+    one = command(tmp_path, "--device", "M2 Max 64GB, 2 x M1 16GB", *link)
+    assert apart["machines"] == one["machines"]
+    assert apart["machines"][-1]["weights"][0] > apart["machines"][-1]["weights"][1] > 0
 
 
 def test_one_named_device_is_one_computer(tmp_path: Path) -> None:

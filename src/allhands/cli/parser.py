@@ -21,9 +21,6 @@ TEXT_PATHS = frozenset(
     }
 )
 
-# Options of which one holds several.
-_AS_ONE = {"--device": "name all of them in one: --device 'M1 Pro 32GB, 2 x M1 16GB'"}
-
 
 class Command(TyperCommand):
     """A verb."""
@@ -139,8 +136,7 @@ def _require_words(value: str, where: str) -> None:
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
     """That an option is given more than once, as ``spelled``."""
-    hint = _AS_ONE.get(where, "keep one of them")
-    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint=hint)
+    return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
 
 
 def _flag_of(option: Any) -> str:

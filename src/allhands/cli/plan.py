@@ -26,7 +26,8 @@ SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": 
 def plan(
     context: typer.Context,
     device: Annotated[
-        str | None, typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'.")
+        list[str] | None,
+        typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable."),
     ] = None,
     link: Annotated[
         str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
@@ -71,8 +72,9 @@ def plan(
         return show_after(after, as_json=as_json)
     picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
+    devices = None if device is None else ", ".join(device)
     asked = AskedComputers(
-        device=device,
+        device=devices,
         link=link,
         machines=_numbers(machines),
         once=once,
@@ -83,7 +85,7 @@ def plan(
     outlook = look_ahead(job)
     shown = None if measured is None else asdict(measured)
     values = {
-        **_told_apart(config, outlook, device),
+        **_told_apart(config, outlook, devices),
         **outlook.as_json(),
         "notes": notes,
         "measured": shown,

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from allhands.data.loader import Cut
 from allhands.data.order import GlobalOrder, divide
 
-SHARES = "shares"  # of what a checkpoint says
 # Steps of a rank that are remembered, at most and at least, and how many tell of a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
 # What a step must get faster by, by many measured steps and by few, and how many standard errors of noise more.
@@ -182,7 +181,7 @@ class Balance:
         accumulation: int = 1,
         loaded_ahead: int = 2,
         moves: bool = True,
-        seconds: RowSeconds | None = None,
+        rows: RowSeconds | None = None,
     ) -> None:
         """Start with ``weights`` at batch ``begin``.
 
@@ -190,13 +189,13 @@ class Balance:
             accumulation: batches of an update.
             loaded_ahead: batches that may be loaded already beyond those of the next update.
             moves: whether the shares follow the measured speeds.
-            seconds: how long batches take; default: as if tokens could be divided at will.
+            rows: how long batches take; default: as if tokens could be divided at will.
         """
         self.moves = moves and len(weights) > 1
         self._accumulation = accumulation
         self._begin = begin
         self._ahead = -(-(accumulation + loaded_ahead) // accumulation) * accumulation
-        self._rows = seconds
+        self._rows = rows
         self.own: tuple[float, float] = (0.0, 0.0)  # tokens and seconds of this rank's last step
         # Replaced as a whole, because another thread reads it.
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)

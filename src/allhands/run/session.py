@@ -46,7 +46,8 @@ from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
-from allhands.parallel.shares import SHARES, Balance, RowSeconds
+from allhands.parallel.shares import Balance
+from allhands.run.balancing import SHARES, make_balance, require_timed
 from allhands.run.datasets import size_notes
 from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -180,12 +181,15 @@ class _Run:
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
         sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        balance = self._balance(windows, order, state)
+        saved = {} if self.ready.restored is None else self.ready.restored.state
+        balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
+        self.outputs.say(told)
         weights = balance.weights(state.iteration)
         how: Any = {"alike": self._alike(sizing), "cut_of": balance.cut}
         loader = Loader(windows, order, sizing, self.mesh.data_rank, weights, **how)
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
+        require_timed(balance, config, step.strategy)
         self._restore_optimizer(optimizer, step)
         sink.emit(self._started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
@@ -233,22 +237,6 @@ class _Run:
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
-
-    def _balance(self, windows: Windows, order: GlobalOrder, state: LoopState) -> Balance:
-        """The ranks' shares: as they were given, or by their speeds, from where the checkpoint left off."""
-        config, mesh, restored = self.config, self.mesh, self.ready.restored
-        by_speed = config.rank_weights == "auto" or (config.rank_weights is None and mesh.local_size < mesh.size)
-        balance = Balance(
-            mesh.weights,
-            begin=state.iteration,
-            accumulation=config.grad_accumulation_steps,
-            moves=by_speed and mesh.data_size == mesh.size,
-            seconds=RowSeconds(order, windows.work, config.grad_accumulation_steps),
-        )
-        if restored is not None and balance.restore(restored.state.get(SHARES)):
-            shares = " : ".join(f"{100 * share:.3g}" for share in balance.shares(state.iteration))
-            self.outputs.say([f"shares of a batch as in the checkpoint: {shares} %"])
-        return balance
 
     def _sampler(self) -> Callable[[int], list[Sampled]]:
         """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""

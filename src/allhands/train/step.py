@@ -113,7 +113,7 @@ class TrainStep:
         shapes = len(self.passes.shapes)
         mine = self._faulted(strategy.gradients(self.passes, micro_batches))
         computed = time.perf_counter()
-        num_tokens, passes_s = mine.counts["tokens"], self._passes_s(mine, started, computed, shapes)
+        num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
         del mine
         times = Times(computed - started, time.perf_counter() - computed, passes_s)
@@ -140,7 +140,7 @@ class TrainStep:
         strategy.after_update(self._num_updates)
         return result
 
-    def _passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
+    def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
         """The seconds of this rank's passes, where they are done when they have been handed out; else 0.
 
         A pass that was handed out ahead has begun as soon as the device was free. One of a new shape is being compiled.

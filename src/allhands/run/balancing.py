@@ -1,0 +1,57 @@
+"""The ranks' shares of each batch in a run: as they were given, or by the ranks' speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from allhands.config.schema import TrainConfig
+from allhands.data.order import GlobalOrder
+from allhands.data.tokens import Windows
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
+from allhands.parallel.base import Strategy
+from allhands.parallel.shares import Balance, RowSeconds
+
+SHARES = "shares"  # of what a checkpoint says
+
+
+def make_balance(
+    config: TrainConfig, mesh: Mesh, windows: Windows, order: GlobalOrder, begin: int, saved: Mapping[str, Any]
+) -> tuple[Balance, list[str]]:
+    """The shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off; what a person should know.
+
+    They follow the speeds where that was asked for, and with several computers where nothing else was.
+    """
+    several = mesh.local_size < mesh.size
+    by_speed = config.rank_weights == "auto" or (config.rank_weights is None and several)
+    accumulation = config.grad_accumulation_steps
+    balance = Balance(
+        mesh.weights,
+        begin=begin,
+        accumulation=accumulation,
+        moves=by_speed and mesh.data_size == mesh.size,
+        rows=RowSeconds(order, windows.work, accumulation),
+    )
+    if not balance.restore(saved.get(SHARES)):
+        return balance, []
+    shares = " : ".join(f"{100 * share:.3g}" for share in balance.shares(begin))
+    return balance, [f"shares of a batch as in the checkpoint: {shares} %"]
+
+
+def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> None:
+    """Leave the shares as they are where the ranks' passes cannot be timed.
+
+    Raises:
+        ConfigError: they cannot, and shares by speed were asked for.
+    """
+    if not balance.moves or strategy.sees_passes:
+        return
+    balance.moves = False
+    if config.rank_weights == "auto":
+        raise ConfigError(
+            "on these GPUs nobody waits for a pass by itself, and over NCCL ranks meet within their passes: how fast "
+            "each of them is cannot be seen without slowing it",
+            where="--rank-weights auto",
+            hint="give numbers, for example --rank-weights '[2, 1]', or leave it out",
+        )
