@@ -4,7 +4,7 @@
 
 A story model of 15 million parameters from scratch, batches of 16 rows of 256 tokens. First each rank trains by itself
 beside the other, with nothing exchanged: the sum of their speeds is what two such ranks could do at best. Then both
-train together, with equal shares and with ``--rank-weights auto``; in the middle of that the slow rank has half its part.
+train together, with equal shares and with ``--rank-weights auto``; in the middle of that the slow part is halved.
 See README.md in this directory.
 """
 

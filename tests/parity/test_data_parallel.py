@@ -174,6 +174,17 @@ FEW_SAMPLES = {"batch_size": 2, "fine_tune_type": "full", "optimizer_config": AD
 CLIPPED = {"batch_size": 7, "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
 ACCUMULATED = {**FEW_SAMPLES, "grad_accumulation_steps": 2, "iters": 40}
 SCENARIOS = {"few": FEW_SAMPLES, "clipped": CLIPPED, "accumulated": ACCUMULATED}
+# Runs in which shares move: masked prompts with dropout, and packed rows in graphs with a divided optimizer.
+_LONG = {"iters": 45, "val_batches": -1, "steps_per_eval": 15, "optimizer_config": ADAM}
+MOVING = {
+    "moving-masked": {**_LONG, "batch_size": 7, "mask_prompt": True, "lora_parameters": {**ADAPTERS, "dropout": 0.1}},
+    "moving-packed": {
+        **{**_LONG, "batch_size": 4, "packing": True, "max_seq_length": 64, "grad_accumulation_steps": 2, "iters": 90},
+        **{"strategy": "zero1", "compile": "on"},
+    },
+}
+# Speeds of the ranks after so many steps: the last one becomes too slow for a row, and recovers.
+PACES = [(0, [3.0, 1.0, 2.0]), (16, [1.0, 1.0, 0.01]), (30, [1.0, 3.0, 0.01])]
 
 
 # Whether the weights are trained as one array.
@@ -193,6 +204,9 @@ def alone(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Each scenario in this process."""
     root = tmp_path_factory.mktemp("alone")
     flags = {name: _flags(model, data, root / name, scenario) for name, scenario in SCENARIOS.items()}
+    flags |= {
+        name: _flags(model, data, root / name, {**scenario, "strategy": "data"}) for name, scenario in MOVING.items()
+    }
     return {name: read_run(finetune(build_config(values))) for name, values in flags.items()}
 
 
@@ -206,6 +220,11 @@ def together(
     tasks: list[dict[str, Any]] = [
         {"kind": "finetune", "flags": _flags(model, data, root / name, scenario)}
         for name, scenario in SCENARIOS.items()
+    ]
+    paces = [(since, [*speeds, *speeds][-ranks:]) for since, speeds in PACES]
+    tasks += [
+        {"kind": "finetune_paced", "flags": _flags(model, data, root / name, scenario), "speeds": paces}
+        for name, scenario in MOVING.items()
     ]
     # Unequal computers: the first does as much as all others together. The last, if there are three, next to nothing.
     weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
@@ -246,6 +265,19 @@ def test_ranks_compute_the_run_of_one(alone: dict[str, Run], together: tuple[int
 
 def test_unequal_shares_are_the_same_run(alone: dict[str, Run], together: tuple[int, Path]) -> None:
     assert_same_run(alone["few"], read_run(together[1] / "uneven"))
+
+
+@pytest.mark.parametrize("scenario", MOVING)
+def test_shares_that_move_are_the_same_run(alone: dict[str, Run], together: tuple[int, Path], scenario: str) -> None:
+    ranks, root = together
+    run = read_run(root / scenario)
+    changes = [json.loads(line) for line in (root / scenario / "metrics.jsonl").read_text().splitlines()]
+    changes = [event for event in changes if event["event"] == "shares"]
+    assert len(changes) >= 2
+    assert [len(event["shares"]) for event in changes] == [ranks] * len(changes)
+    assert any(not all(event["rows"]) for event in changes), "one got no rows"
+    assert {tuple(report["shares"]) for report in run.reports} >= {tuple(event["shares"]) for event in changes}
+    assert_same_run(alone[scenario], run)
 
 
 def test_ranks_of_one_data_coordinate_have_the_same_rows(alone: dict[str, Run], together: tuple[int, Path]) -> None:

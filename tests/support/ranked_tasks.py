@@ -36,9 +36,11 @@ from allhands.kernels.fused.leaves import Leaves
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.objectives.causal_lm import make_loss
+from allhands.parallel.sums import Gradients
 from allhands.run.datasets import load_data
 from allhands.run.session import Surroundings, run_finetune
 from allhands.runtime.sizing import Sizing
+from allhands.train.step import TrainStep
 
 
 def finetune(
@@ -48,7 +50,7 @@ def finetune(
     if communicator is None:
         return run_finetune(config, Surroundings()).adapter_path
     rank, size = communicator.rank, communicator.size
-    mesh = Mesh(rank, size, rank, size, tuple(config.rank_weights or ()), **(axes or {}))
+    mesh = Mesh(rank, size, rank, size, tuple(config.given_weights or ()), **(axes or {}))
     return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
 
 
@@ -86,6 +88,25 @@ def _finetune_beside(communicator: Communicator, flags: dict[str, Any], joined: 
         Leaves.fits = fits  # type: ignore[method-assign]
     # What is agreed on goes where everything else is computed, the gradients do not.
     assert len(beside.streams) == 2, beside.streams
+
+
+def _finetune_paced(communicator: Communicator, flags: dict[str, Any], speeds: list[tuple[int, list[float]]]) -> None:
+    """Trained as if each rank had another speed, in tokens a second, after so many of its steps."""
+    taken, steps = TrainStep.passes_s, 0
+
+    def paced(step: TrainStep, mine: Gradients, *times: Any) -> float:
+        nonlocal steps
+        steps += 1
+        compiling = step.options.compiled
+        assert taken(step, mine, *times) > 0 or compiling, "the passes are timed"
+        now = next(each for since, each in reversed(speeds) if steps > since)
+        return mine.counts["tokens"] / now[communicator.rank]
+
+    TrainStep.passes_s = paced  # type: ignore[method-assign]
+    try:
+        finetune(build_config({**flags, "rank_weights": "auto"}), communicator)
+    finally:
+        TrainStep.passes_s = taken  # type: ignore[method-assign]
 
 
 def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
@@ -155,6 +176,7 @@ def _disagree(communicator: Communicator, path: str, ranks: list[dict[str, Any]]
 KINDS: dict[str, Callable[..., None]] = {
     "finetune": _finetune,
     "finetune_beside": _finetune_beside,
+    "finetune_paced": _finetune_paced,
     "mean_of_means": _mean_of_means,
     "average": _average,
     "disagree": _disagree,

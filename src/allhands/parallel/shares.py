@@ -141,7 +141,12 @@ class RowSeconds:
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """The same proportions with sum 1, rounded to what a person may read; none becomes 0."""
+    """The same proportions with sum 1, rounded to what a person may read; none becomes 0.
+
+    What this has made stays as it is.
+    """
+    if abs(sum(weights) - 1.0) < 1e-4 * len(weights):
+        return tuple(weights)
     return tuple(max(round(weight / sum(weights), 4), 0.0001) for weight in weights)
 
 
