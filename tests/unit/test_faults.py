@@ -19,6 +19,7 @@ from hostile import until
 
 from allhands.errors import ConfigError
 from allhands.runtime import faults
+from allhands.runtime.memory import memory_limit
 
 _PROGRAM = """
 import sys
@@ -172,7 +173,7 @@ def test_kinds_that_hold_a_process_up(schedule: Callable[..., Path], kind: str) 
 def test_without_a_limit_nobody_elses_memory_is_touched(
     schedule: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "_memory_limit", lambda: None)
+    monkeypatch.setattr(faults, "memory_limit", lambda: None)
     schedule({"rank": 0, "step": 0, "kind": "oom"})
     with pytest.raises(MemoryError, match="with 0 bytes taken"):
         faults.fire("step", 0, 0)
@@ -197,11 +198,11 @@ def test_the_limit_of_the_control_group(
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text + "\n")
-    assert faults._memory_limit(tmp_path / "fs", tmp_path / "membership") == expected
+    assert memory_limit(tmp_path / "fs", tmp_path / "membership") == expected
 
 
 def test_where_there_are_no_control_groups(tmp_path: Path) -> None:
-    assert faults._memory_limit(tmp_path, tmp_path / "absent") is None
+    assert memory_limit(tmp_path, tmp_path / "absent") is None
 
 
 # --- what is written wrongly ----------------------------------------------------------------------------------

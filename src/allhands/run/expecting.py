@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +11,9 @@ import psutil
 
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
+from allhands.data.loader import Loader
+from allhands.data.order import GlobalOrder
+from allhands.data.tokens import Windows
 from allhands.distributed.mesh import Mesh
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
@@ -17,26 +22,53 @@ from allhands.model.load import LoadedModel
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
+from allhands.runtime.memory import memory_limit
+from allhands.runtime.sizing import Sizing
+
+# Of a device's memory what arrays may take; of a computer's what one program may.
+_USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
 
-def expected_bytes(
-    config: TrainConfig,
-    loaded: LoadedModel,
-    largest: tuple[int, int],
-    mesh: Mesh,
-    accelerator: Accelerator,
-    present_bytes: int,
-) -> int | None:
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
+    """
+
+    accelerator: Accelerator
+    mesh: Mesh
+    present_bytes: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that this rank may have: of the GPU's memory or, shared with the other ranks here, the computer's.
+
+        What other programs have now does not count, because a restart must cut its share as before.
+        """
+        whole, kind = self.accelerator.memory_bytes, self.accelerator.kind
+        if kind == "cpu":
+            whole = min(whole, memory_limit() or whole)
+        return int(_USABLE[kind] * whole) // (1 if kind == "cuda" else self.mesh.local_size)
+
+
+def expected_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int, int], device: Device) -> int | None:
     """The process's peak in training; ``None`` where that is not known: on Macs, and for other kinds of models.
 
     On an NVIDIA GPU it is what the rank needs of MLX's memory there.
 
     Args:
         largest: as :meth:`allhands.data.loader.Loader.largest` has it.
-        present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
     """
+    return None if device.accelerator.kind == "metal" else estimated_bytes(config, loaded, largest, device)
+
+
+def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int, int], device: Device) -> int | None:
+    """As :func:`expected_bytes`; for a Mac, whose memory was not compared with this, what an NVIDIA GPU needs."""
+    accelerator, present_bytes = device.accelerator, device.present_bytes
     native_way = accelerator.eager and config.compile != "on" and native.available()
-    blocks = blocks_of(loaded.config) if native_way or accelerator.kind == "cuda" else None
+    blocks = blocks_of(loaded.config) if native_way or not accelerator.eager else None
     tokens, cuts = largest
     if blocks is None or not tokens:
         return None
@@ -54,10 +86,38 @@ def expected_bytes(
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
     )
-    if accelerator.kind == "cuda":
+    if not accelerator.eager:
         return on_gpu(blocks, work).arrays
-    later = WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
+    later = WRITING_BYTES if config.sample_prompts and device.mesh.data_rank == 0 else 0
     return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def fitted_to_memory(
+    config: TrainConfig, loaded: LoadedModel, device: Device, sizing: Sizing, windows: Windows, order: GlobalOrder
+) -> tuple[Sizing, list[str]]:
+    """``sizing`` with micro-batches that this rank can hold, however large its share becomes; what it should say."""
+
+    def needs(cut: Sizing) -> int | None:
+        return estimated_bytes(config, loaded, Loader(windows, order, cut, 0, (1.0,)).largest(), device)
+
+    longest = int(sizing.padded(windows.work.max(keepdims=True))[0])
+    held = held_by(sizing, device.room, longest, needs)
+    if held == sizing:
+        return sizing, []
+    room = format_bytes(device.room)
+    return held, [f"note: {held.max_tokens:,} tokens at once, not {sizing.max_tokens:,}: each rank here has {room}"]
+
+
+def held_by(sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], int | None]) -> Sizing:
+    """``sizing`` with micro-batches that fit into ``room`` bytes, as far as rows, which are not cut, allow that.
+
+    Args:
+        longest: tokens of the longest row.
+        needs: bytes of a training that is cut so; ``None`` if that is not known.
+    """
+    while (needed := needs(sizing)) is not None and needed > room and sizing.max_tokens > longest:
+        sizing = replace(sizing, max_tokens=max(sizing.max_tokens // 2, longest))
+    return sizing
 
 
 def _in_half(model: Any) -> bool:

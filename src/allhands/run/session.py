@@ -49,7 +49,7 @@ from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, make_balance, require_timed
 from allhands.run.datasets import size_notes
-from allhands.run.expecting import expected_bytes, scarce
+from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, scarce
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
@@ -177,11 +177,15 @@ class _Run:
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
-        config = self.config
+        config, ready = self.config, self.ready
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
-        sizing = self.ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        saved = {} if self.ready.restored is None else self.ready.restored.state
+        sizing = ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
+        if config.micro_batch_tokens is None and self.mesh.size > 1:
+            device = Device(ready.accelerator, self.mesh, self.observer.resident())
+            sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
+            self.outputs.say(notes)
+        saved = {} if ready.restored is None else ready.restored.state
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -341,7 +345,8 @@ class _Run:
     def _expect(self, largest: tuple[int, int]) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         ready, present = self.ready, self.observer.resident()
-        expected = expected_bytes(self.config, ready.loaded, largest, self.mesh, ready.accelerator, present)
+        device = Device(ready.accelerator, self.mesh, present)
+        expected = expected_bytes(self.config, ready.loaded, largest, device)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not ready.accelerator.eager)

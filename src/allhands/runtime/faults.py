@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from allhands.errors import ConfigError
+from allhands.runtime.memory import memory_limit
 
 VARIABLE = "ALLHANDS_FAULTS"
 FaultKind = Literal["kill", "term", "stop", "raise", "exit", "hang", "spin", "slow", "oom", "nan", "disk-full"]
@@ -353,7 +354,7 @@ def _act(fault: PlannedFault) -> FaultKind | None:
         case "slow":
             time.sleep(fault.seconds)
         case "oom":
-            _exhaust_memory(_memory_limit())
+            _exhaust_memory(memory_limit())
         case "disk-full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "nan":
@@ -366,29 +367,3 @@ def _exhaust_memory(limit: int | None) -> None:
     # Written to, because a page of zeros takes no memory.
     held = [b"\1" * _CHUNK_BYTES for _ in range(2 * (limit or 0) // _CHUNK_BYTES)]
     raise MemoryError(f"out of memory on purpose, with {len(held) * _CHUNK_BYTES} bytes taken")
-
-
-def _memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that Linux lets this process's control group have, if less than the computer has."""
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
-    limits: list[int] = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "memory":
-            limits += _limits(root / "memory", group, "memory.limit_in_bytes")
-        elif controllers == "":
-            limits += _limits(root, group, "memory.max")
-    least = min(limits, default=physical)
-    return least if least < physical else None
-
-
-def _limits(root: Path, group: str, name: str) -> list[int]:
-    """The limits of a control group and of those that it is part of."""
-    place = root / group.lstrip("/")
-    files = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)]
-    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
-    return [int(text) for text in texts if text.isdecimal()]

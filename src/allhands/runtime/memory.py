@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -62,3 +63,29 @@ def mlx_memory() -> dict[str, int]:
         "mlx_cache_bytes": int(mx.get_cache_memory()),
         "mlx_peak_bytes": MLX_PEAK.whole(),
     }
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes that Linux lets this process's control group have, if less than the computer has."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "memory":
+            limits += _limits(root / "memory", group, "memory.limit_in_bytes")
+        elif controllers == "":
+            limits += _limits(root, group, "memory.max")
+    least = min(limits, default=physical)
+    return least if least < physical else None
+
+
+def _limits(root: Path, group: str, name: str) -> list[int]:
+    """The limits of a control group and of those that it is part of."""
+    place = root / group.lstrip("/")
+    files = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)]
+    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return [int(text) for text in texts if text.isdecimal()]
