@@ -226,6 +226,13 @@ def together(
         {"kind": "finetune_paced", "flags": _flags(model, data, root / name, scenario), "speeds": paces}
         for name, scenario in MOVING.items()
     ]
+    # One speed all the time: stopped after 20 steps and resumed, and in one go.
+    steady = {**CLIPPED, "iters": 40, "save_every": 20}
+    parts = [("steady", {}), ("resumed", {"iters": 20}), ("resumed", {"resume": "auto"})]
+    tasks += [
+        {"kind": "finetune_paced", "flags": _flags(model, data, root / name, {**steady, **more}), "speeds": paces[:1]}
+        for name, more in parts
+    ]
     # Unequal computers: the first does as much as all others together. The last, if there are three, next to nothing.
     weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
     flags = _flags(model, data, root / "uneven", {**FEW_SAMPLES, "rank_weights": weights})
@@ -278,6 +285,19 @@ def test_shares_that_move_are_the_same_run(alone: dict[str, Run], together: tupl
     assert any(not all(event["rows"]) for event in changes), "one got no rows"
     assert {tuple(report["shares"]) for report in run.reports} >= {tuple(event["shares"]) for event in changes}
     assert_same_run(alone[scenario], run)
+
+
+def test_a_resumed_run_goes_on_with_its_shares(together: tuple[int, Path]) -> None:
+    """With the same shares of each step the same sums are added: every bit is as in one go."""
+    ranks, root = together
+    one, run = read_run(root / "steady"), read_run(root / "resumed")
+    shares = {report["step"]: report["shares"] for report in run.reports}
+    assert len(shares) == 40
+    assert shares == {report["step"]: report["shares"] for report in one.reports}
+    assert shares[1] == pytest.approx([1 / ranks] * ranks, abs=1e-3)
+    assert shares[21] != shares[1]
+    assert one.losses == [report["loss"] for report in sorted(run.reports, key=lambda report: report["step"])]
+    assert distance(one.weights, run.weights) == 0.0
 
 
 def test_ranks_of_one_data_coordinate_have_the_same_rows(alone: dict[str, Run], together: tuple[int, Path]) -> None:

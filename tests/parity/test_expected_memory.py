@@ -13,8 +13,9 @@ from tiny import run_allhands, write_chat_data, write_tokenizer
 
 from allhands.kernels import native
 from allhands.observe.monitor import read_samples
-from allhands.run.expecting import scarce
+from allhands.run.expecting import held_by, scarce
 from allhands.run.training_memory import Blocks, Work, blocks_of, of_process, on_cpu
+from allhands.runtime.sizing import Sizing
 
 SHAPE = (
     "--shape",
@@ -172,3 +173,14 @@ def test_too_much_is_told() -> None:
     assert told is not None
     assert "about 1e+06 GB of memory each" in told
     assert "--grad-checkpoint" in told
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [(10_000, 2048), (2048, 2048), (2047, 1024), (700, 512), (300, 300), (1, 300)]
+)
+def test_micro_batches_are_as_small_as_a_rank_needs_them(room: int, expected: int) -> None:
+    """A row is not cut: it is what is computed at once at least."""
+    sizing = held_by(Sizing(2048), room, 300, lambda cut: cut.max_tokens)
+    assert sizing.max_tokens == expected
+    assert held_by(Sizing(2048), room, 300, lambda cut: None).max_tokens == 2048, "nobody knows"
+    assert held_by(Sizing(128), 1, 300, lambda cut: cut.max_tokens).max_tokens == 128
