@@ -48,6 +48,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="llama-15m", help="as for allhands pretrain (%(default)s)")
     parser.add_argument("--seconds", type=positive, default=45, help="that each rank trains apart (%(default)s)")
     parser.add_argument("--steps", type=positive, default=60, help="with shares that have settled (%(default)s)")
+    parser.add_argument(
+        "--weight", type=positive, default=1024, help="of both ranks beside other programs (%(default)s)"
+    )
     parser.add_argument("--duty", action="store_true", help="stop and continue the slow rank, also with control groups")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that a run may take")
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
@@ -61,8 +64,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 class Slowed:
     """Processes that have a part of a core: by a control group, else by stopping them for the rest of the time."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, fast: Path | None = None) -> None:
         self.folder = folder  # of the control group; None: by signals
+        self.fast = fast  # that of the other rank
         self.part = 1.0
         self.pid: int | None = None
         self._over = threading.Event()
@@ -82,22 +86,24 @@ class Slowed:
         else:
             (self.folder / "cpu.max").write_text(f"{int(part * period)} {period}")
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """``words``, among them from the start."""
-        if self.folder is None:
+    def command(self, rank: int, words: Sequence[str]) -> list[str]:
+        """``words``, held to its part from the start."""
+        folder = self.folder if rank else self.fast
+        if folder is None:
             return list(words)
-        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh", *words]
+        return ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh", *words]
 
     def close(self) -> None:
         self._over.set()
         if self.folder is None:
             self._thread.join()
-            return
-        for _ in range(100):  # the last process leaves it some time after its end
-            with suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.05)
+        for folder in (self.folder, self.fast):
+            for _ in range(100):  # the last process leaves it some time after its end
+                if folder is None or not folder.exists():
+                    break
+                with suppress(OSError):
+                    folder.rmdir()
+                time.sleep(0.05)
 
     def _stop_and_go(self) -> None:
         while not self._over.is_set():
@@ -112,16 +118,19 @@ class Slowed:
 def slowed(options: argparse.Namespace) -> Iterator[Slowed]:
     """Room for the slow rank."""
     root = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
-    folder: Path | None = root / f"allhands-uneven-{os.getpid()}"
+    folders = [root / f"allhands-uneven-{os.getpid()}-{rank}" for rank in range(2)]
+    one = Slowed(folders[1], folders[0])
     try:
         if options.duty:
             raise OSError
-        folder.mkdir()
-        one = Slowed(folder)
+        for folder in folders:
+            folder.mkdir()
+            for name, weight in (("cpu.shares", options.weight), ("cpu.weight", max(1, options.weight * 100 // 1024))):
+                if (folder / name).exists():
+                    (folder / name).write_text(str(weight))
         one.set(options.part)
     except OSError:
-        with suppress(OSError):
-            folder.rmdir()
+        one.close()
         one = Slowed(None)
         one.set(options.part)
     try:
@@ -155,8 +164,9 @@ class Site:
         pinned = ["taskset", "-c", str(rank), *words] if shutil.which("taskset") else list(words)
         log = (self.work / f"log-{rank}").open("ab")
         env = clean_environ(OPENBLAS_NUM_THREADS="1", PYTHONPATH=source(), **environ)
-        command = self.slow.command(pinned) if rank else pinned
-        started = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        started = subprocess.Popen(
+            self.slow.command(rank, pinned), stdout=log, stderr=log, env=env, start_new_session=True
+        )
         if rank:
             self.slow.pid = started.pid
         return started

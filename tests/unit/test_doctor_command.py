@@ -186,6 +186,10 @@ def test_the_network_in_words() -> None:
         "communication a step, at 4 bytes a parameter: LoRA (rank 8, last 16 layers) 41.2 ms, all weights 2m05s",
     ]
     assert network_lines(Network()) == []
+    (line,) = network_lines(Network(speeds={"node1": 3e10, "node2": 1e10}))
+    assert "node1 30 GFLOP/s" in line
+    assert "75 : 25" in line
+    assert network_lines(Network(speeds={"node1": 3e10})) == []
 
 
 def test_what_was_not_asked() -> None:

@@ -83,6 +83,18 @@ def test_figures_are_taken_over(tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     assert found.seconds == {"LoRA": links[0].seconds(4 * lora), "full": links[0].seconds(4 * full)}
 
 
+def test_speeds_are_those_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have several ranks; numbers that cannot be are no speeds."""
+    timings = [Timing(4096, 9, 1e-4, 9e-5, 2e-4)]
+    hosts = [Host("node1", "node1"), Host("node2", "node2", slots=2), Host("absent", "absent")]
+    told: tuple[float, ...] = (3e9, 1e9, 0.5e9)
+    for speeds, expected in ((told, {"node1": 3e9, "node2": 1.5e9}), ((3e9, 1e9), {}), ((3e9, float("nan"), 1e9), {})):
+        whole = Figures.of(("node1", "node2"), 3, "ring", timings, speeds)
+        monkeypatch.setattr(netbench, "measure", lambda *arguments, whole=whole: Measurement("ring", whole))
+        assert measured(hosts, cluster(), lambda words: None).speeds == expected
+        assert Figures.from_json(whole.as_json()) == whole
+
+
 def test_what_cannot_be_measured_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> Measurement:
         raise ConfigError("no such thing", hint="another")

@@ -201,6 +201,11 @@ def network_lines(network: Network) -> list[str]:
         words = {"LoRA": "LoRA (rank 8, last 16 layers)", "full": "all weights"}
         parts = [f"{words.get(what, what)} {_seconds(taken)}" for what, taken in network.seconds.items()]
         lines.append(f"communication a step, at 4 bytes a parameter: {', '.join(parts)}")
+    if len(network.speeds) > 1:
+        whole = sum(network.speeds.values())
+        each = [f"{name} {speed / 1e9:,.0f} GFLOP/s" for name, speed in network.speeds.items()]
+        shares = " : ".join(f"{100 * speed / whole:.0f}" for speed in network.speeds.values())
+        lines.append(f"products of matrices, all at once: {', '.join(each)}: by that, shares of a batch of {shares} %")
     return lines
 
 

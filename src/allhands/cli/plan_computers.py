@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _DEFAULT_LINK = "1GbE"
 _MOST_DEVICES = 1024
 _ASK_S = 10.0
+_ALIKE = 1.1  # speeds that differ by less are noise
 _HERE = "this computer"
 
 Say = Callable[[str], object]
@@ -86,12 +87,19 @@ def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
 
 
 def computers_of(
-    config: TrainConfig, asked: AskedComputers, devices: Sequence[Device], kind: str, say: Say, notes: list[str]
+    config: TrainConfig,
+    asked: AskedComputers,
+    devices: Sequence[Device],
+    kind: str,
+    link: ExchangeTimes | None,
+    say: Say,
+    notes: list[str],
 ) -> tuple[Computer, ...]:
     """All of them, in the order in which they are named; one where the others are like it, or only imagined.
 
     Args:
         kind: of this computer's processor.
+        link: between them; where it was measured the speeds were, too.
     """
     from allhands.plan.computers import listed
 
@@ -99,7 +107,7 @@ def computers_of(
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
         found = tuple(_described(each, devices[0], watts=watts) for each in devices)
     elif on_hosts(config):
-        found = _answering(config, kind, say, notes)
+        found = _answering(config, kind, link.speeds if isinstance(link, Measured) else (), say, notes)
     else:
         return (_here(kind),)
     notes += listed(found)
@@ -131,7 +139,9 @@ def _here(kind: str) -> Computer:
     return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
 
 
-def _answering(config: TrainConfig, kind: str, say: Say, notes: list[str]) -> tuple[Computer, ...]:
+def _answering(
+    config: TrainConfig, kind: str, measured: Sequence[float], say: Say, notes: list[str]
+) -> tuple[Computer, ...]:
     """A rank of each slot of the hosts, with their memory as they tell it themselves."""
     from allhands.cluster.doctor.run import ask_facts
 
@@ -147,7 +157,7 @@ def _answering(config: TrainConfig, kind: str, say: Say, notes: list[str]) -> tu
             why = f"{one.why}; its {host.slots} ranks share it" if kind != "cuda" else one.why
             one = replace(one, usable_bytes=usable, why=why.removeprefix("; "), part=1.0 / host.slots)
         found += [one] * host.slots
-    speeds = _speeds(config, hosts, facts, notes)
+    speeds = _speeds(config, hosts, facts, measured, notes)
     return tuple(replace(each, speed=speed) for each, speed in zip(found, speeds, strict=True))
 
 
@@ -166,13 +176,22 @@ def _told(host: Host, facts: HostFacts | None) -> Computer:
 
 
 def _speeds(
-    config: TrainConfig, hosts: Sequence[Host], facts: dict[str, HostFacts | None], notes: list[str]
+    config: TrainConfig,
+    hosts: Sequence[Host],
+    facts: dict[str, HostFacts | None],
+    measured: Sequence[float],
+    notes: list[str],
 ) -> list[float]:
-    """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or by what the computers are."""
+    """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or as they were ``measured``."""
     slots = [host.slots for host in hosts]
+    mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
     if config.given_weights:
-        mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
         return [weight / config.given_weights[mine] for weight in config.given_weights]
+    if len(measured) == sum(slots):
+        notes.append("speeds as measured, by products of matrices on all ranks at once; a step may differ")
+        if max(measured) <= _ALIKE * min(measured):
+            return [1.0] * len(measured)
+        return [max(round(speed / measured[mine], 2), 0.01) for speed in measured]
     kinds = {host.name: _processor(facts[host.name]) for host in hosts if host.ssh is not None}
     others = ", ".join(f"{name} ({kind})" if kind else name for name, kind in kinds.items())
     notes.append(
@@ -257,4 +276,4 @@ def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeT
         f"link as measured over {whole.backend} between {whole.num_ranks} ranks: "
         f"{format_bytes(whole.bytes_per_s)}/s of all-reduces, {1e3 * whole.latency_s:.2g} ms"
     )
-    return Measured(whole.num_ranks, whole.seconds, name=whole.backend)
+    return Measured(whole.num_ranks, whole.seconds, name=whole.backend, speeds=whole.speeds)

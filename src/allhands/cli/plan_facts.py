@@ -92,7 +92,7 @@ def facts_of(
     rows = _rows(config, measured, say, notes)
     step = _step(config, model, kind, measured, devices, rows, notes)
     link = link_between(config, asked, len(devices), say, notes)
-    computers = computers_of(config, asked, devices, kind, say, notes)
+    computers = computers_of(config, asked, devices, kind, link, say, notes)
     notes += energy
     work = _work(config, model, kind, measured, rows)
     batches = _batches(config, rows)

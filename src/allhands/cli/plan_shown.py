@@ -95,7 +95,7 @@ def _show_lines(console: Console, outlook: Outlook) -> None:
         for line in outlook.lines:
             console.print(f"{line.machines}: {line.computers}", markup=False)
     if any(line.weights for line in outlook.lines):
-        console.print("efficient: against the sum of their speeds; shares are in proportion, by --rank-weights")
+        console.print("efficient: against the sum of their speeds, by which shares are cut (--rank-weights auto)")
 
 
 def _show_validations(console: Console, outlook: Outlook) -> None:

@@ -97,6 +97,7 @@ class Bench:
             "seconds": self.request["seconds"],
             "budget_s": max(limit / 2, _LEAST_BUDGET_S),
             "connect_s": self.request["connect_s"],
+            "products": number == 0,  # of all computers together
         }
         return [sys.executable, "-P", "-m", "allhands.cluster.bench_rank", json.dumps(task)]
 

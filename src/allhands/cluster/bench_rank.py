@@ -31,14 +31,20 @@ def main(arguments: list[str]) -> None:
         preload_blas()
         communicator = join_group(launch, request.get("connect_s", _CONNECT_S))
         worker.mark_started()
-        from allhands.distributed.bench import BenchPlan, time_all_sum
+        from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
         from allhands.runtime.accelerator import detect
 
         detect()  # MLX's settings as training has them
         plan = BenchPlan(request["sizes"], request.get("seconds", 0.2), request.get("budget_s", 60.0))
         timings = time_all_sum(communicator, plan)
+        speeds = time_products(communicator) if request.get("products") else []
         if launch.rank == 0:
-            found = {"backend": communicator.backend, "num_ranks": communicator.size, "timings": timings}
+            found = {
+                "backend": communicator.backend,
+                "num_ranks": communicator.size,
+                "timings": timings,
+                "speeds": speeds,
+            }
             result = {**request.get("about", {}), **found}
             _write(output, f"{request['mark']}{json.dumps(result)}\n".encode())
     sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Figures:
         timings: by size, ascending; the largest may be missing where time was short.
         latency_s: of the line that fits the times best: ``seconds = latency_s + num_bytes / bytes_per_s``.
         bytes_per_s: of that line, algorithm bandwidth.
+        speeds: products and sums a second of each rank, all at work at the same time; empty where not measured.
     """
 
     hosts: tuple[str, ...]
@@ -50,12 +52,22 @@ class Figures:
     timings: tuple[Timing, ...]
     latency_s: float
     bytes_per_s: float
+    speeds: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, hosts: Sequence[str], num_ranks: int, backend: str, timings: Sequence[Timing]) -> Figures:
+    def of(
+        cls,
+        hosts: Sequence[str],
+        num_ranks: int,
+        backend: str,
+        timings: Sequence[Timing],
+        speeds: Sequence[float] = (),
+    ) -> Figures:
         """Fit the line to at least one timing."""
         latency_s, bytes_per_s = fit([(timing.num_bytes, timing.median_s) for timing in timings])
-        return cls(tuple(hosts), num_ranks, backend, tuple(timings), latency_s, bytes_per_s)
+        known = len(speeds) == num_ranks and all(0 < speed < math.inf for speed in speeds)
+        told = tuple(map(float, speeds)) if known else ()
+        return cls(tuple(hosts), num_ranks, backend, tuple(timings), latency_s, bytes_per_s, told)
 
     def bus_factor(self) -> float:
         """Bytes that each link carries for a byte of the array, whatever the number of ranks: 2 (n - 1) / n."""
@@ -91,7 +103,8 @@ class Figures:
         """What :meth:`as_json` has written; raises KeyError, TypeError or ValueError if it has not."""
         names = ("num_bytes", "rounds", "median_s", "low_s", "high_s")
         timings = [Timing(*(entry[name] for name in names)) for entry in content["timings"]]
-        return cls.of(content["hosts"], int(content["num_ranks"]), str(content["backend"]), timings)
+        speeds = content.get("speeds", ())
+        return cls.of(content["hosts"], int(content["num_ranks"]), str(content["backend"]), timings, speeds)
 
 
 @dataclass(frozen=True)

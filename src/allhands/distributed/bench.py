@@ -23,6 +23,7 @@ _WARM_UP = 2
 _FEWEST, _MOST = 5, 200
 _PERIOD = 1021  # of the test pattern: prime, so that no two parts of an array are alike; its sums are exact
 _ITEM_BYTES = 4
+_CPU_ROWS, _GPU_ROWS = 512, 4096  # of the matrices whose products tell how fast a rank computes
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,24 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
         )
     barrier(communicator)  # nobody leaves while another may still be in the last round
     return results
+
+
+def time_products(communicator: Communicator, seconds: float = 0.5) -> list[float]:
+    """Products and sums a second of each rank, while all of them multiply matrices; every rank returns the same.
+
+    By time that goes by, so that a computer that is busy, hot or held back counts as it is. On a GPU in half precision.
+    """
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    size = _GPU_ROWS if on_gpu else _CPU_ROWS
+    factor = mx.ones((size, size), dtype=mx.bfloat16 if on_gpu else mx.float32) / size
+    mx.eval(factor, factor @ factor)
+    barrier(communicator)
+    began, done = time.perf_counter(), 0
+    while (taken := time.perf_counter() - began) < seconds:
+        mx.eval(factor @ factor)
+        done += 1
+    own = 2.0 * size**3 * done / taken
+    return _gather(communicator, np.array([own], dtype=np.float32))[:, 0].tolist()
 
 
 def _expected_s(results: Sequence[dict[str, Any]], size: int) -> float:

@@ -266,7 +266,10 @@ def _weights_told(offer: Offer) -> str:
     if not offer.weights:
         return ""
     numbers = ", ".join(f"{weight:g}" for weight in offer.weights)
-    return f"unequal computers want unequal shares: --rank-weights '[{numbers}]' for {offer.names}, in this order"
+    return (
+        "shares of a batch follow the computers' speeds as they train (--rank-weights auto), about "
+        f"--rank-weights '[{numbers}]' for {offer.names}, in this order"
+    )
 
 
 def _named(computer: str) -> str:

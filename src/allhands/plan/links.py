@@ -50,12 +50,14 @@ class Measured:
     Attributes:
         ranks: so many.
         at: seconds that so many bytes take between them.
+        speeds: of each of them, while all compute; empty where not measured.
     """
 
     ranks: int
     at: Callable[[float], float]
     name: str = "as measured"
     source: str = "measured"
+    speeds: tuple[float, ...] = ()
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
         """As measured; for other numbers of ranks scaled as a ring would be."""

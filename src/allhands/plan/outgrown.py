@@ -119,7 +119,7 @@ def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer:
             f"{more_work}, so that each exchange has more to compute; see that each process has cores of its own, "
             "which nothing else uses; or fewer processes"
         )
-    advice = f"a faster link, {more_work}; unequal computers want --rank-weights"
+    advice = f"a faster link, {more_work}; unequal computers want unequal shares (--rank-weights auto)"
     if alone_s < step_s:
         advice += f". One of these {ranks} processes alone would need {format_duration(alone_s)} for the same batch"
         advice += f", and together they take {format_duration(step_s)}"

@@ -350,6 +350,7 @@ class Network(Fact):
         whole: of all computers; ``None``: it failed.
         slowest: the pair that holds the others up; empty with fewer than two links.
         seconds: what exchanging a step's gradients takes, by what is trained.
+        speeds: products and sums a second of each computer, all its ranks together; empty where not measured.
     """
 
     backend: str = ""
@@ -358,6 +359,7 @@ class Network(Fact):
     slowest: tuple[str, ...] = ()
     failures: tuple[NetworkFailure, ...] = ()
     seconds: dict[str, float] = Field(default_factory=dict)
+    speeds: dict[str, float] = Field(default_factory=dict)
 
 
 class Cluster(Fact):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster.doctor.facts import Cluster, LinkSpeed, Network, NetworkFailure
+from allhands.cluster.figures import Figures
 from allhands.cluster.hosts import Host
 from allhands.errors import AllhandsError
 
@@ -28,7 +29,6 @@ _STARTED = ("auto", "ring", "nccl")
 
 def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], None]) -> Network:
     """Measure a group on ``hosts``; never raises: a failure is part of what is found."""
-    from allhands.cluster.figures import Figures
     from allhands.cluster.netbench import BenchOptions, measure
 
     def link(figures: Figures) -> LinkSpeed:
@@ -57,7 +57,17 @@ def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], 
             for failure in found.failures
         ),
         seconds=seconds,
+        speeds=_by_host(hosts, found.whole) if found.whole else {},
     )
+
+
+def _by_host(hosts: Sequence[Host], whole: Figures) -> dict[str, float]:
+    """The speed of each computer that took part: the ranks are in the order of their computers."""
+    slots = {host.name: host.slots for host in hosts}
+    names = [name for name in whole.hosts for _ in range(slots.get(name, 1))]
+    if len(names) != len(whole.speeds):
+        return {}
+    return {name: sum(s for own, s in zip(names, whole.speeds, strict=True) if own == name) for name in whole.hosts}
 
 
 def trained_parameters(cluster: Cluster) -> dict[str, int]:
