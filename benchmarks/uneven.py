@@ -294,6 +294,9 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
     say(f"   {fast:.0f} and {slow:.0f} tokens/s\n{number}: together, equal shares")
     equal = rate(together(site, f"equal-{number}", "equal", 20)[WARM_UP:])
     say(f"   {equal:.0f} tokens/s ({equal / (fast + slow):.1%} of the sum)\n{number}: together, by speed, then cut")
+    by_hand = json.dumps([round(fast / slow, 2), 1.0]).replace(" ", "")
+    hand = rate(together(site, f"hand-{number}", by_hand, 20)[WARM_UP:])
+    say(f"   {hand:.0f} tokens/s with {by_hand} by hand")
     auto = together(site, f"auto-{number}", "auto", cut_at + BACK + options.steps, cut_at)
     settled, back = rate(auto[SETTLED:cut_at]), rate(auto[cut_at + BACK :])
     say(f"   {settled:.0f} tokens/s, {back:.0f} after the cut\n{number}: apart, after the cut")
@@ -305,11 +308,13 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
         "apart: fast": fast,
         "apart: slow": slow,
         "equal shares": equal,
+        "shares by hand": hand,
         "auto": settled,
         "apart after the cut: fast": fast_then,
         "apart after the cut: slow": slow_then,
         "auto after the cut": back,
         "equal shares, of the sum": equal / (fast + slow),
+        "shares by hand, of the sum": hand / (fast + slow),
         "auto, of the sum": settled / (fast + slow),
         "auto after the cut, of the sum": back / (fast_then + slow_then),
         "steps until auto is at 97 %": steps_until(auto[:cut_at], 0.97 * (fast + slow)),
@@ -381,6 +386,7 @@ def report(found: dict[str, Any]) -> str:
             line("the fast rank apart", cell("apart: fast"), "", ""),
             line("the slow rank apart", cell("apart: slow"), "", ""),
             line("together, equal shares", cell("equal shares"), cell("equal shares, of the sum", True), ""),
+            line("together, by hand", cell("shares by hand"), cell("shares by hand, of the sum", True), ""),
             line("together, auto", cell("auto"), cell("auto, of the sum", True), cell("steps until auto is at 97 %")),
             line("the fast rank apart, after the cut", cell("apart after the cut: fast"), "", ""),
             line("the slow rank apart, after the cut", cell("apart after the cut: slow"), "", ""),

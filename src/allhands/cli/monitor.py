@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.errors import AllhandsError, DataError
-from allhands.io.formatting import format_bytes, format_duration, format_rate, format_size
+from allhands.io.formatting import format_bytes, format_duration, format_rate, format_shares, format_size
 from allhands.io.names import LOGS
 from allhands.io.paths import meant
 from allhands.io.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
@@ -213,6 +213,9 @@ def _heading(
     rate = history.train[-1].tokens_per_s if history is not None and history.train else math.nan
     if math.isfinite(rate):
         words.append(f"{format_rate(rate)} tokens/s over all ranks")
+    shares = history.train[-1].shares if history is not None and history.train else ()
+    if len(set(shares)) > 1:
+        words.append(f"shares {format_shares(shares)}")
     return ", ".join(words)
 
 

@@ -62,3 +62,10 @@ def counted(number: float, noun: str, plural: str = "") -> str:
     """``1 row``, ``2,000 rows``, ``0.5 rows``: at most one decimal."""
     digits = f"{number:,.1f}".removesuffix(".0")
     return f"{digits} {noun if digits == '1' else plural or noun + 's'}"
+
+
+def format_shares(shares: Sequence[float]) -> str:
+    """Parts of a whole: ``74.4 : 25.6 %``; of more than eight the least and the most."""
+    if len(shares) > 8:
+        return f"{100 * min(shares):.3g} to {100 * max(shares):.3g} %"
+    return f"{' : '.join(f'{100 * share:.3g}' for share in shares)} %"

@@ -31,6 +31,7 @@ _TRIALS_COST = 0.005
 _TRIAL_EVERY, _TRIAL_AT_LEAST = 50, 2000
 # Batches of more rows a rank are divided as if rows could be cut.
 _MANY_ROWS = 32
+_ROUNDED = 1e-4  # of a share
 # Batches ahead that a division is judged by.
 _JUDGED = 4
 # Of normal deviations: the standard error of a median, and their size by the median difference of two.
@@ -143,11 +144,12 @@ class RowSeconds:
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     """The same proportions with sum 1, rounded to what a person may read; none becomes 0.
 
-    What this has made stays as it is.
+    What this has made stays as it is, although rounding may have left its sum beside 1.
     """
-    if abs(sum(weights) - 1.0) < 1e-4 * len(weights):
+    whole = sum(weights)
+    if abs(whole - 1.0) < _ROUNDED * len(weights) and all(round(weight, 4) == weight for weight in weights):
         return tuple(weights)
-    return tuple(max(round(weight / sum(weights), 4), 0.0001) for weight in weights)
+    return tuple(max(round(weight / whole, 4), _ROUNDED) for weight in weights)
 
 
 @dataclass(frozen=True)

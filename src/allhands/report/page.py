@@ -132,6 +132,10 @@ def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     if skipped := history.skipped:
         steps = ", ".join(str(one.step) for one in skipped[:10]) + ("…" if len(skipped) > 10 else "")
         notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}.")
+    if changes := history.shares[-10:]:
+        told = [f"from step {one.from_step + 1} {form.format_shares(one.shares)}" for one in changes]
+        first = form.format_shares(changes[0].before)
+        notes.append(f"Ranks' shares of a batch, which follow their speeds: {first}, {', '.join(told)}.")
     notes += [f"Warning at step {one.step}: {one.message}" for one in history.warned]
     return RunPart(label, str(run.path), colour, run.status, run.reason, tuple(found), tuple(notes))
 

@@ -10,6 +10,7 @@ from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
+from allhands.io.formatting import format_shares
 from allhands.parallel.base import Strategy
 from allhands.parallel.shares import Balance, RowSeconds
 
@@ -35,8 +36,7 @@ def make_balance(
     )
     if not balance.restore(saved.get(SHARES)):
         return balance, []
-    shares = " : ".join(f"{100 * share:.3g}" for share in balance.shares(begin))
-    return balance, [f"shares of a batch as in the checkpoint: {shares} %"]
+    return balance, [f"shares of a batch as in the checkpoint: {format_shares(balance.shares(begin))}"]
 
 
 def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> None:

@@ -17,7 +17,15 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from allhands.io.formatting import counted, format_bytes, format_count, format_duration, format_memory, format_rate
+from allhands.io.formatting import (
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_memory,
+    format_rate,
+    format_shares,
+)
 from allhands.io.terminal import broken, print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
@@ -308,11 +316,12 @@ def skipped_line(skipped: StepSkipped) -> str:
 
 
 def shares_line(changed: SharesChanged) -> str:
-    """New shares of the ranks, and why: "shares of a batch 50 : 50 -> 74 : 26 (ranks 0, 1) from step 11"."""
-    before, now = (" : ".join(f"{100 * each:.3g}" for each in shares) for shares in (changed.before, changed.shares))
-    speeds = ", ".join(f"{speed:,.0f}" if speed else "not measured" for speed in changed.speeds)
-    line = f"step {changed.step}  shares of a batch {before} -> {now} % from step {changed.from_step + 1}: ranks "
-    line += f"0 to {len(changed.shares) - 1} compute {speeds} tokens/s"
+    """New shares of the ranks, and why."""
+    speeds = [f"{speed:,.0f}" if speed else "unknown" for speed in changed.speeds]
+    told = ", ".join(speeds) if len(speeds) <= 8 else f"{min(changed.speeds):,.0f} to {max(changed.speeds):,.0f}"
+    before, now = format_shares(changed.before), format_shares(changed.shares)
+    line = f"step {changed.step}  shares of a batch {before} -> {now} from step {changed.from_step + 1}"
+    line += f": the ranks compute {told} tokens/s"
     idle = [str(rank) for rank, gets in enumerate(changed.rows) if not gets]
     if idle:
         line += f"; rank{'s' * (len(idle) > 1)} {', '.join(idle)} would need longer for one row than the others for all"
