@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +115,7 @@ class Slowed:
 
 
 @contextmanager
-def slowed(options: argparse.Namespace) -> Iterator[Slowed]:
+def slowed(options: argparse.Namespace) -> Generator[Slowed]:
     """Room for the slow rank."""
     root = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
     folders = [root / f"allhands-uneven-{os.getpid()}-{rank}" for rank in range(2)]
@@ -272,7 +272,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             for name, value in figures.items():
                 found.setdefault(name, []).append(value)
         say("one rank, for its losses")
-        alone = losses_alone(site, len(losses))
+        alone = losses_alone(site, len(losses), iters_of(options))
     worst = max(abs(one - other) for one, other in zip(alone, losses, strict=True))
     return {
         "date": datetime.date.today().isoformat(),
@@ -297,7 +297,7 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
     by_hand = json.dumps([round(fast / slow, 2), 1.0]).replace(" ", "")
     hand = rate(together(site, f"hand-{number}", by_hand, 20)[WARM_UP:])
     say(f"   {hand:.0f} tokens/s with {by_hand} by hand")
-    auto = together(site, f"auto-{number}", "auto", cut_at + BACK + options.steps, cut_at)
+    auto = together(site, f"auto-{number}", "auto", iters_of(options), cut_at)
     settled, back = rate(auto[SETTLED:cut_at]), rate(auto[cut_at + BACK :])
     say(f"   {settled:.0f} tokens/s, {back:.0f} after the cut\n{number}: apart, after the cut")
     site.slow.set(options.part / 2)
@@ -323,6 +323,11 @@ def one_round(site: Site, number: str) -> tuple[dict[str, float], list[float]]:
     return figures, [step["loss"] for step in auto[:cut_at]]
 
 
+def iters_of(options: argparse.Namespace) -> int:
+    """Steps of the run with shares by speed."""
+    return SETTLED + options.steps + BACK + options.steps
+
+
 def steps_until(steps: Sequence[dict[str, Any]], wanted: float, window: int = 5) -> float:
     """After how many steps the median of the next few is at ``wanted`` tokens a second; all of them if never."""
     rates = [step["tokens_per_s"] for step in steps]
@@ -332,13 +337,19 @@ def steps_until(steps: Sequence[dict[str, Any]], wanted: float, window: int = 5)
     return len(rates)
 
 
-def losses_alone(site: Site, steps: int) -> list[float]:
-    """Of one rank with the whole batches."""
-    place = site.work / "alone"
-    words = site.words(place, "--iters", str(steps))
-    environ = clean_environ(OPENBLAS_NUM_THREADS="1", PYTHONPATH=source())
-    run_measured(words, site.work / "log", environ, site.options.timeout)
-    return [step["loss"] for step in reports(place)]
+def losses_alone(site: Site, steps: int, iters: int) -> list[float]:
+    """Of one rank with the whole batches, for some steps of a run of ``iters``, by which the learning rate goes."""
+    place, deadline = site.work / "alone", time.monotonic() + site.options.timeout
+    rank = site.start(0, site.words(place, "--iters", str(iters)))
+    try:
+        while len(reports(place)) < steps:
+            _alive([rank], deadline)
+            time.sleep(0.5)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+    return [step["loss"] for step in reports(place)][:steps]
 
 
 def write_stories(folder: Path) -> None:

@@ -118,6 +118,10 @@ def test_three_computers_compute_what_one_does(trial: Trial, hosts: Hosts, alone
         np.testing.assert_allclose(read_run(out).valid_losses, alone.valid_losses, rtol=2e-5)
         assert steps_kept(out) == [15, 16]
     assert losses(first) == losses(second)
+    # With several computers shares follow the speeds by themselves; a checkpoint has them.
+    last = open_checkpoint(checkpoint_path(first, ITERS)).state["shares"]
+    assert len(last["weights"]) == 3
+    assert [len(report.shares) for report in read_metrics(first).train] == [3] * len(read_metrics(first).train)
     arrays = sorted(path.relative_to(first) for path in first.rglob("*.safetensors"))
     assert len(arrays) >= 2 * len(("step 15", "step 16", "best"))
     assert arrays == sorted(path.relative_to(second) for path in second.rglob("*.safetensors"))

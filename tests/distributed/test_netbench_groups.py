@@ -68,6 +68,8 @@ def test_two_ranks_here(backend: str, capfd: pytest.CaptureFixture[str]) -> None
     assert found.failures == ()
     assert found.whole is not None
     assert_sound(found.whole, ("here",), 2, backend)
+    assert all(1e8 < speed < 1e15 for speed in found.whole.speeds)
+    assert len(found.whole.speeds) == 2
     assert [timing.num_bytes for timing in found.whole.timings] == list(SIZES)
     assert (found.links, found.not_measured, found.slowest_link) == ((), (), None)
     assert told == ["measuring here"]

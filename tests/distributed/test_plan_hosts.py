@@ -36,5 +36,11 @@ def test_each_computer_is_listed_with_what_it_has(cluster: Cluster, tmp_path: Pa
     # One machine has all of its cores, whatever each of several ranks gets.
     assert found["one_process_s"] is not None
     assert found["doubt"] or found["one_process_s"] <= 1.05 * found["step"]["alone_s"]
+    # Nothing said, they are measured: both are this computer, whatever else it does.
+    found = json.loads(run_allhands("plan", *words, "--json", timeout=300).stdout)
+    first, second = (each["speed"] for each in found["computers"])
+    assert first == 1.0
+    assert 0.2 < second < 5.0
+    assert any("measured" in note and "all ranks at once" in note for note in found["notes"])
     few = run_allhands("plan", *words, "--rank-weights", "[1]", "--json", timeout=300)
     assert (few.returncode, "--rank-weights" in few.stderr, "training" in few.stderr) == (2, True, False)
