@@ -28,7 +28,7 @@ _LONG, _ENOUGH, _SHORT = 48, 12, 5
 _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
 # A rank without rows is measured again so seldom that it costs no more than this part of the time.
 _TRIALS_COST = 0.005
-_TRIAL_EVERY, _TRIAL_AT_LEAST = 50, 2000
+_FIRST_TRIAL, _TRIAL_EVERY, _TRIAL_AT_LEAST = 10, 50, 2000
 # Batches of more rows a rank are divided as if rows could be cut.
 _MANY_ROWS = 32
 _ROUNDED = 1e-4  # of a share
@@ -209,7 +209,7 @@ class Balance:
         self._samples = [deque[Sample](maxlen=_LONG) for _ in weights]
         self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
         self._idle = [0] * len(weights)  # steps without rows
-        self._trial_every = [_TRIAL_EVERY] * len(weights)
+        self._trial_every = [_FIRST_TRIAL] * len(weights)
         self._heard = 0
 
     def to_json(self, iteration: int) -> dict[str, Any]:
@@ -285,7 +285,8 @@ class Balance:
             if self._rests(rank):  # a trial: what is older tells of another time
                 self._samples[rank].clear()
                 beyond = max(found[rank].seconds / longest - 1.0, 0.0)
-                self._trial_every[rank] = int(min(max(_TRIAL_EVERY, beyond / _TRIALS_COST), _TRIAL_AT_LEAST))
+                most = min(max(_TRIAL_EVERY, beyond / _TRIALS_COST), _TRIAL_AT_LEAST)
+                self._trial_every[rank] = int(min(2 * self._trial_every[rank], most))
             part = found[rank].speed / whole
             if self._samples[rank]:
                 last = self._samples[rank][-1].part
@@ -318,6 +319,7 @@ class Balance:
                     while len(samples) > _SHORT:
                         samples.popleft()
             self._plan = (*self._plan, (begin, new, ()))
+            self._trial_every = [_FIRST_TRIAL] * self.size
             per_s = tuple(self._per_s(rank, most) for rank in range(self.size))
             rows = tuple(tokens > 0 for tokens in self._tokens(new, begin))
             return Moved(begin, new, normalised(weights), per_s, rows)
