@@ -26,7 +26,6 @@ from allhands.observe.metrics import (
     RunEnded,
     RunStarted,
     SavedReport,
-    SharesChanged,
     Sinks,
     StepSkipped,
     TrainReport,
@@ -343,28 +342,6 @@ def test_a_profile_tells_where_the_time_of_a_step_went() -> None:
         sink.emit(replace(train(300), compute_s=0.4))
     line = "  an update of 500.0 ms: compute 400.0 ms (80%), communication 20.0 ms (4%), data 10.0 ms (2%), "
     assert out.getvalue().splitlines()[1] == line + "update and the rest 70.0 ms (14%)"
-
-
-def test_a_change_of_shares_is_one_line_with_its_reason(tmp_path: Path) -> None:
-    changed = SharesChanged(40, 43, (0.98, 0.02), (0.5, 0.5), (3405.0, 61.2), (True, False))
-    many = SharesChanged(80, 83, (0.1,) * 10, (0.1,) * 10, (5.0,) * 10, (True,) * 10)
-    plain, out = console(terminal=False, width=20)
-    with ConsoleSink(plain) as sink:
-        sink.emit(changed)
-        sink.emit(many)
-    lines = out.getvalue().splitlines()
-    assert "50 : 50 % -> 98 : 2 % from step 44" in lines[0]
-    assert "3,405, 61 tokens/s" in lines[0]
-    assert "rank 1 would need longer for one row" in lines[0]
-    assert len(lines) == 2
-    assert len(lines[1]) < 200
-    assert decode_event(encode_event(changed)) == changed
-    with closing(JsonlSink(tmp_path / "metrics.jsonl")) as file:
-        for event in (STARTED, changed, replace(train(45), shares=(0.98, 0.02))):
-            file.emit(event)
-    history = read_metrics(tmp_path / "metrics.jsonl")
-    assert history.shares == [changed]
-    assert history.train[-1].shares == (0.98, 0.02)
 
 
 def test_skipped_steps_and_warnings_are_one_line_each() -> None:
