@@ -25,7 +25,7 @@ from allhands.distributed import shards
 from allhands.distributed.mesh import Mesh
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
 from allhands.observe.metrics import read_metrics
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 from allhands.train.callbacks import Callback
 
 # Eleven examples in batches of four: three batches an epoch, the last of them small.
@@ -113,7 +113,7 @@ def train(flags: dict[str, Any], kill_at: int | None = None, stop_at: int | None
     def stop() -> int:
         return signal.SIGTERM if stop_at is not None and done["step"] >= stop_at else 0
 
-    return run_finetune(config, Surroundings(beat=beat, stop_requested=stop), callbacks).adapter_path
+    return run_finetune(config, RunContext(beat=beat, stop_requested=stop), callbacks).adapter_path
 
 
 def content(directory: Path, best: bool = True) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def ranks(size: int, config: TrainConfig, kill_at: int | None) -> list[Any]:
         rank = communicator.rank
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
         own = config if rank == 0 else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
-        return run_finetune(own, Surroundings(mesh=mesh, connect=lambda: communicator), callbacks).adapter_path
+        return run_finetune(own, RunContext(mesh=mesh, connect=lambda: communicator), callbacks).adapter_path
 
     return run_ranks(size, work)
 
@@ -376,7 +376,7 @@ def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
 
     def attempt(number: int, kill_at: int | None = None) -> Path:
         callbacks = [] if kill_at is None else [Kill(kill_at)]
-        return run_finetune(config, Surroundings(run_id="new", attempt=number), callbacks).adapter_path
+        return run_finetune(config, RunContext(run_id="new", attempt=number), callbacks).adapter_path
 
     with monkeypatch.context() as patch:
         patch.setattr("allhands.run.session.prepare", dying)
@@ -440,7 +440,7 @@ def test_a_change_that_is_allowed_is_told(flags: dict[str, Any], capsys: pytest.
 
     train(flags, iters=6)
     config = build_config(flags | {"resume": "auto", "max_grad_norm": 0.5})
-    run_finetune(config, Surroundings(console=Console(width=400)))
+    run_finetune(config, RunContext(console=Console(width=400)))
     told = capsys.readouterr().out
     assert "max_grad_norm changed from 1.0 to 0.5" in told
     assert "iters changed from 6 to 11" in told

@@ -13,7 +13,7 @@ from tiny import write_chat_data, write_model
 from allhands.config.schema import build_config
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted
 from allhands.observe.metrics import read_metrics
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
@@ -92,7 +92,7 @@ def test_the_time_of_all_starts_is_counted(flags: dict[str, Any], capsys: pytest
     directory = Path(flags["adapter_path"])
     first = json.loads((max(directory.glob("checkpoints/step-*")) / "state.json").read_text())["elapsed_s"]
     assert 0 < first < read_metrics(directory).ended.total_time_s  # type: ignore[union-attr]
-    run_finetune(build_config(flags | {"resume": "auto"}), Surroundings(console=Console(width=400)))
+    run_finetune(build_config(flags | {"resume": "auto"}), RunContext(console=Console(width=400)))
     starts = [r["elapsed_s"] for r in records(directory) if r["event"] == "started"]
     assert starts == [0.0, first]
     last = [r["total_time_s"] for r in records(directory) if r["event"] == "ended"][-1]

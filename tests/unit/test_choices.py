@@ -49,7 +49,7 @@ SIZES = operations.ModelSizes(64, 96, 4, 2, 16, 257, 4, 32, "float32")
 
 
 def cpu(**changes: Any) -> Accelerator:
-    facts = {"kind": "cpu", "name": "x", "memory_bytes": 1, "cores": 2, "eager": True, "warning": None}
+    facts = {"kind": "cpu", "name": "x", "memory_bytes": 1, "cores": 2, "cpu_native": True, "warning": None}
     return Accelerator(**facts | changes)
 
 
@@ -119,7 +119,7 @@ def test_a_form_that_is_missing_is_neither_taken_nor_told() -> None:
     assert found.decide(replace(NORM, name="swiglu"), "cpu")[0] == "polynomial"
     with pytest.raises(ConfigError, match="not a choice"):
         parse_wishes("rms_norm=native", "cpu", found.missing)
-    own = own_choices(cpu(), {}, eager=False)
+    own = own_choices(cpu(), {}, cpu_native=False)
     assert own.choices.missing == {"native"}
 
 

@@ -381,7 +381,9 @@ def test_sums_in_order_cannot_be_asked_for_after_the_first(started: dict[str, st
 
 
 def test_the_variables_of_the_start_are_known(tmp_path: Path) -> None:
-    code = "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache; e = jit_cache._environ_at_start()"
+    code = (
+        "import os; os.environ['ADDED'] = '0'; from allhands.runtime import jit_cache as j; e = j._environ_at_start()"
+    )
     environ = {**os.environ, "GIVEN": "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print(e.get('GIVEN'), e.get('ADDED'))"],

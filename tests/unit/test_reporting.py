@@ -19,7 +19,7 @@ from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.observe.metrics import RunEnded, SavedReport, TrainReport, ValidReport, read_metrics
 from allhands.observe.trackers import TrackerSink, start_trackers, tracked_values, tracker_names
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 TRAIN = TrainReport(
     step=10,
@@ -334,7 +334,7 @@ def test_a_missing_package_is_found_before_anything_is_loaded(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = build_config({"train": True, "model": "/no/such/model", "report_to": "swanlab"})
     with pytest.raises(ConfigError, match="swanlab is not installed") as caught:
-        run_finetune(config, Surroundings())
+        run_finetune(config, RunContext())
     assert caught.value.where == "--report-to"
     assert "pip install swanlab" in str(caught.value.hint)
 
@@ -350,7 +350,7 @@ def trained(model: Path, data: Path, out: Path, **options: Any) -> tuple[Path, s
     values = {"train": True, "model": str(model), "data": str(data), "adapter_path": str(out), "iters": 4}
     values |= {"steps_per_report": 2, "steps_per_eval": 4, "num_layers": 2, "val_batches": 1}
     config = build_config({**values, **options})
-    run_finetune(config, Surroundings(console=Console(file=screen, width=60)))
+    run_finetune(config, RunContext(console=Console(file=screen, width=60)))
     return out, screen.getvalue()
 
 

@@ -31,7 +31,7 @@ from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapt
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import SavedReport, Warned
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
@@ -269,7 +269,7 @@ class Saver(Generic[P]):
     def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
         """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
         plan = self._plan
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.iteration, plan.rank)
         make_directory(plan.directory, private=True)
         written, target = None, checkpoint_path(plan.directory, request.iteration)
         if request.kind != "suspect" and plan.keep_last and target not in there:
@@ -283,7 +283,7 @@ class Saver(Generic[P]):
                 self._prune(request, written)
             if failure is not None:
                 raise self._without_checkpoint(request, there, failure) from failure
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.iteration, plan.rank)
         try:
             return self._write_copies(request, there)
         except (AllhandsError, OSError) as error:
@@ -312,10 +312,10 @@ class Saver(Generic[P]):
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
         if request.kind == "suspect":
             return numbered
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.iteration, plan.rank)
         if plan.model is not None:
             plan.model.write(plan.directory / MODEL, weights)
-            fire("save", request.iteration, plan.rank)
+            inject_fault("save", request.iteration, plan.rank)
             return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
         if not there >= {adapter, config}:
@@ -323,7 +323,7 @@ class Saver(Generic[P]):
             save_adapter_config(plan.adapter_config, plan.directory)
             save_template(plan.chat_template, plan.directory)
             write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.iteration, plan.rank)
         return adapter
 
     def _prune(self, request: _Request, written: Checkpoint | None) -> None:

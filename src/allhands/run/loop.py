@@ -27,7 +27,7 @@ from allhands.model.load import MODEL
 from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.run.state import LoopState, ReportWindow
 from allhands.runtime.accelerator import Accelerator, peak_memory_bytes
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
 from allhands.train.callbacks import Callback
 from allhands.train.evaluation import Evaluator
@@ -222,7 +222,7 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     parts.beat("load", state.iteration)
     # Nothing of ours draws from it; for models that do.
     mx.random.seed(parts.config.seed + state.iteration)
-    fire("step", state.iteration, parts.communicator.rank)
+    inject_fault("step", state.iteration, parts.communicator.rank)
     end = _end(parts, state.iteration)
     micro_batches = parts.loaded.pop(state.iteration, None)
     if micro_batches is None:

@@ -51,11 +51,11 @@ from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
+from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_strategy
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.evaluation import Evaluator
@@ -64,7 +64,7 @@ from allhands.train.sharded_state import load_optimizer, sharded_state
 from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.updater import Rules
 
-__all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
+__all__ = ["FinetuneResult", "RunContext", "run_finetune"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FinetuneResult:
 
 def run_finetune(
     config: TrainConfig,
-    surroundings: Surroundings,
+    surroundings: RunContext,
     callbacks: Sequence[Callback] = (),
     objective: Objective = CAUSAL_LM,
 ) -> FinetuneResult:
@@ -109,10 +109,10 @@ def run_finetune(
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
+        return _Session(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
 
 
-def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
+def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
     """The same, with every beat told to ``observer`` too."""
 
     def beat(phase: str, step: int) -> None:
@@ -127,14 +127,14 @@ def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundi
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Session:
     """One rank's run, everything loaded and agreed."""
 
     config: TrainConfig
-    surroundings: Surroundings
+    surroundings: RunContext
     callbacks: Sequence[Callback]
     directory: Path
-    ready: Prepared
+    ready: LoadedRun
     observer: ProcessSampler
     outputs: Outputs
     objective: Objective = CAUSAL_LM
@@ -194,7 +194,7 @@ class _Run:
             )
 
         def load(iteration: int) -> list[MicroBatch]:
-            fire("load", iteration, self.mesh.rank)
+            inject_fault("load", iteration, self.mesh.rank)
             return loader.load(iteration)
 
         def waits(seconds: float) -> None:
@@ -294,7 +294,7 @@ class _Run:
         rules = Rules(
             max_grad_norm=config.max_grad_norm,
             after_backward=self._after_backward(state),
-            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: inject_fault(point, state.iteration, self.mesh.rank),
         )
         options = StepOptions(
             cpu_native=self._cpu_native,
@@ -312,7 +312,7 @@ class _Run:
 
     @property
     def _cpu_native(self) -> bool:
-        return self.ready.accelerator.eager and self.config.compile != "on"
+        return self.ready.accelerator.cpu_native and self.config.compile != "on"
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
@@ -335,8 +335,8 @@ class _Run:
         expected = expected_bytes(self.config, ready.loaded, largest, self.mesh, ready.accelerator, present)
         if expected is None:
             return
-        self.observer.expect(expected, arrays=not ready.accelerator.eager)
-        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.eager else None
+        self.observer.expect(expected, arrays=not ready.accelerator.cpu_native)
+        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.cpu_native else None
         if note:
             self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
@@ -426,7 +426,7 @@ class _Run:
             self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
-            eager=self.ready.accelerator.eager,
+            cpu_native=self.ready.accelerator.cpu_native,
             objective=self.objective,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,

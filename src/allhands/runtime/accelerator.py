@@ -36,7 +36,7 @@ class Accelerator:
     name: str
     memory_bytes: int
     cores: int
-    eager: bool
+    cpu_native: bool
     warning: str | None
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:

@@ -88,7 +88,7 @@ class FiredFault:
     pid: int
 
 
-def fire(point: Point, step: int, rank: int) -> FaultKind | None:
+def inject_fault(point: Point, step: int, rank: int) -> FaultKind | None:
     """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a constant.
 
     Returns:
@@ -101,7 +101,7 @@ def fire(point: Point, step: int, rank: int) -> FaultKind | None:
         ConfigError: the schedule cannot be read.
     """
     schedule = _schedule()
-    return None if schedule is None else schedule.fire(point, step, rank)
+    return None if schedule is None else schedule.inject_fault(point, step, rank)
 
 
 def active() -> bool:
@@ -227,7 +227,7 @@ class _Schedule:
         ]
         self._here: dict[str, tuple[int, int]] = {}
 
-    def fire(self, point: Point, step: int, rank: int) -> FaultKind | None:
+    def inject_fault(self, point: Point, step: int, rank: int) -> FaultKind | None:
         # Points are reached by one thread each.
         last, calls = self._here.get(point, (step, 0))
         calls = calls + 1 if last == step else 1
