@@ -428,7 +428,7 @@ class StartCheck:
 
     def __init__(self, check: GradientCheck, memory: Path, *, cpu_native: bool, name: str) -> None:
         self._check, self._memory = check, memory
-        self._eager, self._name = cpu_native, name
+        self._cpu_native, self._name = cpu_native, name
 
     @classmethod
     def begun(
@@ -462,7 +462,7 @@ class StartCheck:
         Raises:
             ModelError: they differ, or ours cannot be computed.
         """
-        verdict = self._check.compare(model, cpu_native=self._eager, dropout=dropout)
+        verdict = self._check.compare(model, cpu_native=self._cpu_native, dropout=dropout)
         verdict.raise_if_wrong(self._name)
         if verdict.is_complete:
             remember(self._memory, verdict)
