@@ -24,7 +24,7 @@ _PROGRAM = """
 import sys
 from allhands.runtime import faults
 for step in range(6):
-    print(step, faults.fire("step", step, 0), flush=True)
+    print(step, faults.inject_fault("step", step, 0), flush=True)
 """
 
 
