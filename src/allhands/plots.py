@@ -115,7 +115,7 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
         axes.locator_params(integer=column == 0, nbins=8, axis="x")
         if len(curves) == 1 and curves[0].valid[2].size:
             _annotate_best(axes, curves[0], column, scale)
-    by_step.set(title="over steps", xlabel="step (one batch)")
+    by_step.set(title="over steps", xlabel="step (one optimizer update)")
     top = axis_top([[curve.train[2].tolist(), curve.valid[2].tolist()] for curve in curves])
     by_step.set_ylabel(f"loss per token (lower is better){cut_off(top)}")
     if top is not None:

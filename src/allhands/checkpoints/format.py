@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 # A new number whenever a checkpoint of this version could not be read by the ones before.
-FORMAT = 2
+FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
