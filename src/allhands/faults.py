@@ -133,9 +133,10 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
             there = "rank 0 alone" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
             raise _wrong(path, f"entry {index}: rank {fault.rank} is none of this run, which has {there}")
         # Most points come before a step is done.
-        if num_steps is not None and fault.step >= num_steps + (fault.at in _AFTER_ALL):
-            where = f"before step {num_steps}" if fault.at not in _AFTER_ALL else f"with step {num_steps}"
-            raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {fault.at} comes last {where}")
+        last = None if num_steps is None else num_steps - (fault.at not in _AFTER_ALL)
+        if last is not None and fault.step > last:
+            where = f"{fault.at} comes last with {last} of {num_steps} steps done"
+            raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {where}")
     for note in fired(path):
         if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
             raise ConfigError(

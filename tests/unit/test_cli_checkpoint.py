@@ -27,7 +27,7 @@ STATE = {
     "epoch": 1.25,
     "trained_tokens": 1_234_567,
     "best_loss": 1.23456,
-    "best_iteration": 300,
+    "best_step": 300,
     "elapsed_s": 200.0,
     "world_size": 2,
     "model": {"path": "models/tiny", "fingerprint": "f00dcafe" * 8},

@@ -78,7 +78,8 @@ class CheckpointDraft:
             array.check(files)
         known = json.loads(dumped(state))
         # A person's own loop, which has no iterations, counts by steps alone.
-        place = {"step": step, "iteration": int(known.get("iteration", step))}
+        iteration = known.get("iteration")
+        place = {"step": step, "iteration": iteration if type(iteration) is int else step}
         body: dict[str, Any] = {"format": FORMAT, **place, "run_id": run_id, "time": round(time.time(), 3)}
         described = {
             "files": {name: vars(file) for name, file in files.items()},

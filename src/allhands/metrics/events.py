@@ -89,7 +89,7 @@ class TrainReport:
     shapes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     iteration: int | None = None
-    iterations_per_s: float = math.nan
+    iterations_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 # Of a report of training, what a person's own loop may not know, and what it then counts as.
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
-    **{"iterations_per_s": math.nan, "iteration": None},
-    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
+    "iteration": None,
+    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "iterations_per_s"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},
