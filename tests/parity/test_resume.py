@@ -126,7 +126,10 @@ def content(directory: Path, best: bool = True) -> dict[str, Any]:
         "weights": bits(directory / "adapters.safetensors"),
         "checkpoint": bits(last / "adapters.safetensors"),
         "optimizer": bits(last / "optimizer.safetensors"),
-        "train": [(r.step, r.iteration, r.loss, r.learning_rate, r.grad_norm, r.trained_tokens, r.epoch) for r in history.train],
+        "train": [
+            (r.step, r.iteration, r.loss, r.learning_rate, r.grad_norm, r.trained_tokens, r.epoch)
+            for r in history.train
+        ],
         "valid": [(r.step, r.iteration, r.loss, r.best) for r in history.valid],
         "best": bits(directory / "best" / "adapters.safetensors") if best else None,
         "state": {k: state[k] for k in ("step", "iteration", "trained_tokens", "best_loss", "best_step")},

@@ -274,9 +274,15 @@ NONSENSE: list[tuple[str, str]] = [
     ('{"format": true}', "format is True"),
     ('{"format": 3}', "not a manifest"),
     ('{"format": 3, "arrays": [], "files": [], "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "not a manifest"),
-    ('{"format": 3, "arrays": [], "files": {}, "step": "x", "iteration": 2, "run_id": "a", "time": 1}', "not a manifest"),
+    (
+        '{"format": 3, "arrays": [], "files": {}, "step": "x", "iteration": 2, "run_id": "a", "time": 1}',
+        "not a manifest",
+    ),
     ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": NaN}', "not JSON"),
-    ('{"format": 3, "arrays": [], "files": {"a": 5}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "not a manifest"),
+    (
+        '{"format": 3, "arrays": [], "files": {"a": 5}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}',
+        "not a manifest",
+    ),
     ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "sum is wrong"),
     ("[" * 100_000, "not JSON"),
     ("\xff", "not JSON"),

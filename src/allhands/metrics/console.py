@@ -263,7 +263,7 @@ def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, pe
 
 
 def profile_line(report: TrainReport) -> str:
-    """What the time of an update goes into, on rank 0: one of several batches, if gradients are accumulated."""
+    """What the time of a step goes into, on rank 0: of several batches, if gradients are accumulated."""
     parts = {
         "compute": report.compute_s,
         "communication": report.comm_s,
@@ -272,7 +272,7 @@ def profile_line(report: TrainReport) -> str:
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
     told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
-    return f"  an update of {1e3 * report.step_time_s:.1f} ms: {told}"
+    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}"
 
 
 def _waiting(report: TrainReport) -> str:
