@@ -23,8 +23,8 @@ those of `mlx_lm.lora`; its YAML files can be used as they are. `batch_size` is 
 and `--batch-size 8` each computes about half of the eight examples.
 
 An *iteration* is one batch, as in mlx_lm: that is what `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
-`keep_every` and `sample_every` count. A *step* is one optimizer update: that is what everything else counts, from lines of
-progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes four
+`keep_every` and `sample_every` count. A *step* is one optimizer update: that is what everything else counts, from lines
+of progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes four
 iterations, the last one what is left, and what is due at an iteration comes with the step that completes it.
 
 What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
@@ -53,8 +53,8 @@ The same, and these, some of which have other defaults here: [pre-training](pret
 |---|---|---|
 """
 
-OTHER_NAMES = """Other trainers' `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count updates there and iterations here: with
-`grad_accumulation_steps` 4 give four times as many."""
+OTHER_NAMES = """Other trainers' `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count
+updates there and iterations here: with `grad_accumulation_steps` 4 give four times as many."""
 
 
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
