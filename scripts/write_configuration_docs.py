@@ -24,8 +24,8 @@ and `--batch-size 8` each computes about half of the eight examples.
 
 An *iteration* is one batch, as in mlx_lm: that is what `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
 `keep_every` and `sample_every` count. A *step* is one optimizer update: that is what everything else counts, from lines
-of progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes four
-iterations, the last one what is left, and what is due at an iteration comes with the step that completes it.
+of progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes
+four iterations, the last one what is left, and what is due at an iteration comes with the step that completes it.
 
 What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
 verb. A `~` or `~user` at the beginning of a path is that home directory, in flags (`--data=~/x`, too), in files and in
