@@ -78,9 +78,10 @@ class CheckpointDraft:
             array.check(files)
         known = json.loads(dumped(state))
         # A person's own loop, which has no iterations, counts by steps alone.
-        iteration = known.get("iteration")
-        place = {"step": step, "iteration": iteration if type(iteration) is int else step}
-        body: dict[str, Any] = {"format": FORMAT, **place, "run_id": run_id, "time": round(time.time(), 3)}
+        given = known.get("iteration")
+        iteration: int = given if type(given) is int else step
+        body: dict[str, Any] = {"format": FORMAT, "step": step, "iteration": iteration, "run_id": run_id}
+        body["time"] = round(time.time(), 3)
         described = {
             "files": {name: vars(file) for name, file in files.items()},
             "arrays": [array.to_json() for array in whole],
@@ -88,7 +89,7 @@ class CheckpointDraft:
         written = write_file(self.directory / MANIFEST, [manifest_text(body | described)], progress)
         publish(self.directory, self.target, private=True)
         facts = (run_id, body["time"], known, files, tuple(whole), written.sha256)
-        return Checkpoint(self.target, *place.values(), *facts)
+        return Checkpoint(self.target, step, iteration, *facts)
 
 
 @contextmanager
