@@ -273,7 +273,7 @@ def test_a_newcomer_keeps_what_it_has_of_another_run_aside(tmp_path: Path) -> No
         return directory
 
     runs = [made(0, 5, "one", "of rank 0"), made(1, 5, "one", "of rank 1"), made(2, 9, "two", "of another")]
-    restored = Restored({"iteration": 5}, {}, {}, str(checkpoint_path(runs[0], 5)), "one")
+    restored = Restored({"step": 5, "iteration": 5}, {}, {}, str(checkpoint_path(runs[0], 5)), "one")
     table = Table(3)
 
     def share(rank: int) -> None:

@@ -271,15 +271,15 @@ def test_without_a_schedule_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPa
         ({"rank": 1}, 2, 10, None),
         ({"rank": 2}, 2, None, "rank 2 is none of this run, which has ranks 0 to 1"),
         ({"rank": 1}, 1, 10, "rank 1 is none of this run, which has rank 0 alone"),
-        # "step" is the number of batches done: the tenth of ten batches has nine before it.
+        # "step" is the number of updates done: the tenth of ten has nine before it.
         ({"step": 9}, 1, 10, None),
-        ({"step": 10}, 1, 10, "step 10 is never reached, step comes last before batch 10"),
+        ({"step": 10}, 1, 10, "step 10 is never reached, step comes last with 9 of 10"),
         ({"step": 10}, 1, None, None),
-        ({"step": 10, "at": "load"}, 1, 10, "load comes last before batch 10"),
-        ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last before batch 10"),
+        ({"step": 10, "at": "load"}, 1, 10, "load comes last with 9 of 10"),
+        ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last with 9 of 10"),
         ({"step": 10, "at": "save"}, 1, 10, None),
         ({"step": 10, "at": "validate"}, 1, 10, None),
-        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with batch 10"),
+        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with 10 of 10"),
     ],
 )
 def test_what_cannot_happen_is_refused(

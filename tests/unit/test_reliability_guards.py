@@ -179,7 +179,7 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
     )
     assert [path.name for path in failed] == ["step-0000002"]
     assert [type(result) for result in results] == [Regroup, Regroup]
-    assert all("after batch 4 " in str(result) for result in results)
+    assert all("after step 4 " in str(result) for result in results)
     for rank in range(2):
         directory = tmp_path / f"run-{rank}"
         assert checkpoint_steps(directory) == ([4] if rank == broken else [2, 4])
@@ -199,7 +199,7 @@ def test_a_copy_that_cannot_be_kept_keeps_nobody_from_regrouping(
         2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
     )
     assert [type(result) for result in results] == [Regroup, Regroup]
-    assert all("after batch 4 " in str(result) for result in results)
+    assert all("after step 4 " in str(result) for result in results)
     assert checkpoint_steps(tmp_path / "run-0") == [2, 4]
 
 
@@ -244,7 +244,7 @@ def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monke
 
 def test_ranks_that_shall_regroup_end_at_the_first_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
     results = on_computers(2, flags, regroup_requested=lambda rank: lambda: rank == 1)
-    assert [str(result) for result in results] == ["stopped after batch 2 to go on with other ranks"] * 2
+    assert [str(result) for result in results] == ["stopped after step 2 to go on with other ranks"] * 2
     assert checkpoint_steps(tmp_path / "run-0") == [2]
 
 
@@ -336,7 +336,7 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(flags: dict[str, Any], tmp
         log = disk / "rank-0.log"
         surroundings = RunContext(log_file=log, regroup_requested=lambda: stop)
         if stop:
-            with pytest.raises(Regroup, match="after batch 2 "):
+            with pytest.raises(Regroup, match="after step 2 "):
                 run_finetune(build_config(flags), surroundings)
         else:
             assert run_finetune(build_config(flags), surroundings).ended.step == 8

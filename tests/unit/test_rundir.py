@@ -45,7 +45,7 @@ def names(directory: Path) -> list[str]:
 
 
 def restored(path: Path, step: int) -> Restored:
-    return Restored({"iteration": step}, {}, {}, str(path.resolve()), "old", own=True)
+    return Restored({"step": step, "iteration": 2 * step}, {}, {}, str(path.resolve()), "old", own=True)
 
 
 def test_a_new_run_sets_everything_aside_under_one_number(run: Path) -> None:

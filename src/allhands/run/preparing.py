@@ -79,8 +79,8 @@ class RunContext:
         connect: joins the group; called after data and model are known to be good.
         started: called once when this rank is ready to train.
         busy: called now and then, by another thread, while the data are fetched and tokenised.
-        beat: told what the training is doing (phase, batches done), at every change.
-        waits: told that the training waits for data (batches done, seconds for which they have been on their way).
+        beat: told what the training is doing (phase, steps done), at every change.
+        waits: told that the training waits for data (steps done, seconds for which they have been on their way).
         stop_requested: the signal that asked this process to stop, or 0.
         regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
         run_id: one for all attempts of a run.
@@ -219,7 +219,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     elif config.train and config.resume == AUTO:
         notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
-    surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
+    surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
     dropout = dropout_keys_of(model)
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -189,16 +188,17 @@ class _Session:
         self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
-            self.outputs.say(
-                [f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"]
-            )
+            at = f"step {state.step} (iteration {state.iteration} of {total})"
+            self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}"])
+        begin = replace(state)
 
         def load(iteration: int) -> list[MicroBatch]:
-            inject_fault("load", iteration, self.mesh.rank)
+            done = (iteration - begin.iteration) // config.grad_accumulation_steps
+            inject_fault("load", begin.step + done, self.mesh.rank)
             return loader.load(iteration)
 
         def waits(seconds: float) -> None:
-            self.surroundings.waits(state.iteration, seconds)
+            self.surroundings.waits(state.step, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
@@ -229,11 +229,11 @@ class _Session:
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
-    def _sampler(self) -> Callable[[int], list[Sampled]]:
+    def _sampler(self) -> Callable[[int, int], list[Sampled]]:
         """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
         config = self.config
         if not (config.sample_prompts and self.mesh.data_rank == 0):
-            return lambda step: []
+            return lambda step, iteration: []
         return Sampler(
             model=self.ready.loaded.model,
             tokenizer=self.ready.loaded.tokenizer,
@@ -263,10 +263,9 @@ class _Session:
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
-        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
-        if restored is None:
-            return optimizer, LoopState()
-        return optimizer, LoopState.from_json(restored.state)
+        state = LoopState() if restored is None else LoopState.from_json(restored.state)
+        updates = state.steps_in_all(total, config.grad_accumulation_steps)
+        return make_optimizer(config, updates, half=half), state
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
@@ -284,17 +283,17 @@ class _Session:
         config = self.config
         # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
         self.ready.loaded.model.train()
-        start = state.iteration
+        start = state.step
 
         def heartbeat(phase: str) -> None:
             # The first update after a start builds what later ones find: kernels and buffers.
-            first = state.iteration == start and phase != "reduce"
-            self.surroundings.beat("first" if first else phase, state.iteration)
+            first = state.step == start and phase != "reduce"
+            self.surroundings.beat("first" if first else phase, state.step)
 
         rules = Rules(
             max_grad_norm=config.max_grad_norm,
             after_backward=self._after_backward(state),
-            inject_fault=lambda point: inject_fault(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
         options = StepOptions(
             cpu_native=self._cpu_native,
@@ -413,7 +412,7 @@ class _Session:
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:
         hook = gradient_hook(self.callbacks, self.ready.loaded.model)
-        return None if hook is None else lambda gradients: hook(state.iteration, gradients)
+        return None if hook is None else lambda gradients: hook(state.step, gradients)
 
     def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
         if windows is None or num_batches == 0:
@@ -447,17 +446,20 @@ class _Session:
             num_ranks=self.mesh.size,
             backend=self.ready.communicator.backend,
             batch_size=config.batch_size,
-            total_steps=total,
+            total_steps=state.steps_in_all(total, config.grad_accumulation_steps),
             trainable_params=self.ready.trainable.parameters,
             total_params=self.ready.trainable.total_parameters,
             num_train_examples=len(windows) if windows else 0,
             cores_per_rank=self.surroundings.cores_per_rank,
             versions=versions(),
             time=time.time(),
-            step=state.iteration,
+            step=state.step,
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
             vocabulary=self.ready.loaded.vocabulary,
+            iteration=state.iteration,
+            total_iterations=total,
+            grad_accumulation_steps=config.grad_accumulation_steps,
         )

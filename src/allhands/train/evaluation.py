@@ -57,7 +57,7 @@ class Evaluator:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
         Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
-        ``beat`` is called with "validate" and the number of batches done before each forward pass.
+        ``beat`` is called with "validate" and the number of steps done before each forward pass.
         """
         self._model = model
         self._windows = windows
@@ -80,7 +80,7 @@ class Evaluator:
         self._parts = list(cut_share(windows, share, fitted))
 
     def __call__(self, step: int = 0) -> MeanLoss:
-        """The evaluation after ``step`` batches, the same on every rank.
+        """The evaluation after ``step`` updates, the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
