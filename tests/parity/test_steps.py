@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from allhands.dashboard.runs import summary_of
 from test_resume import bits
 from tiny import run_allhands, write_model
 
@@ -23,6 +22,7 @@ from allhands.observe.monitor.samples import read_samples
 from allhands.observe.plots import times_of
 from allhands.observe.trackers import TrackerSink
 from allhands.report import make_page, read_facts, to_markdown
+from allhands.report.dashboard.runs import summary_of
 
 BATCHES, OF_STEP = 10, 4
 ITERATIONS = [4, 8, 10]
