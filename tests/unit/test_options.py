@@ -137,7 +137,6 @@ def test_what_takes_one_value_is_given_once(verb: str, command: Any, parameter: 
         (["train", "--no-train", "--train"], ("--no-train", "--train")),
         (["train", "--log-level", "normal", "-v"], ("--log-level", "--verbose")),
         (["train", "--resume", "--resume-from-checkpoint", "x"], ("--resume", "--resume-from-checkpoint x")),
-        (["plan", "--device", "A", "--device", "B"], ("--device A", "--device B")),
         (["plan", "--device", "M1", "--iters", "1", "--max-steps", "2"], ("--iters 1", "--max-steps 2")),
         (["generate", "-p", "a", "--prompt", "b"], ("-p a", "--prompt b")),
         (["fuse", "--dequantize", "--de-quantize"], ("--dequantize", "--de-quantize")),

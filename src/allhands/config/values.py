@@ -1,8 +1,9 @@
-"""Kinds of values that options have: paths of this computer, JSON, sizes."""
+"""Kinds of values that options have: paths of this computer, JSON, sizes, weights of ranks."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from typing import Annotated, Any, cast
@@ -52,6 +53,19 @@ def parse_size(value: Any) -> Any:
     if not match:
         raise ValueError("is not a size such as 2GB or 500MB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+
+
+def parse_weights(value: Any) -> Any:
+    """``auto``, ``equal``, or a list of numbers above 0, one a rank."""
+    value = parse_json(value)
+    if isinstance(value, list | tuple):
+        weights = cast("list[Any]", value)
+        numbers = [weight for weight in weights if isinstance(weight, int | float) and math.isfinite(weight)]
+        if not weights or len(numbers) < len(weights) or min(numbers) <= 0:
+            raise ValueError("each rank needs a weight above 0, for example [2, 1]")
+    elif value not in (None, "auto", "equal"):
+        raise ValueError("is auto, equal, or a number for each rank, for example [2, 1]")
+    return value
 
 
 def expanded_in(value: Any) -> Any:

@@ -19,7 +19,7 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.passes import Passes
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.sums import Gradients, Reduced, Times
@@ -74,7 +74,7 @@ class Strategy(Protocol):
         """Whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out."""
         ...
 
-    def place(self, leaves: Leaves | None) -> Shards | None:
+    def place(self, leaves: FlatParams | None) -> Shards | None:
         """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
 
         Not called where the optimizer's state cannot be divided.

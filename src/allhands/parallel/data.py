@@ -28,7 +28,7 @@ from allhands.distributed.reduce import (
 )
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import sum_of_squares
@@ -97,7 +97,7 @@ class DataParallel:
         # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
         self._sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
 
-    def place(self, leaves: Leaves | None) -> Shards | None:
+    def place(self, leaves: FlatParams | None) -> Shards | None:
         communicator = self._exchanging.communicator
         if leaves is not None and self._divides and communicator.size > 1:
             shards = Shards(communicator, [chunk.shape for chunk in leaves.chunks], leaves.tables)

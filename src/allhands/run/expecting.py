@@ -67,8 +67,8 @@ def expected_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int,
 def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int, int], device: Device) -> int | None:
     """As :func:`expected_bytes`; for a Mac, whose memory was not compared with this, what an NVIDIA GPU needs."""
     accelerator, present_bytes = device.accelerator, device.present_bytes
-    native_way = accelerator.eager and config.compile != "on" and native.available()
-    blocks = blocks_of(loaded.config) if native_way or not accelerator.eager else None
+    native_way = accelerator.runs_natively(config.compile) and native.available()
+    blocks = blocks_of(loaded.config) if native_way or not accelerator.cpu_native else None
     tokens, cuts = largest
     if blocks is None or not tokens:
         return None
@@ -86,7 +86,7 @@ def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
     )
-    if not accelerator.eager:
+    if not accelerator.cpu_native:
         return on_gpu(blocks, work).arrays
     later = WRITING_BYTES if config.sample_prompts and device.mesh.data_rank == 0 else 0
     return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())

@@ -24,7 +24,7 @@ from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
 
@@ -50,17 +50,17 @@ class Evaluator:
         *,
         batch_size: int,
         num_batches: int,
-        eager: bool,
+        cpu_native: bool,
         objective: Objective = CAUSAL_LM,
-        weights: Callable[[int], tuple[float, ...]] | None = None,
+        weights: Callable[[], tuple[float, ...]] | None = None,
         stop_requested: Callable[[], int] = lambda: 0,
         beat: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
         Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
-        ``weights`` gives the ranks' speeds after so many batches, where they are not those of ``mesh`` all the time.
-        ``beat`` is called with "validate" and the number of batches done before each forward pass.
+        ``weights`` gives the ranks' speeds of the moment, where they are not those of ``mesh`` all the time.
+        ``beat`` is called with "validate" and the number of steps done before each forward pass.
         """
         self._model = model
         self._windows = windows
@@ -69,7 +69,7 @@ class Evaluator:
         self._shares = along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._objective = objective
-        self._sums = objective.sums(model, cpu_native=eager, with_grad=False)
+        self._sums = objective.sums(model, cpu_native=cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()
         self._stop_requested = stop_requested
         self._beat = beat
@@ -79,13 +79,13 @@ class Evaluator:
         self._chosen = Shuffle(len(windows), 0).at(np.arange(wanted))
         self._sizing = sizing if sizing.ladder else sizing.fitted(windows.work)
         self._data_rank, self._fixed = mesh.data_rank, mesh.weights
-        self._weights_at = weights
+        self._weights_now = weights
         # Cut only once they change: for a large set that takes seconds.
         self._cut_by: tuple[float, ...] = ()
         self._parts: list[tuple[NDArray[np.int64], int]] = []
 
     def __call__(self, step: int = 0) -> MeanLoss:
-        """The evaluation after ``step`` batches, the same on every rank.
+        """The evaluation after ``step`` updates, the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
@@ -96,8 +96,8 @@ class Evaluator:
         objective = self._objective
         sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
         self._beat("validate", step)
-        fire("validate", step, self._communicator.rank)
-        self._divide(self._fixed if self._weights_at is None else self._weights_at(step))
+        inject_fault("validate", step, self._communicator.rank)
+        self._divide(self._fixed if self._weights_now is None else self._weights_now())
         for part, length in self._parts:
             self._beat("validate", step)
             batch = collate(self._windows, part, length)
