@@ -36,6 +36,9 @@ from records import Row, row_of
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "scipy-openblas32")
 ROWS, LENGTH = 16, 256
 WARM_UP = 3  # steps that do not count
+# At pretrain's own 0.001, unclipped, this model's gradient jumps (from 0.4 to 20 at step 49), which carries a rounding
+# error of 1e-6 to some hundredths of the loss, and more: of one process with other micro-batches no less.
+STEADY = "--learning-rate 1e-4 --max-grad-norm 1"
 SETTLED, BACK = 100, 30  # steps until shares must have followed the speeds: from the start, and after a change
 _PERIOD_S = 0.05
 
@@ -155,7 +158,8 @@ class Site:
         text = (
             f"pretrain --data {self.work / 'data'} --tokenizer {self.work / 'tokenizer'} --shape {self.options.shape} "
             f"--batch-size {ROWS} --block-size {LENGTH} --packing --steps-per-report 1 --val-batches 0 --seed 1 "
-            f"--sample-prompts [] --keep-last 0 --gradient-check off --adapter-path {directory} --cores-per-rank 1"
+            f"--sample-prompts [] --keep-last 0 --gradient-check off --adapter-path {directory} "
+            f"--cores-per-rank 1 {STEADY}"
         )
         return [sys.executable, "-m", "allhands", *text.split(), *more]
 
