@@ -114,6 +114,21 @@ def test_one_disturbed_step_moves_nothing() -> None:
     assert not found.moves
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.1])
+def test_moments_in_which_a_computer_is_busy_move_nothing(seconds: float) -> None:
+    """Other programs have half of one's core for 0.7 seconds, again and again; a change that stays is followed."""
+    speed, busy = 16 * 256 / 2 / seconds, round(0.7 / (2 * seconds))
+
+    def speeds(step: int) -> Sequence[float]:
+        return (speed, speed / 2) if step % (9 * busy) < busy or step >= 1000 else (speed, speed)
+
+    found = Simulation(speeds, noise=0.03).run(1300)
+    assert [step >= 1000 for step, _ in found.moves] == [True] * len(found.moves)
+    assert 1 <= len(found.moves) <= 2
+    assert found.moves[0][0] < 1000 + 2.5 / seconds
+    assert float(np.mean(found.efficiency[-200:])) > 0.9
+
+
 def test_few_rows_are_divided_only_where_it_is_worth_it() -> None:
     """Two rows for ranks of 1.2 to 1: one each is best, whatever the proportion is."""
     assert not Simulation(lambda step: (1200, 1000), 2).run(100).moves

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 from allhands.data.loader import Cut
 from allhands.data.order import GlobalOrder, divide
 
-# Steps of a rank that are remembered, at most and at least, and how many tell of a clear change.
+# Steps of a rank that are looked at, at most and at least, and how many tell of a clear change.
 _LONG, _ENOUGH, _SHORT = 48, 12, 5
+# Of shorter steps so many that they take this long: what disturbs a computer for a moment is no change.
+_EVIDENCE_S, _KEPT = 2.0, 256
 # What a step must get faster by, by many measured steps and by few, and how many standard errors of noise more.
 _WORTH, _CLEARLY, _NOISE = 0.015, 0.08, 3.0
 # A rank without rows is measured again so seldom that it costs no more than this part of the time.
@@ -206,8 +209,9 @@ class Balance:
         self.own: tuple[float, float] = (0.0, 0.0)  # tokens and seconds of this rank's last step
         # Replaced as a whole, because another thread reads it.
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
-        self._samples = [deque[Sample](maxlen=_LONG) for _ in weights]
+        self._samples = [deque[Sample](maxlen=_KEPT) for _ in weights]
         self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
+        self._longest = deque[float](maxlen=_KEPT)  # seconds of the slowest rank's passes in each step
         self._idle = [0] * len(weights)  # steps without rows
         self._trial_every = [_FIRST_TRIAL] * len(weights)
         self._heard = 0
@@ -278,6 +282,7 @@ class Balance:
         timed = [rank for rank, sample in enumerate(found) if _timed(sample)]
         whole = sum(found[rank].speed for rank in timed) / sum(weights[rank] for rank in timed) * sum(weights)
         longest = max(found[rank].seconds for rank in timed if not self._rests(rank) or len(timed) == 1)
+        self._longest.append(longest)
         for rank in range(self.size):
             if rank not in timed:
                 self._idle[rank] += 1
@@ -304,8 +309,9 @@ class Balance:
     def _moved(self, end: int) -> Moved | None:
         """Change the shares, if many steps or the last few say so."""
         _, weights, _ = self._plan[-1]
-        begin = end + self._ahead
-        for most, least, worth in ((_LONG, _ENOUGH, _WORTH), (_SHORT, _SHORT, _CLEARLY)):
+        begin, steps = end + self._ahead, self._steps_in(_EVIDENCE_S)
+        short = max(_SHORT, steps)
+        for most, least, worth in ((max(_LONG, steps), max(_ENOUGH, steps), _WORTH), (short, short, _CLEARLY)):
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
@@ -314,9 +320,9 @@ class Balance:
             new = better_weights(weights, speeds, worth, seconds)
             if new is None or new == weights:
                 continue
-            if most == _SHORT:  # what is older tells of another time
+            if worth == _CLEARLY:  # what is older tells of another time
                 for samples in self._samples:
-                    while len(samples) > _SHORT:
+                    while len(samples) > short:
                         samples.popleft()
             self._plan = (*self._plan, (begin, new, ()))
             self._trial_every = [_FIRST_TRIAL] * self.size
@@ -324,6 +330,13 @@ class Balance:
             rows = tuple(tokens > 0 for tokens in self._tokens(new, begin))
             return Moved(begin, new, normalised(weights), per_s, rows)
         return None
+
+    def _steps_in(self, seconds: float) -> int:
+        """How many of the last steps took so long together; all that are remembered if not even they did."""
+        for steps, taken in enumerate(accumulate(reversed(self._longest)), start=1):
+            if taken >= seconds:
+                return steps
+        return _KEPT
 
     def _tokens(self, weights: tuple[float, ...], begin: int) -> Sequence[float]:
         return weights if self._rows is None else self._rows.tokens(weights, begin)
