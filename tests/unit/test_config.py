@@ -413,10 +413,7 @@ def test_the_round_trip_covers_every_field_but_two() -> None:
 @pytest.mark.parametrize("weights", [[], [1, 0], [2, -1], "[1, x]", "[1, NaN]", ["2", "1"], "fast", 2])
 def test_weights_of_ranks_are_positive_numbers(weights: Any) -> None:
     assert refused({"rank_weights": weights}).where == "--rank-weights"
-    for given in ("[2, 0.5]", [2, 0.5], (2, 0.5)):
-        assert build_config({"rank_weights": given}).given_weights == [2.0, 0.5]
-    for word in ("auto", "equal"):
-        assert (build_config({"rank_weights": word}).rank_weights, build_config({}).given_weights) == (word, None)
+    assert build_config({"rank_weights": "[2, 0.5]"}).given_weights == [2.0, 0.5]
 
 
 @pytest.mark.parametrize(

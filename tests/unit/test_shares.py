@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from allhands.config.schema import build_config
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder, divide
 from allhands.data.tokens import TokenSet
@@ -200,6 +201,13 @@ def test_numbers_that_tell_nothing_change_nothing(numbers: tuple[float, ...]) ->
     balance = Balance((1.0, 1.0))
     assert all(balance.hear(numbers, end) is None for end in range(1, 30))
     assert balance.weights(40) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"), [("auto", None), ("equal", None), (None, None), ("[2, 0.5]", [2.0, 0.5]), ((2, 1), [2.0, 1.0])]
+)
+def test_words_and_numbers_that_shares_are_given_by(given: Any, numbers: list[float] | None) -> None:
+    assert build_config({"rank_weights": given}).given_weights == numbers
 
 
 def test_given_shares_stay() -> None:
