@@ -204,7 +204,8 @@ def test_numbers_that_tell_nothing_change_nothing(numbers: tuple[float, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "numbers"), [("auto", None), ("equal", None), (None, None), ("[2, 0.5]", [2.0, 0.5]), ((2, 1), [2.0, 1.0])]
+    ("given", "numbers"),
+    [("auto", None), ("equal", None), (None, None), ("[2, 0.5]", [2.0, 0.5]), ((2, 1), [2.0, 1.0])],
 )
 def test_words_and_numbers_that_shares_are_given_by(given: Any, numbers: list[float] | None) -> None:
     assert build_config({"rank_weights": given}).given_weights == numbers
