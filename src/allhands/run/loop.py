@@ -318,6 +318,7 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         needed_bytes=peaks[3] if any(peaks[3]) else (),
         shapes=len(parts.step.shapes),
         metrics=window.metrics(parts.step.options.objective),
+        sent_bytes=window.sent_bytes / window.steps,
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):

@@ -26,6 +26,7 @@ class ReportWindow:
     compute_s: float = 0.0
     grad_norm: float = 0.0
     further: tuple[float, ...] = ()
+    sent_bytes: int = 0
 
     def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
         """Count one update; of one that was left out only its time."""
@@ -34,6 +35,7 @@ class ReportWindow:
         self.comm_s += result.comm_s
         self.compute_s += result.compute_s
         self.steps += 1
+        self.sent_bytes += result.sent_bytes
         if result.skipped:
             return
         self.loss_sum += result.loss_sum

@@ -57,7 +57,8 @@ class TrainReport:
     ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
     far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
     ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
-    ``metrics`` are those of the objective besides the loss, by name.
+    ``metrics`` are those of the objective besides the loss, by name. ``sent_bytes`` is what rank 0 has sent in a step,
+    the mean over the steps: of a sum over N ranks 2 (N - 1) / N of its bytes, as a ring sends them.
     """
 
     step: int
@@ -79,6 +80,7 @@ class TrainReport:
     needed_bytes: tuple[int, ...] = ()
     shapes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 # Of a report of training, what a person's own loop may not know, and what it then counts as.
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
-    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s"), 0.0),
+    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "sent_bytes"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},

@@ -1,0 +1,83 @@
+"""Forms in which gradients take fewer bytes on the way: how many, and by which way ranks exchange them.
+
+Plain numbers, without MLX, so that ``allhands plan`` can ask. What computes with arrays is in
+:mod:`allhands.distributed.packed`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from allhands.distributed.capabilities import can
+
+# Numbers that share a scale and an offset, and the bytes of these two.
+GROUP = 64
+_SCALES = 8
+_FLOAT = 4
+# A vector of fewer numbers is a norm's or a bias: all of them together are nothing beside the matrices.
+_VECTOR = 1 << 16
+
+# gather: each rank gets what every other one has packed, and adds it up itself.
+# pass: each rank adds its part to what its neighbour has sent, packs the sum and sends it on; the sums are gathered.
+# sum: the back-end adds up numbers of two bytes.
+Route = Literal["gather", "pass", "sum"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A packed form of float32 numbers.
+
+    Attributes:
+        name: of ``--compress``.
+        bits: of a number.
+    """
+
+    name: str
+    bits: int
+
+    @property
+    def grouped(self) -> bool:
+        """Whether numbers share scales, which leaves so much out that it has to be made up for in later steps."""
+        return self.bits < 16
+
+    @property
+    def ratio(self) -> float:
+        """Bytes against those of float32."""
+        return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
+
+    def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
+        """Whether an array of this shape and type is packed: not where that would save too little."""
+        size = math.prod(shape)
+        if item_bytes * 8 <= self.bits:
+            return False
+        return size >= (GROUP if len(shape) > 1 else _VECTOR)
+
+    def packed_bytes(self, numbers: int) -> int:
+        """Bytes of an array of so many numbers, which is filled up to whole groups."""
+        groups = -(-numbers // GROUP)
+        return groups * (GROUP * self.bits // 8 + _SCALES * self.grouped)
+
+    def route(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> Route:
+        """How ranks exchange what they have packed of numbers of ``item_bytes`` over a back-end.
+
+        Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a sum of what is not
+        packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N - 1) / N rows.
+        """
+        if not self.grouped:
+            return "gather" if ranks == 2 else "sum"
+        passes = can(backend, "send_recv") or can(backend, "send_recv_neighbours")
+        return "gather" if ranks * self._against(item_bytes) < 2 or not passes else "pass"
+
+    def gains(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> bool:
+        """Whether fewer bytes travel than of numbers of ``item_bytes`` that the back-end adds up."""
+        gathers = self.route(backend, ranks, item_bytes) == "gather"
+        return self._against(item_bytes) * (ranks if gathers else 2) < 2
+
+    def _against(self, item_bytes: int) -> float:
+        """Bytes against those of numbers of so many."""
+        return self.ratio * _FLOAT / item_bytes
+
+
+CODECS = {each.name: each for each in (Codec("bf16", 16), Codec("int8", 8), Codec("int4", 4))}

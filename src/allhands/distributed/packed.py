@@ -1,0 +1,206 @@
+"""Sums over ranks of which each rank's part travels packed, in one of the forms of :mod:`allhands.distributed.codecs`.
+
+Every rank unpacks the same bytes, its own among them, and adds them up in the order of the ranks, by operations that
+round alike on every processor: the sums have the same bits everywhere. What packing has left out of a rank's part is
+added to its next one (error feedback, arXiv 1901.09847), so that it comes late and is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from allhands.distributed.backend import Communicator, MlxGroup
+from allhands.distributed.codecs import GROUP, Codec, Route
+
+# MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
+_RAISED = 2.0**40
+_FOUR, _EIGHT = 4, 8
+
+Left = mx.array | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sums over ranks, and what is left for later.
+
+    Attributes:
+        sums: in the order, the shapes and the types of the arrays.
+        left: of each array what packing has left out of this rank's part, in float32; ``None`` where nothing is.
+        scalars: sums of what travelled beside them, if something did.
+    """
+
+    sums: list[mx.array]
+    left: list[Left]
+    scalars: mx.array | None = None
+
+
+class Packing:
+    """How one rank's part of a sum is packed, exchanged and added up."""
+
+    def __init__(self, communicator: Communicator, codec: Codec) -> None:
+        self.communicator = communicator
+        self.codec = codec
+
+    def route(self, item_bytes: int) -> Route:
+        """By which way arrays of numbers of ``item_bytes`` travel."""
+        found = self.codec.route(self.communicator.backend, self.communicator.size, item_bytes)
+        # A group that others exchange for has no neighbours of its own.
+        return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
+
+    def packs(self, array: mx.array) -> bool:
+        """Whether an array travels packed."""
+        return self.codec.packs(array.shape, array.dtype.size)
+
+    def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
+        """What is left out of ``arrays`` before the first exchange."""
+        feeds = self.codec.grouped
+        return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
+
+    def sum(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Packed:
+        """Sums of ``arrays``, lazily, in one exchange, or in two where some of them are not packed.
+
+        Args:
+            arrays: of one type.
+            left: as of :meth:`nothing_left`, or of the last exchange.
+            scalars: (n,) float32, which travel as they are.
+        """
+        packs = [self.packs(each) for each in arrays]
+        plain = [each.reshape(-1).astype(mx.float32) for each, packed in zip(arrays, packs, strict=True) if not packed]
+        beside = [*plain, *([] if scalars is None else [scalars])]
+        unpacked = mx.concatenate(beside) if beside else mx.zeros((0,))
+        if not any(packs):
+            row, left_of_row, unpacked = None, None, self.communicator.all_sum(unpacked)
+        else:
+            row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
+            row, left_of_row, unpacked = self._exchanged(row, unpacked, self.route(arrays[0].dtype.size))
+        sums, new, at, place = list[mx.array](), list[Left](), 0, 0
+        for each, packed in zip(arrays, packs, strict=True):
+            if packed and row is not None:
+                sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
+                new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
+                at += _whole_groups(each.size)
+            else:
+                sums.append(unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype))
+                new.append(None)
+                place += each.size
+        return Packed(sums, new, None if scalars is None else unpacked[place:])
+
+    def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
+        """What there is to send, end to end in float32, each array filled up to whole groups."""
+        pieces: list[mx.array] = []
+        for array, left in arrays:
+            flat = array.reshape(-1).astype(mx.float32)
+            pieces.append(flat if left is None else flat + left.reshape(-1))
+            if missing := _whole_groups(array.size) - array.size:
+                pieces.append(mx.zeros((missing,)))
+        return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _exchanged(self, row: mx.array, plain: mx.array, route: Route) -> tuple[mx.array, Left, mx.array]:
+        """The sum of rows, what is left out of this one, and the sum of ``plain``."""
+        if route == "gather":
+            return self._gathered(row, plain)
+        total = self.communicator.all_sum(plain) if plain.size else plain
+        mx.async_eval(total)  # by itself, so that what follows it does so on every rank
+        if route == "sum":
+            return self.communicator.all_sum(row.astype(mx.bfloat16)).astype(mx.float32), None, total
+        assert isinstance(self.communicator, MlxGroup)
+        return *passed_on(self.communicator, self.codec, row), total
+
+    def _gathered(self, row: mx.array, plain: mx.array) -> tuple[mx.array, Left, mx.array]:
+        ranks, mine = self.communicator.size, self.communicator.rank
+        words = pack(self.codec, row)
+        sent = mx.concatenate([words, plain.view(mx.int32)]) if plain.size else words
+        everyone = self.communicator.all_gather(sent).reshape(ranks, -1)
+        parts = [unpack(self.codec, everyone[rank, : words.size], row.size) for rank in range(ranks)]
+        left = row - parts[mine] if self.codec.grouped else None
+        beside = everyone[:, words.size :].reshape(-1).view(mx.float32).reshape(ranks, -1)
+        return _added(parts), left, _added(list(beside)) if plain.size else plain
+
+
+def _added(parts: Sequence[mx.array]) -> mx.array:
+    """The sum in the order of ``parts``: the same bits on every rank."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _whole_groups(size: int) -> int:
+    return -(-size // GROUP) * GROUP
+
+
+def pack(codec: Codec, row: mx.array) -> mx.array:
+    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils the whole row."""
+    if not codec.grouped:
+        return row.astype(mx.bfloat16).view(mx.int32)
+    codes, scales, offsets = mx.quantize(row.reshape(-1, GROUP) * _RAISED, GROUP, codec.bits)
+    # Quantising would hide a NaN: offsets tell of it.
+    total = row.sum()
+    fine = mx.isfinite(total)
+    scales = mx.where(fine, scales / _RAISED, mx.zeros(()))
+    offsets = mx.where(fine, offsets / _RAISED, mx.abs(total))
+    return mx.concatenate([each.reshape(-1).view(mx.int32) for each in (codes, scales, offsets)])
+
+
+def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
+    """(size,) float32, of what :func:`pack` made.
+
+    A product, then a sum: one operation for both would round once on some processors and twice on others.
+    """
+    if not codec.grouped:
+        return words.view(mx.bfloat16).astype(mx.float32)
+    groups = size // GROUP
+    coded = size * codec.bits // 32
+    numbers = words[:coded].view(mx.uint8)
+    if codec.bits == _FOUR:
+        numbers = mx.stack([numbers & 15, numbers >> _FOUR], axis=-1)
+    scales, offsets = (words[at : at + groups].view(mx.float32)[:, None] for at in (coded, coded + groups))
+    return (numbers.reshape(groups, GROUP).astype(mx.float32) * scales + offsets).reshape(-1)
+
+
+def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.array, mx.array]:
+    """The sum of rows, and what is left out of this rank's: by neighbours of a ring, each of whom adds its part.
+
+    A rank packs each part once, the one sum that it has finished among them, so that what it leaves out is one row. To
+    send and to receive take turns: where all sent first, nobody would get rid of a large part.
+    """
+    ranks, rank = communicator.size, communicator.rank
+    right, before = (rank + 1) % ranks, (rank - 1) % ranks
+    each = -(-row.size // (ranks * GROUP)) * GROUP
+    if missing := ranks * each - row.size:
+        row = mx.concatenate([row, mx.zeros((missing,))])
+    parts = list(row.reshape(ranks, each))
+    left = list(parts)
+    value = parts[rank]
+    for hop in range(ranks):
+        place = (rank - hop) % ranks
+        words = pack(codec, value)
+        left[place] = value - unpack(codec, words, each)
+        mx.eval(words, left[place])
+        if hop == ranks - 1:
+            break
+        got = _swapped(communicator, words, right, before)
+        value = parts[(place - 1) % ranks] + unpack(codec, got, each)
+    everyone = communicator.all_gather(words).reshape(ranks, -1)
+    # Rank r has finished the part that is one further.
+    wholes = [unpack(codec, everyone[(place - 1) % ranks], each) for place in range(ranks)]
+    size = row.size - missing
+    return mx.concatenate(wholes)[:size], mx.concatenate(left)[:size]
+
+
+def _swapped(communicator: MlxGroup, words: mx.array, right: int, before: int) -> mx.array:
+    """What the one before has sent, once ``words`` are on their way to the one on the right."""
+
+    def send() -> None:
+        mx.eval(communicator.send(words, right))
+
+    if communicator.rank % 2 == 0:
+        send()
+    got = communicator.receive(words.shape, words.dtype, before)
+    mx.eval(got)
+    if communicator.rank % 2:
+        send()
+    return got
