@@ -318,6 +318,8 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         ("throughput", "Throughput", "tokens a second, all ranks", "rate", lambda one: one.tokens_per_s),
         ("step-time", "Time of a step", "seconds", "seconds", lambda one: one.step_time_s),
     ]
+    if any(one.sent_bytes for run in runs for one in run.train):
+        kinds.append(("sent", "Sent by a rank in a step", "bytes", "bytes", lambda one: one.sent_bytes))
     for key, title, y_label, unit, value in kinds:
         lines = [
             Line(

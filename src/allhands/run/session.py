@@ -187,6 +187,8 @@ class _Run:
         sink.emit(self._started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
+        if config.compress != "none" and self.mesh.size == 1:
+            notes.append(f"--compress {config.compress} has no effect: one rank exchanges nothing")
         self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
