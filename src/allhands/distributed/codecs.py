@@ -16,8 +16,6 @@ from allhands.distributed.capabilities import can
 GROUP = 64
 _SCALES = 8
 _FLOAT = 4
-# A vector of fewer numbers is a norm's or a bias: all of them together are nothing beside the matrices.
-_VECTOR = 1 << 16
 
 # gather: each rank gets what every other one has packed, and adds it up itself.
 # pass: each rank adds its part to what its neighbour has sent, packs the sum and sends it on; the sums are gathered.
@@ -48,11 +46,8 @@ class Codec:
         return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
 
     def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
-        """Whether an array of this shape and type is packed: not where that would save too little."""
-        size = math.prod(shape)
-        if item_bytes * 8 <= self.bits:
-            return False
-        return size >= (GROUP if len(shape) > 1 else _VECTOR)
+        """Whether an array of this shape and type is packed: not if it is no longer than a group, or short already."""
+        return math.prod(shape) >= GROUP and item_bytes * 8 > self.bits
 
     def packed_bytes(self, numbers: int) -> int:
         """Bytes of an array of so many numbers, which is filled up to whole groups."""

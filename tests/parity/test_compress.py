@@ -1,0 +1,245 @@
+"""``--compress``: sums beside numpy's over real back-ends, bytes by the formulae, whole runs, and their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from packed_ranks import SHAPES
+from rich.console import Console
+from ring_ranks import run_ring
+from runs import read_run
+from test_resume import options
+from tiny import run_allhands, write_chat_data, write_model
+from twins import run_ranks
+
+from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
+from allhands.checkpoints.arrays import local_arrays
+from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from allhands.cluster.mpi import find_mpi, mpi_variables, mpirun_command
+from allhands.config.schema import build_config
+from allhands.distributed.codecs import CODECS
+from allhands.distributed.mesh import Mesh
+from allhands.parallel.costs import PackedGradients
+from allhands.parallel.registry import STRATEGIES
+from allhands.run.session import Surroundings, run_finetune
+
+PROGRAM = Path(__file__).parents[1] / "support" / "packed_ranks.py"
+_NEEDS_MPI = pytest.mark.skipif(find_mpi() is None, reason="no Open MPI")
+GROUPS = [("ring", 2), ("ring", 3), *(pytest.param("mpi", size, marks=_NEEDS_MPI) for size in (2, 3))]
+
+
+# --- sums, over real back-ends -------------------------------------------------------------------------
+
+
+@cache
+def told(backend: str, size: int) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    if backend == "ring":
+        done = run_ring([[sys.executable, PROGRAM, "ring", str(size)]] * size, timeout=200)
+        assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * size
+        return [json.loads(one.stdout) for one in done]
+    mpi = find_mpi()
+    assert mpi is not None
+    with TemporaryDirectory() as scratch:
+        given = {**mpi_variables(mpi, Path(scratch)), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+        command = mpirun_command(mpi, size, [sys.executable, str(PROGRAM), "mpi", str(size)])
+        how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 200}
+        mpirun = subprocess.run(command, env={**os.environ, **given}, check=False, **how)
+    assert mpirun.returncode == 0, mpirun.stderr
+    return [json.loads(line) for line in mpirun.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+@pytest.mark.parametrize("case", ["bf16", "int8", "int4", "passed int8", "passed int4"])
+def test_all_ranks_have_the_same_bits(backend: str, size: int, case: str) -> None:
+    assert len({each[case]["digest"] for each in told(backend, size)}) == 1
+    assert len(told(backend, size)) == size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
+def test_sums_are_those_of_numpy(backend: str, size: int, compress: str) -> None:
+    """Where a number lies in the middle between two codes rounding may choose either: then they are one step apart."""
+    for each in told(backend, size):
+        added_up = compress == "bf16" and size > 2  # by the back-end, which rounds its sums
+        assert each[compress]["typical"] <= (4e-3 if added_up else 1e-6)
+        assert each[compress]["apart"] <= {"bf16": 4e-2, "int8": 4e-2, "int4": 0.7}[compress]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+@pytest.mark.parametrize("case", ["int8", "int4", "passed int8", "passed int4"])
+def test_nothing_is_lost(backend: str, size: int, case: str) -> None:
+    """All sums so far and all that is left out are what there was to send, whoever has packed it how often."""
+    for each in told(backend, size):
+        assert each[case]["lost"] <= 5e-6
+        assert each[case]["apart"] > 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
+def test_a_number_that_is_not_finite_is_not_hidden(backend: str, size: int, compress: str) -> None:
+    for each in told(backend, size):
+        assert each[f"spoilt {compress}"] == [[False, True, True]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
+def test_bytes_are_those_of_the_formulae(backend: str, size: int, compress: str) -> None:
+    codec = CODECS[compress]
+    numbers = [int(np.prod(shape)) for shape in SHAPES]
+    packed = sum(codec.packed_bytes(count) for count in numbers if count >= 64)
+    beside = 4 * (sum(count for count in numbers if count < 64) + 2)  # and the scalars
+    added_up = compress == "bf16" and size > 2
+    gathered, whole = (size - 1) * (packed + beside), 2 * (size - 1) / size * (packed + beside)
+    for each in told(backend, size):
+        assert each[compress]["sent"] == pytest.approx(whole if added_up else gathered, abs=8)
+        if codec.grouped:
+            parts = size * codec.packed_bytes(-(-6400 // (64 * size)) * 64)
+            assert each[f"passed {compress}"]["sent"] == pytest.approx(2 * (size - 1) / size * parts)
+
+
+# --- whole runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("compress")
+    data = write_chat_data(root / "data", train=11, valid=4, longest=30)
+    model = write_model(root / "model", layers=2, hidden=64)
+    more = {"iters": 8, "save_every": 4, "val_batches": 0, "learning_rate": 1e-3, "grad_accumulation_steps": 1}
+    return options(model, data, root / "run") | more
+
+
+def train(flags: dict[str, Any], size: int, directory: Path, *, shared: bool = True, **more: Any) -> Path:
+    """One start on ranks that are threads, in one directory or each in its own."""
+    config = build_config({**flags, "adapter_path": str(directory), **more})
+
+    def work(communicator: Any) -> Path:
+        rank = communicator.rank
+        mesh = Mesh(rank, size, rank, size, (1.0,) * size)
+        own = config if shared or not rank else config.model_copy(update={"adapter_path": f"{directory}-{rank}"})
+        console = None if rank else Console(width=200)
+        surroundings = Surroundings(mesh=mesh, connect=lambda: communicator, console=console)
+        return run_finetune(own, surroundings).adapter_path
+
+    outcomes = run_ranks(size, work)
+    assert all(isinstance(outcome, Path) for outcome in outcomes), outcomes
+    return directory
+
+
+def arrays(checkpoint: Checkpoint) -> dict[str, bytes]:
+    files = (WEIGHTS_FILE, OPTIMIZER_FILE, LEFT_FILE)
+    return {
+        f"{file} {name}": np.array(stored.read()).tobytes()
+        for file in files
+        for name, stored in local_arrays(checkpoint, file).items()
+    }
+
+
+def saved(directory: Path) -> list[Checkpoint]:
+    """The last checkpoint, then those before."""
+    return [open_checkpoint(path) for path in checkpoints_in(directory)]
+
+
+@pytest.mark.parametrize("compile_", ["on", "off"])
+@pytest.mark.parametrize(("size", "compress", "shared"), [(2, "int4", True), (3, "int8", False)])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    flags: dict[str, Any], tmp_path: Path, size: int, compress: str, shared: bool, compile_: str
+) -> None:
+    how: dict[str, Any] = {"compress": compress, "compile": compile_}
+    whole = train(flags, size, tmp_path / "whole", shared=shared, **how)
+    last, half = saved(whole)
+    left = [name for name in arrays(last) if name.startswith(LEFT_FILE)]
+    assert left
+    assert len(left) == sum(name.startswith(WEIGHTS_FILE) for name in arrays(last))
+    assert all(any(arrays(last)[name]) for name in left)
+    resumed = train(flags, size, tmp_path / "resumed", shared=shared, resume=str(half.path), **how)
+    assert arrays(saved(resumed)[0]) == arrays(last)
+
+
+@pytest.mark.parametrize(
+    ("size", "compress", "why"),
+    [
+        (3, "int8", "it belongs to 2 ranks, and there are 3"),
+        (1, "int8", "gradients travel as they are now"),
+        *((2, other, "--compress was int8") for other in ("int4", "none")),
+    ],
+)
+def test_what_is_left_out_is_dropped_with_a_note_where_it_does_not_fit(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, compress: str, why: str
+) -> None:
+    whole = train(flags, 2, tmp_path / "whole", compress="int8")
+    _, half = saved(whole)
+    capsys.readouterr()
+    resumed = train(flags, size, tmp_path / "resumed", resume=str(half.path), compress=compress)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"what int8 had left out of the last gradients is dropped: {why}" in text
+    assert ("compress changed from" in text) == (compress != "int8")
+    assert saved(resumed)[0].step == 8
+    names = [name for name in arrays(saved(resumed)[0]) if name.startswith(LEFT_FILE)]
+    assert bool(names) == (compress != "none" and size > 1)
+
+
+def test_nobody_is_told_of_what_was_not_there(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From unpacked gradients to packed ones, and from bf16, which leaves nothing for later."""
+    for before, now in (("none", "int8"), ("bf16", "int8")):
+        _, half = saved(train(flags, 2, tmp_path / before, compress=before))
+        capsys.readouterr()
+        train(flags, 2, tmp_path / f"from-{before}", resume=str(half.path), compress=now)
+        assert "dropped" not in capsys.readouterr().out
+
+
+def test_one_rank_is_told_that_nothing_travels(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(flags, 1, tmp_path / "one", compress="int8", iters=3)
+    assert "--compress int8 has no effect" in " ".join(capsys.readouterr().out.split())
+    train(flags, 2, tmp_path / "two", compress="int8", iters=3)
+    assert "has no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: Path) -> None:
+    """As planned within 1 %, and a run with a kill in it ends like one without."""
+    sent: dict[str, float] = {}
+    for compress in ("none", "bf16", "int8", "int4"):
+        words = [f"--{key.replace('_', '-')}" for key in ("model", "data")]
+        given = [word for pair in zip(words, (flags["model"], flags["data"]), strict=True) for word in pair]
+        given += ["--train", "-n", "2", "--backend", "ring", "--iters", "4", "--val-batches", "0", "--save-every", "2"]
+        given += ["--batch-size", "4", "--steps-per-report", "1", "--compress", compress, "--num-layers", "-1"]
+        done = run_allhands("train", *given, "--adapter-path", tmp_path / compress)
+        assert done.returncode == 0, done.stderr
+        run = read_run(tmp_path / compress)
+        assert len({report["sent_bytes"] for report in run.reports}) == 1
+        sent[compress] = run.reports[-1]["sent_bytes"]
+        gradient = sum(4 * array.size for array in run.weights.values())
+        packed = None if compress == "none" else PackedGradients(CODECS[compress], "ring").traffic(gradient, 2)
+        planned = STRATEGIES["data"].costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(2)
+        assert sent[compress] == pytest.approx(planned, rel=0.01)
+        if compress == "int4":
+            schedule = tmp_path / "faults.json"
+            schedule.write_text(json.dumps([{"rank": 1, "step": 3, "kind": "kill"}]))
+            again = run_allhands(
+                "train", *given, "--adapter-path", tmp_path / "killed", env={"ALLHANDS_FAULTS": str(schedule)}
+            )
+            assert again.returncode == 0, again.stderr
+            assert arrays(saved(tmp_path / "killed")[0]) == arrays(saved(tmp_path / compress)[0])
+    assert sent["bf16"] <= 0.51 * sent["none"]
+    assert sent["int8"] <= 0.30 * sent["none"]
+    assert sent["int4"] <= 0.17 * sent["none"]
