@@ -16,7 +16,7 @@ from allhands.distributed.backend import Communicator, MlxGroup
 from allhands.distributed.codecs import GROUP, Codec, Route
 
 # MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
-_RAISED = 2.0**40
+_RAISED = 2.0**60
 _FOUR, _EIGHT = 4, 8
 
 Left = mx.array | None
