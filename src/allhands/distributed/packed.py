@@ -17,7 +17,9 @@ from allhands.distributed.codecs import GROUP, Codec, Route
 
 # MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
 _RAISED = 2.0**60
-_FOUR, _EIGHT = 4, 8
+# A processor packs so many numbers after the other, which its cache holds: in half of the time.
+_BLOCK = 1 << 18
+_FOUR = 4
 
 Left = mx.array | None
 
@@ -133,16 +135,27 @@ def _whole_groups(size: int) -> int:
 
 
 def pack(codec: Codec, row: mx.array) -> mx.array:
-    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils the whole row."""
+    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all those around it."""
     if not codec.grouped:
         return row.astype(mx.bfloat16).view(mx.int32)
+    step = _BLOCK if mx.default_device() == mx.Device(mx.cpu) else row.size
+    blocks: list[tuple[mx.array, ...]] = []
+    for at in range(0, row.size, step):
+        blocks.append(_quantised(codec, row[at : at + step]))
+        if step < row.size:
+            mx.eval(blocks[-1])
+    return mx.concatenate([each for kind in zip(*blocks, strict=True) for each in kind])
+
+
+def _quantised(codec: Codec, row: mx.array) -> tuple[mx.array, ...]:
+    """Codes, scales and offsets of a row of whole groups, as int32."""
     codes, scales, offsets = mx.quantize(row.reshape(-1, GROUP) * _RAISED, GROUP, codec.bits)
     # Quantising would hide a NaN: offsets tell of it.
     total = row.sum()
     fine = mx.isfinite(total)
     scales = mx.where(fine, scales / _RAISED, mx.zeros(()))
     offsets = mx.where(fine, offsets / _RAISED, mx.abs(total))
-    return mx.concatenate([each.reshape(-1).view(mx.int32) for each in (codes, scales, offsets)])
+    return tuple(each.reshape(-1).view(mx.int32) for each in (codes, scales, offsets))
 
 
 def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
