@@ -18,16 +18,18 @@ from rich.console import Console
 from ring_ranks import run_ring
 from runs import read_run
 from test_resume import options
-from tiny import run_allhands, write_chat_data, write_model
+from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
 from twins import run_ranks
 
 from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
 from allhands.checkpoints.arrays import local_arrays
 from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.cluster.mpi import find_mpi, mpi_variables, mpirun_command
-from allhands.config.schema import build_config
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig, build_config
 from allhands.distributed.codecs import CODECS
 from allhands.distributed.mesh import Mesh
+from allhands.observe.metrics import read_metrics
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.registry import STRATEGIES
 from allhands.run.session import Surroundings, run_finetune
@@ -126,7 +128,11 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def train(flags: dict[str, Any], size: int, directory: Path, *, shared: bool = True, **more: Any) -> Path:
     """One start on ranks that are threads, in one directory or each in its own."""
-    config = build_config({**flags, "adapter_path": str(directory), **more})
+    return train_as(build_config({**flags, **more}), size, directory, shared=shared)
+
+
+def train_as(config: TrainConfig, size: int, directory: Path, *, shared: bool = True) -> Path:
+    config = config.model_copy(update={"adapter_path": str(directory)})
 
     def work(communicator: Any) -> Path:
         rank = communicator.rank
@@ -243,3 +249,31 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
     assert sent["bf16"] <= 0.51 * sent["none"]
     assert sent["int8"] <= 0.30 * sent["none"]
     assert sent["int4"] <= 0.17 * sent["none"]
+
+
+# --- what it costs -------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.long
+def test_the_validation_loss_is_that_of_gradients_as_they_are(tmp_path: Path) -> None:
+    """A small model from scratch on this project's own pages, byte by byte; int4 needs what is sent later for it."""
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "data").mkdir()
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
+    (tmp_path / "data" / "train.txt").write_text("<|endoftext|>".join(pages))
+    valid = json.dumps({"text": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")})
+    (tmp_path / "data" / "valid.jsonl").write_text(valid)
+    places = {"data": str(tmp_path / "data"), "tokenizer": str(tmp_path / "tokenizer"), "train": True}
+    shape = {"shape": "llama", "layers": 2, "dims": 64, "mlp_dims": 192, "heads": 4, "kv_heads": 2, "block_size": 64}
+    more = {"batch_size": 16, "iters": 250, "val_batches": -1, "steps_per_eval": 250, "learning_rate": 3e-3}
+
+    def loss(compress: str) -> float:
+        config = build_config({**places, **shape, **more, "compress": compress}, kind=PretrainConfig)
+        return read_metrics(train_as(config, 2, tmp_path / compress)).valid[-1].loss
+
+    plain = loss("none")
+    assert plain < 2.6
+    assert loss("int8") == pytest.approx(plain, rel=0.001)
+    assert loss("int4") == pytest.approx(plain, rel=0.005)
