@@ -91,12 +91,11 @@ def sums_of(group: MlxGroup, codec: Codec) -> dict[str, Any]:
     numpys, before, sent = right(codec, group.size), 0, 0
     for step, arrays in enumerate(given):
         before = sent_bytes(group)
-        done = packed_sum_over_ranks(packing, arrays, left, [1.0, float(group.rank)], bucket_bytes=20_000)
+        numbers = [1.0, float(group.rank)]
+        sums, scalars, left = packed_sum_over_ranks(packing, arrays, left, numbers, bucket_bytes=20_000)
         sent = sent_bytes(group) - before
-        left = done.left
-        assert done.scalars is not None
-        assert np.array_equal(done.scalars, [group.size, sum(range(group.size))])
-        for place, (found, theirs) in enumerate(zip(done.sums, numpys[step], strict=True)):
+        assert np.array_equal(scalars, [group.size, sum(range(group.size))])
+        for place, (found, theirs) in enumerate(zip(sums, numpys[step], strict=True)):
             digest.update(np.asarray(found).tobytes())
             difference = np.abs(np.asarray(found) - theirs)
             apart = max(apart, float(difference.max()) / SIZES[place])
@@ -139,8 +138,8 @@ def spoilt(group: MlxGroup, codec: Codec, value: float) -> list[bool]:
     arrays = [mx.ones((64, 2)), mx.ones((32,)), mx.ones((128, 2))]
     if group.rank == group.size - 1:
         arrays[0] = mx.where(mx.arange(128).reshape(64, 2) == 70, value, arrays[0])
-    done = packed_sum_over_ranks(packing, arrays, packing.nothing_left(arrays), bucket_bytes=1)
-    return [bool(mx.isfinite(each).all().item()) for each in done.sums]
+    sums, _, _ = packed_sum_over_ranks(packing, arrays, packing.nothing_left(arrays), bucket_bytes=1)
+    return [bool(mx.isfinite(each).all().item()) for each in sums]
 
 
 def main(backend: str, size: int) -> None:

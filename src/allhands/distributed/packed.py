@@ -188,15 +188,14 @@ def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.a
     parts = list(row.reshape(ranks, each))
     left = list(parts)
     value = parts[rank]
-    for hop in range(ranks):
-        place = (rank - hop) % ranks
-        words = pack(codec, value)
-        left[place] = value - unpack(codec, words, each)
-        mx.eval(words, left[place])
-        if hop == ranks - 1:
-            break
+    words = pack(codec, value)
+    for hop in range(1, ranks):
+        left[(rank - hop + 1) % ranks] = value - unpack(codec, words, each)
+        mx.eval(words, left)
         got = _swapped(communicator, words, right, before)
-        value = parts[(place - 1) % ranks] + unpack(codec, got, each)
+        value = parts[(rank - hop) % ranks] + unpack(codec, got, each)
+        words = pack(codec, value)
+    left[right] = value - unpack(codec, words, each)
     everyone = communicator.all_gather(words).reshape(ranks, -1)
     # Rank r has finished the part that is one further.
     wholes = [unpack(codec, everyone[(place - 1) % ranks], each) for place in range(ranks)]

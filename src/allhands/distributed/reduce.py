@@ -10,7 +10,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from allhands.distributed.backend import Communicator, on_stream, sum_scatter
-from allhands.distributed.packed import Left, Packed, Packing
+from allhands.distributed.packed import Left, Packing
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten, unflatten
 
@@ -70,11 +70,11 @@ def packed_sum_over_ranks(
     scalars: Sequence[float | mx.array] = (),
     *,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Packed:
+) -> tuple[list[mx.array], mx.array, list[Left]]:
     """As :func:`sum_over_ranks`, of arrays that travel packed; a bucket is computed before the next one is begun.
 
     Args:
-        left: what packing has left out of each array in the last exchange.
+        left: what packing has left out of each array in the last exchange; in this one, it is returned last.
     """
     sums, new, totals = list(arrays), list(left), _as_array(scalars)
     beside: mx.array | None = totals
@@ -84,7 +84,7 @@ def packed_sum_over_ranks(
         for i, total, more in zip(bucket, done.sums, done.left, strict=True):
             sums[i], new[i] = total, more
         totals, beside = totals if done.scalars is None else done.scalars, None
-    return Packed(sums, new, totals if beside is None else packing.communicator.all_sum(totals))
+    return sums, totals if beside is None else packing.communicator.all_sum(totals), new
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:

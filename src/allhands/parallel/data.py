@@ -132,8 +132,8 @@ class DataParallel:
             sums, totals = sum_over_ranks(exchanging.communicator, arrays, numbers, bucket_bytes=size)
         else:
             exchanging.heartbeat("reduce")
-            done = packed_sum_over_ranks(self._packing, arrays, self.left, numbers, bucket_bytes=size)
-            sums, totals, self._left_next = done.sums, done.scalars, done.left
+            found = packed_sum_over_ranks(self._packing, arrays, self.left, numbers, bucket_bytes=size)
+            sums, totals, self._left_next = found
         if (shards := self.shards) is not None:
             # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
             squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
