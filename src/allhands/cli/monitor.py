@@ -214,7 +214,7 @@ def _heading(
     if math.isfinite(rate):
         words.append(f"{format_rate(rate)} tokens/s over all ranks")
     if history is not None and history.train and (sent := history.train[-1].sent_bytes):
-        words.append(f"{format_bytes(int(sent))} sent by a rank in a step")
+        words.append(f"{format_size(sent)} sent by a rank in a step")
     return ", ".join(words)
 
 
