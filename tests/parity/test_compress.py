@@ -246,6 +246,10 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
             )
             assert again.returncode == 0, again.stderr
             assert arrays(saved(tmp_path / "killed")[0]) == arrays(saved(tmp_path / compress)[0])
+    told = run_allhands("monitor", tmp_path / "int8", "--once").stdout
+    assert f"{sent['int8'] / 1e3:.1f} kB sent by a rank in a step" in " ".join(told.split())
+    assert run_allhands("report", tmp_path / "int8").returncode == 0
+    assert "Sent by a rank in a step" in (tmp_path / "int8" / "report.md").read_text()
     assert sent["bf16"] <= 0.51 * sent["none"]
     assert sent["int8"] <= 0.30 * sent["none"]
     assert sent["int4"] <= 0.17 * sent["none"]

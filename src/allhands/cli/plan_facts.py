@@ -22,7 +22,7 @@ from allhands.cli.plan_computers import (
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
-from allhands.distributed.codecs import CODECS
+from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
@@ -330,8 +330,13 @@ def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | 
     """How gradients travel, if not as they are."""
     if config.compress == "none":
         return None
-    backend = "nccl" if kind == "cuda" else "ring"
-    return PackedGradients(CODECS[config.compress], backend, _word_of_gradients(config, model))
+    backend, codec, word = (
+        "nccl" if kind == "cuda" else "ring",
+        CODECS[config.compress],
+        _word_of_gradients(config, model),
+    )
+    require_gain(codec, backend, max(2, config.num_ranks), word)
+    return PackedGradients(codec, backend, word)
 
 
 def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str], object], notes: list[str]) -> _Rows:

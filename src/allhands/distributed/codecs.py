@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allhands.distributed.capabilities import can
+from allhands.errors import ConfigError
 
 # Numbers that share a scale and an offset, and the bytes of these two.
 GROUP = 64
@@ -73,6 +74,23 @@ class Codec:
     def _against(self, item_bytes: int) -> float:
         """Bytes against those of numbers of so many."""
         return self.ratio * _FLOAT / item_bytes
+
+
+def require_gain(codec: Codec, backend: str, ranks: int, item_bytes: int) -> None:
+    """Refuse a form in which numbers of ``item_bytes`` take no fewer bytes than as they are.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if codec.gains(backend, ranks, item_bytes):
+        return
+    what = "gradients in half precision" if item_bytes < _FLOAT else "gradients"
+    less = [each.name for each in CODECS.values() if each.gains(backend, ranks, item_bytes)]
+    raise ConfigError(
+        f"{what} of {ranks} ranks over {backend} would take no fewer bytes",
+        where=f"--compress {codec.name}",
+        hint=f"leave it out, or take --compress {less[0]}" if less else "leave it out",
+    )
 
 
 CODECS = {each.name: each for each in (Codec("bf16", 16), Codec("int8", 8), Codec("int4", 4))}

@@ -118,8 +118,9 @@ class Packing:
         everyone = self.communicator.all_gather(sent).reshape(ranks, -1)
         parts = [unpack(self.codec, everyone[rank, : words.size], row.size) for rank in range(ranks)]
         left = row - parts[mine] if self.codec.grouped else None
-        beside = everyone[:, words.size :].reshape(-1).view(mx.float32).reshape(ranks, -1)
-        return _added(parts), left, _added(list(beside)) if plain.size else plain
+        if plain.size:
+            plain = _added([everyone[rank, words.size :].view(mx.float32) for rank in range(ranks)])
+        return _added(parts), left, plain
 
 
 def _added(parts: Sequence[mx.array]) -> mx.array:

@@ -7,7 +7,7 @@ import mlx.nn as nn
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
-from allhands.distributed.codecs import CODECS, Codec
+from allhands.distributed.codecs import CODECS, Codec, require_gain
 from allhands.errors import ConfigError
 from allhands.model.adapters import trained_weights
 from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
@@ -51,19 +51,15 @@ def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Modu
     """
     if config.compress == "none" or communicator.size == 1:
         return None
-    codec, backend, ranks = CODECS[config.compress], communicator.backend, communicator.size
-    where = f"--compress {codec.name}"
+    codec = CODECS[config.compress]
     if not STRATEGIES[strategy].packs:
         able = " or ".join(name for name, entry in STRATEGIES.items() if entry.packs)
         hint = f"leave it out, or take --strategy {able}"
-        raise ConfigError(f"strategy {strategy} exchanges gradients as they are", where=where, hint=hint)
+        raise ConfigError(
+            f"strategy {strategy} exchanges gradients as they are", where=f"--compress {codec.name}", hint=hint
+        )
     item_bytes = max((array.dtype.size for array in trained_weights(model).values()), default=4)
-    if not codec.gains(backend, ranks, item_bytes):
-        what = "gradients in half precision" if item_bytes < 4 else "gradients"
-        problem = f"{what} of {ranks} ranks over {backend} would take no fewer bytes"
-        less = [each.name for each in CODECS.values() if each.gains(backend, ranks, item_bytes)]
-        hint = f"leave it out, or take --compress {less[-1]}" if less else "leave it out"
-        raise ConfigError(problem, where=where, hint=hint)
+    require_gain(codec, communicator.backend, communicator.size, item_bytes)
     return codec
 
 
