@@ -229,7 +229,7 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
         given = [word for pair in zip(words, (flags["model"], flags["data"]), strict=True) for word in pair]
         given += ["--train", "-n", "2", "--backend", "ring", "--iters", "4", "--val-batches", "0", "--save-every", "2"]
         given += ["--batch-size", "4", "--steps-per-report", "1", "--compress", compress, "--num-layers", "-1"]
-        done = run_allhands("train", *given, "--adapter-path", tmp_path / compress)
+        done = run_allhands("train", *given, "--adapter-path", tmp_path / compress, timeout=300)
         assert done.returncode == 0, done.stderr
         run = read_run(tmp_path / compress)
         assert len({report["sent_bytes"] for report in run.reports}) == 1
@@ -241,9 +241,8 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
         if compress == "int4":
             schedule = tmp_path / "faults.json"
             schedule.write_text(json.dumps([{"rank": 1, "step": 3, "kind": "kill"}]))
-            again = run_allhands(
-                "train", *given, "--adapter-path", tmp_path / "killed", env={"ALLHANDS_FAULTS": str(schedule)}
-            )
+            faults = {"ALLHANDS_FAULTS": str(schedule)}
+            again = run_allhands("train", *given, "--adapter-path", tmp_path / "killed", env=faults, timeout=300)
             assert again.returncode == 0, again.stderr
             assert arrays(saved(tmp_path / "killed")[0]) == arrays(saved(tmp_path / compress)[0])
     told = run_allhands("monitor", tmp_path / "int8", "--once").stdout
