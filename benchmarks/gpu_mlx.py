@@ -97,7 +97,7 @@ def our_step(model: Any, length: int, *, compiled: bool, communicator: Any = Non
         keep_dense(model)
     model.train()
     group = communicator or SingleProcess()
-    return make_step(model, optimizer, group, StepOptions(cpu_native=accelerator.eager, compiled=compiled, **more))
+    return make_step(model, optimizer, group, StepOptions(cpu_native=accelerator.cpu_native, compiled=compiled, **more))
 
 
 def micro_batch(values: np.ndarray) -> Any:

@@ -22,6 +22,11 @@ Every option is a flag (`--batch-size 8`), a YAML key (`batch_size: 8`, with `-c
 those of `mlx_lm.lora`; its YAML files can be used as they are. `batch_size` is always the global batch: with two ranks
 and `--batch-size 8` each computes about half of the eight examples.
 
+An *iteration* is one batch, as in mlx_lm: that is what `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
+`keep_every` and `sample_every` count. A *step* is one optimizer update: that is what everything else counts, from lines
+of progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes
+four iterations, the last one what is left, and what is due at an iteration comes with the step that completes it.
+
 What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
 verb. A `~` or `~user` at the beginning of a path is that home directory, in flags (`--data=~/x`, too), in files and in
 Python; a `~` alone in YAML is its word for "not set". With several computers each puts its own home directory there;
@@ -47,6 +52,9 @@ The same, and these, some of which have other defaults here: [pre-training](pret
 | key | default | what it does |
 |---|---|---|
 """
+
+OTHER_NAMES = """Other trainers' `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count
+updates there and iterations here: with `grad_accumulation_steps` 4 give four times as many."""
 
 
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:
@@ -78,7 +86,7 @@ def page() -> str:
     )
     return (
         f"{INTRODUCTION}{''.join(rows)}\n{PRETRAINING}{''.join(others)}\n"
-        f"## Other names that are understood\n\n| name | is |\n|---|---|\n{aliases}\n"
+        f"## Other names that are understood\n\n{OTHER_NAMES}\n\n| name | is |\n|---|---|\n{aliases}\n"
         f"## Names that mean something else here\n\n| name | what to do |\n|---|---|\n{elsewhere}\n"
         f"## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | Done. |\n| 1 | A defect of allhands: report it. |\n"
         f"{codes}| 137 | A process was killed (often: out of memory). |\n| 143 | Stopped by SIGTERM, after saving. |\n"

@@ -106,7 +106,7 @@ def _run(
     from allhands.cluster.pace import Pace
     from allhands.cluster.worker import contact, end_at_errors
     from allhands.objectives.causal_lm import CAUSAL_LM
-    from allhands.run.session import Surroundings, run_finetune
+    from allhands.run.session import RunContext, run_finetune
 
     # Who has called allhands.init() is connected already.
     joined = joined_here()
@@ -128,7 +128,7 @@ def _run(
         mesh = mesh_of(launch, chosen.rank_weights)
         if launch.size > 1:
             end_at_errors(launch, os.environ)
-        surroundings = Surroundings(
+        surroundings = RunContext(
             mesh=mesh,
             connect=lambda: joined or join_group(launch, chosen.start_timeout_s),
             started=stops.started,

@@ -235,7 +235,7 @@ def test_a_stop_saves_and_resume_goes_on_to_the_same_bits(
     trial.wait_for_fired()
     alone_here.ask(*how.split(), only_job(alone_here))
     finish(job, 143)
-    assert "rank 0: stopped after batch 7 of 12; the weights are saved in" in job.err
+    assert "rank 0: stopped after step 7 of 12; the weights are saved in" in job.err
     assert steps_kept(trial.out)[-1] == 7
     finish(srun(alone_here, trial, "train", *options(bench, trial.out), "--resume"))
     assert result(trial.out) == two

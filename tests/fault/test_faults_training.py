@@ -109,7 +109,7 @@ def test_a_stopped_run_keeps_what_it_trained(runs: Runs, tmp_path: Path, more: l
     assert told.ended is not None
     assert told.ended.reason == "interrupted"
     step = told.ended.step
-    assert job.err.count(f"stopped after batch {step} of {FOR_EVER}") == 1
+    assert job.err.count(f"stopped after step {step} of {FOR_EVER}") == 1
     assert f"the weights are saved in {out / 'adapters.safetensors'}" in job.err
     assert "to go on exactly from there: the same command with --resume\n" in job.err
     assert "error" not in job.err
@@ -391,7 +391,7 @@ def test_stopped_while_not_a_byte_can_be_written(runs: Runs, small_disk: Path, b
     fill(small_disk)
     time.sleep(0.3)
     job.signal(signal.SIGINT)
-    message = job.fails(5, str(out / "checkpoints"), "No space left", "the run was stopped after batch", "not saved")
+    message = job.fails(5, str(out / "checkpoints"), "No space left", "the run was stopped after step", "not saved")
     assert "the same command with --resume" in message
     assert [path.name for path in checkpoints_in(out)] == ["step-0000002"]
     assert list((out / "logs").glob("**/.*")) == []
@@ -413,7 +413,7 @@ def test_diverging_runs_spare_the_good_adapter(runs: Runs, tmp_path: Path) -> No
     run(*runs.arguments(iters=2))
     before = (out / "adapters.safetensors").read_bytes()
     for more in ([], ["-n", "2"]):
-        message = runs.start("--learning-rate", "1e30", *more).fails(6, "nan", "after batch 1 of", "--learning-rate")
+        message = runs.start("--learning-rate", "1e30", *more).fails(6, "nan", "after step 1 of", "--learning-rate")
         assert "0000001_adapters.safetensors" in message
     assert (out / "adapters.safetensors").read_bytes() == before
     assert max(mx.abs(value).max().item() for value in weights(out / "0000001_adapters.safetensors").values()) > 1e20
@@ -426,7 +426,7 @@ def test_a_save_that_fails_does_not_hide_nan(runs: Runs, tmp_path: Path) -> None
     blocked = tmp_path / "out/0000001_adapters.safetensors"
     blocked.mkdir(parents=True)
     job = runs.start("--learning-rate", "1e30")
-    job.fails(6, "nan", "after batch 1 of", "--learning-rate", f"could not be kept ({blocked}: cannot be written")
+    job.fails(6, "nan", "after step 1 of", "--learning-rate", f"could not be kept ({blocked}: cannot be written")
     assert list((tmp_path / "out").glob("*.safetensors")) == [blocked]
 
 
@@ -481,7 +481,7 @@ def test_ctrl_c_in_a_terminal_leaves_it_sane(runs: Runs) -> None:
     assert text.rindex("\x1b[?25h") > text.index("\x1b[?25l")
     for words in ("validation loss", "tokens/s", "stopping after this step", f"/{FOR_EVER}"):
         assert words in text
-    assert any(line.startswith("allhands: stopped after batch") for line in text.splitlines())
+    assert any(line.startswith("allhands: stopped after step") for line in text.splitlines())
     assert "Traceback" not in text
     os.close(master)
     os.close(terminal)

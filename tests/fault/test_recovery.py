@@ -178,7 +178,7 @@ def _stop(trial: Trial, job: Job, code: int) -> None:
     assert job.finish(30) == code, job.err
     at = max(trial.steps())
     assert at < ITERS
-    assert f"stopped after batch {at} of {ITERS}" in job.err
+    assert f"stopped after step {at} of {ITERS}" in job.err
     assert "--resume" in job.err
 
 
@@ -303,7 +303,7 @@ def test_failures_at_random(trial: Trial, undisturbed: Result) -> None:
 def test_a_poisoned_gradient_stops_the_run(trial: Trial) -> None:
     trial.plan({"rank": 1, "step": 6, "kind": "nan"})
     job = trial.start()
-    job.fails(6, "batch 6")
+    job.fails(6, "step 6")
     assert len(trial.fired()) == 1
     assert trial.events("restarting") == []
 

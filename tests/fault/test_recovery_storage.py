@@ -98,7 +98,7 @@ def test_a_save_that_failed_does_not_spoil_the_next(trial: Trial) -> None:
     job = trial.run(code=143, ranks=2)
     assert sorted(fault.kind for fault in trial.fired()) == ["disk-full", "slow", "term"]
     assert checkpoints_in(trial.out)[0].name == "step-0000011"
-    assert "stopped after batch 11" in job.err
+    assert "stopped after step 11" in job.err
 
 
 @pytest.mark.slow

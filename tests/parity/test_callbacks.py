@@ -224,7 +224,7 @@ def handlers() -> list[Any]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_in_a_persons_own_process_saves(own_run: Callable[..., Any], tmp_path: Path, number: int) -> None:
     before = handlers()
-    with pytest.raises(Interrupted, match="batch 2 of 4"):
+    with pytest.raises(Interrupted, match="step 2 of 4"):
         own_run((2, number))
     assert handlers() == before
     assert read_metrics(tmp_path / "run").ended.reason == "interrupted"  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from allhands.config.schema import TrainConfig, build_config
 from allhands.kernels import native
 from allhands.kernels.selection import FormTimes, SizedOperation
 from allhands.run import choosing
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 TIMES = {"native": 3.0, "plain": 1.0}
@@ -55,7 +55,7 @@ def test_a_table_is_gone_by_from_the_start_of_a_run_or_not_at_all(
     def run(name: str, **changes: Any) -> int:
         """How often a norm was computed natively."""
         calls.clear()
-        run_finetune(config(tmp_path, name, **changes), Surroundings())
+        run_finetune(config(tmp_path, name, **changes), RunContext())
         return len(calls)
 
     whole, half = run("whole"), run("halves", iters=3)

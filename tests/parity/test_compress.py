@@ -32,7 +32,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.observe.metrics import read_metrics
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.registry import STRATEGIES
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 PROGRAM = Path(__file__).parents[1] / "support" / "packed_ranks.py"
 _NEEDS_MPI = pytest.mark.skipif(find_mpi() is None, reason="no Open MPI")
@@ -139,7 +139,7 @@ def train_as(config: TrainConfig, size: int, directory: Path, *, shared: bool = 
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
         own = config if shared or not rank else config.model_copy(update={"adapter_path": f"{directory}-{rank}"})
         console = None if rank else Console(width=200)
-        surroundings = Surroundings(mesh=mesh, connect=lambda: communicator, console=console)
+        surroundings = RunContext(mesh=mesh, connect=lambda: communicator, console=console)
         return run_finetune(own, surroundings).adapter_path
 
     outcomes = run_ranks(size, work)

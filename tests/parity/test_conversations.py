@@ -19,7 +19,7 @@ from tiny import CHAT_TEMPLATE, SPECIAL, run_allhands, write_model
 
 from allhands.config.schema import build_config
 from allhands.errors import AllhandsError
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "Fish?"}
@@ -68,7 +68,7 @@ def train(model: Path, data: Path, out: Path, *more: str, iters: int = 1) -> sub
     told = io.StringIO()
     try:
         config = build_config({**parse(words)[1], "train": True})
-        run_finetune(config, Surroundings(console=Console(file=told, highlight=False)))
+        run_finetune(config, RunContext(console=Console(file=told, highlight=False)))
     except AllhandsError as error:
         return subprocess.CompletedProcess(words, error.exit_code, told.getvalue(), str(error))
     return subprocess.CompletedProcess(words, 0, told.getvalue(), "")

@@ -30,7 +30,7 @@ from allhands.model.load import load_tokenizer
 from allhands.observe.metrics import read_metrics
 from allhands.run.datasets import find_splits, load_data, open_data
 from allhands.run.evaluating import run_evaluation
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 EVENING, MORNING = datetime(2026, 2, 28, 23, 59, 59), datetime(2026, 3, 1, 0, 0, 1)
 NEXT_YEAR = datetime(2027, 1, 1, 12)
@@ -73,7 +73,7 @@ def train(flags: dict[str, Any], moment: datetime, stop_at: int | None = None, *
     def stop() -> int:
         return signal.SIGTERM if stop_at is not None and done["step"] >= stop_at else 0
 
-    surroundings = Surroundings(beat=beat, stop_requested=stop, moment=moment)
+    surroundings = RunContext(beat=beat, stop_requested=stop, moment=moment)
     return run_finetune(build_config(flags | more), surroundings).adapter_path
 
 
@@ -141,7 +141,7 @@ def test_ranks_of_any_clock_train_on_rank_0s_date(
         rank = communicator.rank
         own = {} if shared or rank == 0 else {"adapter_path": f"{config.adapter_path}-{rank}"}
         mesh = Mesh(rank, 3, rank, 3, (1.0,) * 3)
-        surroundings = Surroundings(mesh=mesh, connect=lambda: communicator, moment=moments[rank])
+        surroundings = RunContext(mesh=mesh, connect=lambda: communicator, moment=moments[rank])
         return run_finetune(config.model_copy(update=own), surroundings).adapter_path
 
     outcomes = run_ranks(3, work)
@@ -161,7 +161,7 @@ def test_ranks_with_other_templates_are_told_so(flags: dict[str, Any], data: Pat
     def work(communicator: Any) -> Path:
         rank = communicator.rank
         own = {"adapter_path": str(tmp_path / str(rank)), "model": flags["model"] if rank else str(undated)}
-        surroundings = Surroundings(mesh=Mesh(rank, 2, rank, 2, (1.0, 1.0)), connect=lambda: communicator)
+        surroundings = RunContext(mesh=Mesh(rank, 2, rank, 2, (1.0, 1.0)), connect=lambda: communicator)
         return run_finetune(build_config(flags | own), surroundings).adapter_path
 
     assert all("the ranks disagree" in text for text in errors_of(run_ranks(2, work)))
@@ -173,11 +173,11 @@ def test_an_adapter_is_evaluated_with_the_date_that_it_was_trained_with(flags: d
     wanted = {key: flags[key] for key in ("model", "data", "adapter_path")} | {"split": "valid", "test": True}
     config = build_config(wanted, None, EvalConfig)
     assert isinstance(config, EvalConfig)
-    found = [run_evaluation(config, Surroundings(moment=moment)) for moment in (MORNING, NEXT_YEAR)]
+    found = [run_evaluation(config, RunContext(moment=moment)) for moment in (MORNING, NEXT_YEAR)]
     assert [one.loss for one in found] == pytest.approx([trained] * 2, rel=1e-5)
     assert any("28 Feb 2026" in note for note in found[0].notes)
     alone = config.model_copy(update={"adapter_path": ""})
-    bare = [run_evaluation(alone, Surroundings(moment=moment)).loss for moment in (EVENING, NEXT_YEAR)]
+    bare = [run_evaluation(alone, RunContext(moment=moment)).loss for moment in (EVENING, NEXT_YEAR)]
     assert bare[0] != bare[1]  # the model alone belongs to no run: today's date
 
 

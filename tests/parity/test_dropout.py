@@ -29,8 +29,8 @@ from allhands.data.order import GlobalOrder
 from allhands.data.tokens import PackedRows, TokenSet, Windows
 from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
-from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
+from allhands.model.remat import checkpoint_layers
 from allhands.objectives.causal_lm import batch_arrays, make_loss
 from allhands.parallel.gradient import make_gradient
 from allhands.runtime.sizing import Sizing
@@ -276,7 +276,7 @@ def test_any_number_of_ranks_drops_the_same(llama: Path, kind: str) -> None:
     assert keys is not None
     tokens = token_set()
     windows: Windows = PackedRows(tokens, 24, isolate=True) if kind == "rows" else tokens
-    gradient = make_gradient(model, eager=False, compiled=False, dropout=keys)
+    gradient = make_gradient(model, cpu_native=False, compiled=False, dropout=keys)
     expected = total(gradient, keys, shared_out(windows, 1, LARGE, 1))
     if kind == "moe":
         # Experts are given places as they come below 64 copies, two of each place here, and sorted above.
@@ -297,8 +297,8 @@ def test_every_way_of_computing_drops_the_same(llama: Path, form: str) -> None:
         checkpoint_layers(model.layers)
     if "eager" in form:
         prepare_dense(model)
-    gradient, keys = gradient_of(model, eager="eager" in form, compiled=form == "compiled")
-    plain, plain_keys = gradient_of(adapted(llama), eager=False, compiled=False)
+    gradient, keys = gradient_of(model, cpu_native="eager" in form, compiled=form == "compiled")
+    plain, plain_keys = gradient_of(adapted(llama), cpu_native=False, compiled=False)
     # The same shape twice: the second time nothing is traced anew.
     for iteration, ranks in ((0, 1), (1, 1), (0, 2)):
         expected = total(plain, plain_keys, shared_out(tokens, 1, LARGE, iteration))
@@ -314,7 +314,7 @@ def test_gradients_are_those_of_the_loss_under_this_mask(llama: Path) -> None:
         keys = install_dropout(model, seed=4)
         assert keys is not None
         batches = [collate(token_set(), np.arange(6), 40)]
-        gradient = make_gradient(model, eager=False, compiled=False, dropout=keys)
+        gradient = make_gradient(model, cpu_native=False, compiled=False, dropout=keys)
         _, grads = total(gradient, keys, batches)
         layer = model.layers[1].self_attn.q_proj
         direction = mx.array(np.random.default_rng(0).normal(size=layer.lora_b.shape), dtype=mx.float32)
@@ -334,13 +334,13 @@ def test_other_batches_and_seeds_drop_others(llama: Path) -> None:
     for seed in (0, 1):
         model = adapted(llama)
         keys = install_dropout(model, seed)
-        gradient = make_gradient(model, eager=False, compiled=False, dropout=keys)
+        gradient = make_gradient(model, cpu_native=False, compiled=False, dropout=keys)
         found[seed] = [total(gradient, keys, [replace(batch, iteration=i)]) for i in (0, 1, 0)]
     assert_same(found[0][0], found[0][2])
     assert differ(found[0][0], found[0][1])
     assert differ(found[0][0], found[1][0])
     without = adapted(llama, dropout=0.0)
-    plain = total(make_gradient(without, eager=False, compiled=False), None, [batch])
+    plain = total(make_gradient(without, cpu_native=False, compiled=False), None, [batch])
     assert differ(plain, found[0][0])
 
 
@@ -355,7 +355,7 @@ def test_compiled_steps_take_new_keys_without_tracing_again(llama: Path) -> None
     model = adapted(llama)
     model.layers[0].self_attn.q_proj.__class__ = Counting
     keys = install_dropout(model, seed=0)
-    gradient = make_gradient(model, eager=False, dropout=keys)
+    gradient = make_gradient(model, cpu_native=False, dropout=keys)
     traces.clear()
     batch = collate(token_set(), np.arange(6), 40)
     first = total(gradient, keys, [batch])
@@ -377,7 +377,7 @@ def test_evaluation_drops_nothing_and_needs_no_keys(llama: Path) -> None:
         installed = install_dropout(model, seed=0)
         assert (installed is None) == (dropout == 0)
         model.eval()
-        losses.append(make_loss(model, eager=False, with_grad=False)(*arrays).item())
+        losses.append(make_loss(model, cpu_native=False, with_grad=False)(*arrays).item())
     assert losses[0] == losses[1]
 
 

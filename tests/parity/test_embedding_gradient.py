@@ -21,14 +21,18 @@ from plain_loop import full_model
 from tiny import write_model
 
 from allhands.kernels.fused.embedding import OrderedEmbedding, make_deterministic
-from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.remat import checkpoint_layers
 from allhands.model.split import split
 from allhands.objectives.causal_lm import make_loss
 from allhands.parallel.gradient import make_gradient
 
 VOCABULARY = 259
 EMBEDDING = "model.embed_tokens.weight"
-WAYS = {"eager": {"eager": True}, "compiled": {"eager": False}, "lazy": {"eager": False, "compiled": False}}
+WAYS = {
+    "eager": {"cpu_native": True},
+    "compiled": {"cpu_native": False},
+    "lazy": {"cpu_native": False, "compiled": False},
+}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -98,7 +102,7 @@ def test_evaluation_gives_the_same_bits(directory: Path) -> None:
     losses = []
     for model in (full_model(directory), ordered_model(directory)):
         model.eval()
-        losses.append(make_loss(model, eager=False, with_grad=False)(*task(0)).item())
+        losses.append(make_loss(model, cpu_native=False, with_grad=False)(*task(0)).item())
     assert losses[0] == losses[1]
 
 
@@ -106,8 +110,8 @@ def test_the_gradient_is_the_slope_of_the_loss(tmp_path: Path) -> None:
     """By differences, where it is steepest: one value of each of three tokens."""
     model = ordered_model(write_model(tmp_path / "model", layers=2, tied=False))
     arrays = task(5)
-    gradient = flat(make_gradient(model, eager=False, compiled=False)(*arrays)[1])[EMBEDDING]
-    loss = make_loss(model, eager=False, with_grad=False)
+    gradient = flat(make_gradient(model, cpu_native=False, compiled=False)(*arrays)[1])[EMBEDDING]
+    loss = make_loss(model, cpu_native=False, with_grad=False)
     table = np.array(model.model.embed_tokens.weight)
     for token in (1, 42, VOCABULARY - 1):
         place = (token, int(np.abs(gradient[token]).argmax()))
@@ -128,7 +132,7 @@ def test_the_gradient_is_the_slope_of_the_loss(tmp_path: Path) -> None:
 def test_a_gpu_computes_the_same_bits_each_time(directory: Path, dtype: mx.Dtype) -> None:
     model = ordered_model(directory)
     model.update(tree_map(lambda value: value.astype(dtype), model.parameters()))
-    gradient = nn.value_and_grad(model, make_loss(model, eager=False))
+    gradient = nn.value_and_grad(model, make_loss(model, cpu_native=False))
     results = [flat(gradient(*task(0, 8, 256))[1]) for _ in range(10)]
     for result in results[1:]:
         assert [n for n, value in results[0].items() if value.tobytes() != result[n].tobytes()] == []

@@ -22,7 +22,7 @@ from tiny import run_allhands, write_adapter
 from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import build_config
 from allhands.run.evaluating import run_evaluation
-from allhands.run.session import Surroundings
+from allhands.run.session import RunContext
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_a_plain_loop(tiny_model: Path, tiny_data: Path, ada
         flags |= {"adapter_path": str(chosen)} if chosen else {}
         config = build_config(flags, None, EvalConfig)
         assert isinstance(config, EvalConfig)
-        found = asdict(run_evaluation(config, Surroundings()))
+        found = asdict(run_evaluation(config, RunContext()))
         loss, count = plain(tiny_model, chosen, texts)
         assert found["num_tokens"] == count
         assert found["num_examples"] == len(texts)

@@ -14,7 +14,7 @@ from allhands.config.schema import build_config
 from allhands.kernels.fused.blocks import count_fused
 from allhands.model import passes
 from allhands.run import preparing
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 from allhands.runtime import accelerator
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.callbacks import Callback
@@ -77,12 +77,12 @@ def test_a_run_in_fast_forms_is_the_plain_run(
                 **METHODS[method],
             }
             flags["model"] = str(place / flags.get("model", "dense"))
-            run_finetune(build_config(flags), Surroundings(), [Callback()])
+            run_finetune(build_config(flags), RunContext(), [Callback()])
         return read_run(tmp_path / name)
 
-    plain = trained("plain", replace(here, kind="metal", eager=False))
+    plain = trained("plain", replace(here, kind="metal", cpu_native=False))
     # A device with so little memory that quantised layers stay quantised.
-    fast = trained("fast", replace(here, kind="cuda", eager=False, memory_bytes=1))
+    fast = trained("fast", replace(here, kind="cuda", cpu_native=False, memory_bytes=1))
     assert fused == [BLOCKS[method]]
     assert fast.losses[-1] < fast.losses[0]
     assert fast.losses == pytest.approx(plain.losses, rel=1e-4)

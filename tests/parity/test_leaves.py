@@ -18,11 +18,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import SingleProcess
 from allhands.io.trees import flatten, number, unflatten
-from allhands.kernels.fused import leaves
+from allhands.kernels.fused import flat_params as leaves
 from allhands.kernels.fused.blocks import fuse
 from allhands.kernels.fused.linear import Product, products_of
-from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import install_dropout
+from allhands.model.remat import checkpoint_layers
 from allhands.parallel.batch_memory import BatchMemory
 from allhands.parallel.gradient import make_gradient, make_joined_gradient
 from allhands.train.graph_update import GraphUpdate
@@ -83,7 +83,7 @@ def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkey
     arrays: tuple[mx.array, ...] = BATCH
     if dropout is not None:
         arrays = (dropout.of(np.arange(7, dtype=np.int32), 40, 1), *BATCH)
-    loss, expected = make_gradient(model, eager=False, compiled=False, dropout=dropout)(*arrays)
+    loss, expected = make_gradient(model, cpu_native=False, compiled=False, dropout=dropout)(*arrays)
     wanted = dict(flatten(expected))
     update = GraphUpdate(model, optim.AdamW(1e-3), None, compiled=False)
     gradient = make_joined_gradient(model, update, compiled=compiled, dropout=dropout)
@@ -111,7 +111,7 @@ def products(model: Any) -> list[Product]:
 def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained("lora")
     fuse(model, 40)
-    made = leaves.Leaves(model)
+    made = leaves.FlatParams(model)
     assert len(made.chunks) == 1
     given = []
     give = Product.give
@@ -133,7 +133,7 @@ def test_adapters_are_one_array_and_all_products_get_their_factors_from_it(monke
 def test_dense_layers_of_one_input_are_the_weight_of_one_product() -> None:
     model = trained("full")
     fuse(model, 40)
-    made = leaves.Leaves(model)
+    made = leaves.FlatParams(model)
     assert len(made.chunks) == 1
     with made.installed(made.joined(dict(flatten(model.trainable_parameters())))):
         whole = [product._given[0].shape for product in products(model) if product._given]
@@ -145,7 +145,7 @@ def test_many_numbers_are_an_array_for_each_product(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(leaves, "_SMALL", 1024)
     model = trained("full")
     fuse(model, 40)
-    made = leaves.Leaves(model)
+    made = leaves.FlatParams(model)
     # The embedding, all norms, and for each layer q/k/v, o, gate/up and down.
     assert len(made.chunks) == 2 + 3 * 4
     # Ranks exchange the last array first: what has parts of all layers must not hold others up.
@@ -165,7 +165,7 @@ def test_gradients_that_travel_are_several_arrays_in_the_order_of_the_model(
     monkeypatch.setattr(leaves, "_TRAVELLING", 20_000)
     model = trained("full")
     fuse(model, 40)
-    made = leaves.Leaves(model, apart=apart, travelling=True)
+    made = leaves.FlatParams(model, apart=apart, travelling=True)
     table = made.index_of(model.model.embed_tokens)
     assert table is not None
     assert [place.name for place in made.chunks[table].places] == ["model.embed_tokens.weight"]
@@ -181,7 +181,7 @@ def test_gradients_that_travel_are_several_arrays_in_the_order_of_the_model(
     found = dict(made.named(made.joined(named)))
     assert found.keys() == named.keys()
     assert all(mx.array_equal(found[name], array) for name, array in named.items())
-    assert len(leaves.Leaves(model, apart=apart).chunks) == 1 + apart
+    assert len(leaves.FlatParams(model, apart=apart).chunks) == 1 + apart
 
 
 def micro_batch(number: int) -> MicroBatch:

@@ -29,8 +29,8 @@ from tiny import write_chat_data, write_model
 from allhands.config.schema import build_config
 from allhands.data.loader import MicroBatch, pad_targets
 from allhands.distributed.backend import SingleProcess
-from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.load import get_model
+from allhands.model.remat import checkpoint_layers
 from allhands.parallel.gradient import make_gradient
 from allhands.train.step import StepOptions, make_step
 from allhands.train.updater import Rules
@@ -229,7 +229,7 @@ def test_training_is_in_training_mode_without_validation_too(train: Train, model
 def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Example], compiled: bool) -> None:
     """Where steps are compiled (GPU) places are padded with targets of -1; three updates, two shapes."""
     results: list[tuple[list[float], dict[str, mx.array]]] = []
-    for eager in (True, False):
+    for cpu_native in (True, False):
         network: Any = adapted_model(model, scale=2.0)
         prepare_dense(network)
         network.model.norm.unfreeze()
@@ -239,10 +239,10 @@ def test_step_as_a_graph_equals_the_eager_one(model: Path, train_chats: list[Exa
             network,
             optimizer,
             SingleProcess(),
-            StepOptions(cpu_native=eager, compiled=compiled, rules=Rules(max_grad_norm=1.0)),
+            StepOptions(cpu_native=cpu_native, compiled=compiled, rules=Rules(max_grad_norm=1.0)),
         )
         batches = [_micro_batch(part) for part in (train_chats[:3], train_chats[3:])]
-        if not eager:
+        if not cpu_native:
             batches = [pad_targets(batch) for batch in batches]
             assert all((batch.targets < 0).any() for batch in batches)
         sums = [step(batches) for _ in range(3)]
@@ -260,7 +260,7 @@ def test_compiled_gradient_draws_new_dropout_each_time(model: Path, train_chats:
     # Zero at first, so that nothing that is dropped would show.
     network.apply_to_modules(lambda _, m: m.update({"lora_b": m.lora_b + 0.05}) if "lora_b" in m else None)
     network.train()
-    compiled = make_gradient(network, eager=False)
+    compiled = make_gradient(network, cpu_native=False)
     losses: list[float] = []
     for seed in (1, 2, 1):
         mx.random.seed(seed)
@@ -273,11 +273,11 @@ def test_compiled_gradient_follows_the_weights(model: Path, train_chats: list[Ex
     """Nothing may be baked in when the function is traced: it is called again with other weights."""
     batch = [mx.array(a) for a in _arrays(_micro_batch(train_chats))]
     network = full_model(model)
-    compiled = make_gradient(network, eager=False)
+    compiled = make_gradient(network, cpu_native=False)
     first = compiled(*batch)[0].item()
     network.update(full_model(write_model(model.parent / "other", layers=2, tied=False, seed=9)).parameters())
     second, grads = compiled(*batch)
-    loss, expected = make_gradient(network, eager=True)(*batch)
+    loss, expected = make_gradient(network, cpu_native=True)(*batch)
     assert abs(second.item() - first) > 1
     assert second.item() == pytest.approx(loss.item(), rel=1e-5)
     assert distance(dict(tree_flatten(grads)), dict(tree_flatten(expected))) <= 1e-3
@@ -416,9 +416,9 @@ def test_losses_are_those_of_the_written_adapter(train: Train, model: Path, data
         {"model": str(model), "data": str(data), "test": True, "mask_prompt": True, "adapter_path": str(run.directory)}
         | {"lora_parameters": ADAPTERS}
     )
-    from allhands.run.session import Surroundings, run_finetune
+    from allhands.run.session import RunContext, run_finetune
 
-    assert run_finetune(alone, Surroundings()).ended.test_loss == pytest.approx(run.ended["test_loss"], abs=1e-6)
+    assert run_finetune(alone, RunContext()).ended.test_loss == pytest.approx(run.ended["test_loss"], abs=1e-6)
 
 
 def test_resuming_starts_from_those_weights(train: Train, model: Path, train_chats: list[Example]) -> None:

@@ -189,11 +189,11 @@ def test_testing_takes_the_adapter_as_its_own_file_describes_it(
     models: dict[str, Path], data: Path, adapter: Adapter, method: str
 ) -> None:
     """``--model M --adapter-path A --data D --test`` is all that mlx_lm wants, whatever the adapter's shape."""
-    from allhands.run.session import Surroundings, run_finetune
+    from allhands.run.session import RunContext, run_finetune
 
     directory = adapter(method, "untied")
     flags = {"model": str(models["untied"]), "adapter_path": str(directory), "data": str(data), "test": True}
-    result = run_finetune(build_config(flags), Surroundings())
+    result = run_finetune(build_config(flags), RunContext())
     network, _ = mlx_lm_load(models["untied"])
     network = load_adapters(network, str(directory))
     network.eval()

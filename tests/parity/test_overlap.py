@@ -20,7 +20,7 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import connect
 from allhands.distributed.codecs import CODECS
-from allhands.kernels.fused import leaves
+from allhands.kernels.fused import flat_params as leaves
 from allhands.kernels.fused.blocks import fuse
 from allhands.io.regions import Box
 from allhands.train.optimizers import KernelAdamW

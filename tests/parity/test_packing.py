@@ -14,7 +14,7 @@ from allhands.data.loader import MicroBatch, collate, pad_targets
 from allhands.data.tokens import PackedRows, TokenSet
 from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
-from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.remat import checkpoint_layers
 from allhands.objectives.causal_lm import batch_arrays
 from allhands.parallel.gradient import make_gradient
 
@@ -54,7 +54,7 @@ def documents(seed: int, count: int) -> TokenSet:
 
 def sums(model: object, batches: list[MicroBatch], form: str = "lazy") -> tuple[float, int, dict[str, np.ndarray]]:
     """Loss sum, targets and gradients of the sum over ``batches``."""
-    gradient = make_gradient(model, eager=form == "eager", compiled=form == "compiled")  # type: ignore[arg-type]
+    gradient = make_gradient(model, cpu_native=form == "eager", compiled=form == "compiled")  # type: ignore[arg-type]
     batches = [pad_targets(batch) for batch in batches] if form == "compiled" else batches
     loss, count, total = 0.0, 0, {}
     for batch in batches:

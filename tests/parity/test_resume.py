@@ -25,11 +25,12 @@ from allhands.distributed import shards
 from allhands.distributed.mesh import Mesh
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
 from allhands.observe.metrics import read_metrics
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 from allhands.train.callbacks import Callback
 
 # Eleven examples in batches of four: three batches an epoch, the last of them small.
 BATCHES = 11
+STEPS = 6  # where two batches are accumulated
 
 
 class Killed(Exception):
@@ -37,7 +38,7 @@ class Killed(Exception):
 
 
 class Kill(Callback):
-    """Dies in the backward pass of the update that begins with batch ``step``."""
+    """Dies in the backward pass of the update after ``step`` others."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -113,7 +114,7 @@ def train(flags: dict[str, Any], kill_at: int | None = None, stop_at: int | None
     def stop() -> int:
         return signal.SIGTERM if stop_at is not None and done["step"] >= stop_at else 0
 
-    return run_finetune(config, Surroundings(beat=beat, stop_requested=stop), callbacks).adapter_path
+    return run_finetune(config, RunContext(beat=beat, stop_requested=stop), callbacks).adapter_path
 
 
 def content(directory: Path, best: bool = True) -> dict[str, Any]:
@@ -125,10 +126,13 @@ def content(directory: Path, best: bool = True) -> dict[str, Any]:
         "weights": bits(directory / "adapters.safetensors"),
         "checkpoint": bits(last / "adapters.safetensors"),
         "optimizer": bits(last / "optimizer.safetensors"),
-        "train": [(r.step, r.loss, r.learning_rate, r.grad_norm, r.trained_tokens, r.epoch) for r in history.train],
-        "valid": [(r.step, r.loss, r.best) for r in history.valid],
+        "train": [
+            (r.step, r.iteration, r.loss, r.learning_rate, r.grad_norm, r.trained_tokens, r.epoch)
+            for r in history.train
+        ],
+        "valid": [(r.step, r.iteration, r.loss, r.best) for r in history.valid],
         "best": bits(directory / "best" / "adapters.safetensors") if best else None,
-        "state": {k: state[k] for k in ("iteration", "trained_tokens", "best_loss", "best_iteration")},
+        "state": {k: state[k] for k in ("step", "iteration", "trained_tokens", "best_loss", "best_step")},
     }
 
 
@@ -174,15 +178,15 @@ def test_killed_and_resumed_is_never_killed(
     flags["model"] = str(models.get(flags["model"], flags["model"]))
     whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
     with pytest.raises(Killed):
-        train(flags, kill_at=6)
+        train(flags, kill_at=3)
     with pytest.raises(Killed):
-        train(flags, kill_at=10, resume="auto")
+        train(flags, kill_at=5, resume="auto")
     assert content(train(flags, resume="auto")) == whole
     assert whole["optimizer"]
-    assert [step for step, *_ in whole["train"]] == [4, 6, 10, 11]
+    assert [at[:2] for at in whole["train"]] == [(2, 4), (3, 6), (5, 10), (6, 11)]
 
 
-@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize("at", [1, 2, 3])
 def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], undisturbed: Path) -> None:
     """A signal saves at once, also where a report or a validation would have been due next."""
     whole = content(undisturbed)
@@ -191,10 +195,10 @@ def test_stopped_and_resumed_is_never_stopped(at: int, flags: dict[str, Any], un
     assert content(train(flags, resume="auto")) == whole
 
 
-@pytest.mark.parametrize("at", [10, 2])
+@pytest.mark.parametrize("at", [5, 1])
 def test_stopped_at_a_validation_that_decides(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
     """The last validation, which finds the best adapter, or the one at which patience ends, is made after all."""
-    patience = {"early_stopping_patience": 1, "early_stopping_min_delta": 10.0} if at == 2 else {}
+    patience = {"early_stopping_patience": 1, "early_stopping_min_delta": 10.0} if at == 1 else {}
     whole = content(
         train(flags, adapter_path=str(tmp_path / "whole"), keep_best=not patience, **patience), best=not patience
     )
@@ -220,7 +224,7 @@ def test_compiled_steps_too(flags: dict[str, Any], tmp_path: Path) -> None:
     flags |= {"compile": "on", "save_every": 4}
     whole = content(train(flags, adapter_path=str(tmp_path / "whole")))
     with pytest.raises(Killed):
-        train(flags, kill_at=6)
+        train(flags, kill_at=3)
     assert content(train(flags, resume="auto")) == whole
 
 
@@ -228,7 +232,7 @@ def test_without_resume_it_is_another_run(flags: dict[str, Any], undisturbed: Pa
     """The comparison can fail: the old way, from the weights alone, loses optimizer, schedule and place."""
     whole = content(undisturbed)
     with pytest.raises(Killed):
-        train(flags, kill_at=6)
+        train(flags, kill_at=3)
     weights = Path(flags["adapter_path"]) / "adapters.safetensors"
     old_way = content(train(flags, resume_adapter_file=str(weights), adapter_path=str(tmp_path / "old")))
     assert old_way["weights"] != whole["weights"]
@@ -271,8 +275,8 @@ def test_another_number_of_ranks_within_rounding(flags: dict[str, Any], tmp_path
     flags |= {"optimizer_config": {"adam": {"eps": 1e-6}}, "learning_rate": 1e-3}
     whole = train(flags, adapter_path=str(tmp_path / "whole"))
     with pytest.raises(Killed):
-        train(flags, kill_at=4)
-    for size, kill_at in ((3, 8), (2, None)):
+        train(flags, kill_at=2)
+    for size, kill_at in ((3, 4), (2, None)):
         outcomes = ranks(size, build_config(flags | {"resume": "auto"}), kill_at)
         assert all(isinstance(outcome, Killed if kill_at else Path) for outcome in outcomes), outcomes
     run = Path(flags["adapter_path"])
@@ -294,7 +298,7 @@ def ranks(size: int, config: TrainConfig, kill_at: int | None) -> list[Any]:
         rank = communicator.rank
         mesh = Mesh(rank, size, rank, size, (1.0,) * size)
         own = config if rank == 0 else config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
-        return run_finetune(own, Surroundings(mesh=mesh, connect=lambda: communicator), callbacks).adapter_path
+        return run_finetune(own, RunContext(mesh=mesh, connect=lambda: communicator), callbacks).adapter_path
 
     return run_ranks(size, work)
 
@@ -302,7 +306,7 @@ def ranks(size: int, config: TrainConfig, kill_at: int | None) -> list[Any]:
 def test_into_another_directory_with_the_curve(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
     whole = content(undisturbed)
     with pytest.raises(Killed):
-        train(flags, kill_at=6)
+        train(flags, kill_at=3)
     checkpoint = max(Path(flags["adapter_path"]).glob("checkpoints/step-*"))
     before = sorted(path.name for path in checkpoint.parent.iterdir())
     assert content(train(flags, resume=str(checkpoint), adapter_path=str(tmp_path / "new"))) == whole
@@ -326,7 +330,7 @@ def test_from_an_older_checkpoint_the_later_ones_are_set_aside(flags: dict[str, 
 def test_the_best_checkpoint_can_be_resumed(flags: dict[str, Any], undisturbed: Path, tmp_path: Path) -> None:
     whole = content(undisturbed)
     best = json.loads((undisturbed / "best" / "manifest.json").read_text())["step"]
-    assert best == whole["state"]["best_iteration"] > 0
+    assert best == whole["state"]["best_step"] > 0
     resumed = train(flags, resume=str(undisturbed / "best"), adapter_path=str(tmp_path / "again"))
     assert content(resumed)["weights"] == whole["weights"]
 
@@ -360,10 +364,10 @@ def test_a_damaged_checkpoint_is_passed_over(flags: dict[str, Any], tmp_path: Pa
 
 def test_a_new_run_sets_the_old_one_aside(flags: dict[str, Any]) -> None:
     directory = train(flags, iters=6)
-    old = bits(directory / "checkpoints" / "step-0000006" / "adapters.safetensors")
+    old = bits(directory / "checkpoints" / "step-0000003" / "adapters.safetensors")
     train(flags, iters=5, seed=5)
-    assert bits(directory / "checkpoints.1" / "step-0000006" / "adapters.safetensors") == old
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000004", "step-0000005"]
+    assert bits(directory / "checkpoints.1" / "step-0000003" / "adapters.safetensors") == old
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-0000002", "step-0000003"]
 
 
 def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
@@ -376,7 +380,7 @@ def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
 
     def attempt(number: int, kill_at: int | None = None) -> Path:
         callbacks = [] if kill_at is None else [Kill(kill_at)]
-        return run_finetune(config, Surroundings(run_id="new", attempt=number), callbacks).adapter_path
+        return run_finetune(config, RunContext(run_id="new", attempt=number), callbacks).adapter_path
 
     with monkeypatch.context() as patch:
         patch.setattr("allhands.run.session.prepare", dying)
@@ -440,7 +444,7 @@ def test_a_change_that_is_allowed_is_told(flags: dict[str, Any], capsys: pytest.
 
     train(flags, iters=6)
     config = build_config(flags | {"resume": "auto", "max_grad_norm": 0.5})
-    run_finetune(config, Surroundings(console=Console(width=400)))
+    run_finetune(config, RunContext(console=Console(width=400)))
     told = capsys.readouterr().out
     assert "max_grad_norm changed from 1.0 to 0.5" in told
     assert "iters changed from 6 to 11" in told

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import BATCHES, Killed, content, options, train
+from test_resume import BATCHES, STEPS, Killed, content, options, train
 from tiny import write_chat_data, write_model
 
 from allhands.config.schema import build_config
 from allhands.errors import CheckpointError, ConfigError, DataError, Interrupted
 from allhands.observe.metrics import read_metrics
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
@@ -53,7 +53,7 @@ def test_a_finished_run_has_nothing_left_to_do(flags: dict[str, Any]) -> None:
     assert content(train(flags, resume="auto", keep_last=1)) == before
     assert written(directory) == files
     assert saved(directory) == told
-    last = directory / "checkpoints" / f"step-{BATCHES:07d}"
+    last = directory / "checkpoints" / f"step-{STEPS:07d}"
     assert content(train(flags, resume=str(last))) == before
     assert written(directory) == files
 
@@ -68,10 +68,10 @@ def test_of_a_finished_run_only_what_is_missing_or_wrong_is_written(flags: dict[
     again = written(directory)
     assert {name for name in files if again[name] != files[name]} == {numbered, *ADAPTER}
     assert all(again[name][2] == files[name][2] for name in files if name.endswith(".safetensors"))
-    assert saved(directory)[-1] == BATCHES
+    assert saved(directory)[-1] == STEPS
     # Into another directory all of it.
     assert content(train(flags, resume=str(directory), adapter_path=str(tmp_path / "other"))) == before
-    assert {f"checkpoints/step-{BATCHES:07d}/state.json", numbered, *ADAPTER} <= written(tmp_path / "other").keys()
+    assert {f"checkpoints/step-{STEPS:07d}/state.json", numbered, *ADAPTER} <= written(tmp_path / "other").keys()
 
 
 def test_a_finished_run_goes_on_with_more_batches(flags: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def test_a_finished_run_goes_on_with_more_batches(flags: dict[str, Any]) -> None
     files = written(directory)
     train(flags, resume="auto")
     assert written(directory)["adapters.safetensors"][2] != files["adapters.safetensors"][2]
-    assert (directory / "checkpoints" / f"step-{BATCHES:07d}").is_dir()
+    assert (directory / "checkpoints" / f"step-{STEPS:07d}").is_dir()
 
 
 def test_the_time_of_all_starts_is_counted(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,11 +88,11 @@ def test_the_time_of_all_starts_is_counted(flags: dict[str, Any], capsys: pytest
     from rich.console import Console
 
     with pytest.raises(Interrupted):
-        train(flags, stop_at=6)
+        train(flags, stop_at=3)
     directory = Path(flags["adapter_path"])
     first = json.loads((max(directory.glob("checkpoints/step-*")) / "state.json").read_text())["elapsed_s"]
     assert 0 < first < read_metrics(directory).ended.total_time_s  # type: ignore[union-attr]
-    run_finetune(build_config(flags | {"resume": "auto"}), Surroundings(console=Console(width=400)))
+    run_finetune(build_config(flags | {"resume": "auto"}), RunContext(console=Console(width=400)))
     starts = [r["elapsed_s"] for r in records(directory) if r["event"] == "started"]
     assert starts == [0.0, first]
     last = [r["total_time_s"] for r in records(directory) if r["event"] == "ended"][-1]
@@ -132,7 +132,7 @@ def test_if_all_are_damaged_nothing_is_begun_or_moved(flags: dict[str, Any]) -> 
     assert written(directory) == files
     assert (directory / "metrics.jsonl").read_bytes() == curve
     train(flags)  # as the error advises
-    assert {f"checkpoints.1/{name}" for name in ("step-0000006", "step-0000004")} == {
+    assert {f"checkpoints.1/{name}" for name in ("step-0000003", "step-0000002")} == {
         str(path.relative_to(directory)) for path in directory.glob("checkpoints.1/*")
     }
 
@@ -143,11 +143,11 @@ def test_a_chat_template_that_was_given_is_asked_for_again(flags: dict[str, Any]
     directory = train(flags, chat_template="zephyr", iters=2)
     with pytest.raises(ConfigError) as told:
         train(flags, iters=4, resume="auto")
-    kept = directory / "checkpoints" / "step-0000002" / "chat_template.jinja"
+    kept = directory / "checkpoints" / "step-0000001" / "chat_template.jinja"
     assert told.value.where == "--chat-template"
     assert str(kept) in (told.value.hint or "")
     train(flags, iters=4, resume="auto", chat_template=str(kept))
     train(flags, iters=6, resume="auto", chat_template="zephyr")
     with pytest.raises(DataError):
         train(flags, iters=8, resume="auto", chat_template="chatml")
-    assert [report.step for report in read_metrics(directory).train][-1] == 6
+    assert [report.step for report in read_metrics(directory).train][-1] == 3

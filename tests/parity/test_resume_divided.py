@@ -23,7 +23,7 @@ from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.config.schema import build_config
 from allhands.distributed import shards
 from allhands.distributed.mesh import Mesh
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 HALF, WHOLE = 4, 8
 # Ranks, and their strategy.
@@ -47,7 +47,7 @@ def train(flags: dict[str, Any], way: Way, directory: Path, *, shared: bool, **m
         own = config
         if rank and not shared:
             own = config.model_copy(update={"adapter_path": f"{config.adapter_path}-{rank}"})
-        return run_finetune(own, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
+        return run_finetune(own, RunContext(mesh=mesh, connect=lambda: communicator)).adapter_path
 
     outcomes = run_ranks(size, work)
     assert all(isinstance(outcome, Path) for outcome in outcomes), outcomes

@@ -23,6 +23,11 @@ _MARK = "ALLHANDS_TEST_MARK"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def environment() -> dict[str, str]:
+    """This process's variables, also while another thread changes one (pytest names the test that runs)."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 class Job:
     """A running command line. Everything it starts carries a mark of its own in the environment."""
 
@@ -40,7 +45,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {}), _MARK: self.mark},
+            env={**environment(), "OPENBLAS_NUM_THREADS": "1", **(env or {}), _MARK: self.mark},
             cwd=cwd,
             start_new_session=True,
         )

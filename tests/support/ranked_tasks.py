@@ -32,12 +32,12 @@ from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator, connect
 from allhands.distributed.mesh import Mesh
 from allhands.errors import DistributedError
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.objectives.causal_lm import make_loss
 from allhands.run.datasets import load_data
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 from allhands.runtime.sizing import Sizing
 
 
@@ -46,10 +46,10 @@ def finetune(
 ) -> Path:
     """Train as one rank of ``communicator`` (alone without one), in a mesh of such ``axes``; the run's directory."""
     if communicator is None:
-        return run_finetune(config, Surroundings()).adapter_path
+        return run_finetune(config, RunContext()).adapter_path
     rank, size = communicator.rank, communicator.size
     mesh = Mesh(rank, size, rank, size, tuple(config.rank_weights or ()), **(axes or {}))
-    return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator)).adapter_path
+    return run_finetune(config, RunContext(mesh=mesh, connect=lambda: communicator)).adapter_path
 
 
 def _finetune(communicator: Communicator, flags: dict[str, Any], axes: dict[str, int] | None = None) -> None:
@@ -77,13 +77,13 @@ class Beside:
 def _finetune_beside(communicator: Communicator, flags: dict[str, Any], joined: bool) -> None:
     """Trained in lazy graphs, the weights as one array or each by itself."""
     beside = Beside(communicator)
-    fits = Leaves.fits
+    fits = FlatParams.fits
     if not joined:
-        Leaves.fits = staticmethod(lambda model: False)  # type: ignore[method-assign]
+        FlatParams.fits = staticmethod(lambda model: False)  # type: ignore[method-assign]
     try:
         finetune(build_config({**flags, "compile": "on"}), beside)
     finally:
-        Leaves.fits = fits  # type: ignore[method-assign]
+        FlatParams.fits = fits  # type: ignore[method-assign]
     # What is agreed on goes where everything else is computed, the gradients do not.
     assert len(beside.streams) == 2, beside.streams
 
@@ -100,7 +100,7 @@ def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:
     sizing = Sizing(max_tokens=2048)
     loader = Loader(tokens, order, sizing, communicator.rank, (1.0,) * communicator.size)
     optimizer = optim.Adam(config.learning_rate, **config.optimizer_config.get("adam", {}))
-    function = nn.value_and_grad(model, make_loss(model, eager=False))
+    function = nn.value_and_grad(model, make_loss(model, cpu_native=False))
     assert config.iters is not None
     for iteration in range(config.iters):
         grads = tree_map(mx.zeros_like, model.trainable_parameters())

@@ -124,9 +124,11 @@ class Huge(MicroBatch):
         return self.num_tokens
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("cpu_native", [True, False])
 @pytest.mark.parametrize("counts", [[[2**24 + 1]], [[2**23 + 1, 2**23], [2**24 + 1]], [[2**24 + 1, 2], [], [5]]])
-def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(counts: list[list[int]], eager: bool) -> None:
+def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(
+    counts: list[list[int]], cpu_native: bool
+) -> None:
     exact = sum(map(sum, counts))
 
     def batch(count: int) -> Huge:
@@ -139,7 +141,9 @@ def test_a_step_counts_its_tokens_exactly_over_micro_batches_and_ranks(counts: l
         more = {"model_type": "llama", "vocab_size": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
         model = Model(ModelArgs.from_dict(shape | more))
         mx.eval(model.parameters())
-        step = make_step(model, SGD(learning_rate=0.0), communicator, StepOptions(cpu_native=eager, compiled=False))
+        step = make_step(
+            model, SGD(learning_rate=0.0), communicator, StepOptions(cpu_native=cpu_native, compiled=False)
+        )
         result = step([batch(count) for count in counts[communicator.rank]])
         return result.num_targets, result.num_tokens, result.grad_norm
 

@@ -22,7 +22,7 @@ from allhands.config.schema import build_config
 from allhands.errors import ConfigError, ModelError
 from allhands.model.load import load_model
 from allhands.run.evaluating import run_evaluation
-from allhands.run.preparing import Surroundings, compiles
+from allhands.run.preparing import RunContext, compiles
 from allhands.run.session import run_finetune
 
 COMMON = {
@@ -80,7 +80,7 @@ def train(tiny_data: Path, tmp_path: Path) -> Callable[..., Any]:
     def run(model: Path, callbacks: tuple[allhands.Callback, ...] = (), **options: Any) -> Any:
         short = {"iters": 1, "batch_size": 2, "val_batches": 0, "max_seq_length": 64}
         place = {"model": str(model), "data": str(tiny_data), "adapter_path": str(tmp_path / "out")}
-        return run_finetune(build_config({"train": True, **short, **place, **options}), Surroundings(), callbacks)
+        return run_finetune(build_config({"train": True, **short, **place, **options}), RunContext(), callbacks)
 
     return run
 
@@ -88,7 +88,7 @@ def train(tiny_data: Path, tmp_path: Path) -> Callable[..., Any]:
 def evaluated(model: Path, data: Path, **options: Any) -> float:
     config = build_config({"model": str(model), "data": str(data), **options}, None, EvalConfig)
     assert isinstance(config, EvalConfig)
-    return run_evaluation(config, Surroundings()).loss
+    return run_evaluation(config, RunContext()).loss
 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "full"])

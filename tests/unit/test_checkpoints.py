@@ -54,7 +54,9 @@ def write(target: Path, step: int, run_id: str = RUN, **state: Any) -> Checkpoin
     weights = np.arange(24, dtype=np.float32).reshape(4, 6) + step
     optimizer = [tensor("step", np.array(step, dtype=np.uint64)), tensor("m", weights * 2)]
     files = {"adapters.safetensors": [tensor("w", weights)], "optimizer.safetensors": optimizer}
-    return write_checkpoint(target, step, run_id, {"iteration": step, **state}, files, {"adapter_config.json": "{}"})
+    return write_checkpoint(
+        target, step, run_id, {"step": step, "iteration": step, **state}, files, {"adapter_config.json": "{}"}
+    )
 
 
 @pytest.fixture
@@ -165,14 +167,14 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = write(tmp_path / "run" / "checkpoints" / "step-0000007", 7, best=[1.5, None, "ü"])
     found = open_checkpoint(written.path)
     assert found == written
-    assert (found.step, found.run_id, found.state) == (7, RUN, {"iteration": 7, "best": [1.5, None, "ü"]})
+    assert (found.step, found.run_id, found.state) == (7, RUN, {"step": 7, "iteration": 7, "best": [1.5, None, "ü"]})
     assert names(found.path) == sorted([*found.files, "manifest.json"])
     for name, facts in found.files.items():
         content = (found.path / name).read_bytes()
         assert (facts.bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     manifest = (found.path / "manifest.json").read_bytes()
     assert found.digest == hashlib.sha256(manifest).hexdigest()
-    assert json.loads(manifest).keys() == {"format", "step", "run_id", "time", "files", "arrays", "sha256"}
+    assert json.loads(manifest).keys() == {"format", "step", "iteration", "run_id", "time", "files", "arrays", "sha256"}
     assert found.num_bytes == sum(path.stat().st_size for path in found.path.iterdir()) - len(manifest)
     for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
@@ -269,15 +271,21 @@ NONSENSE: list[tuple[str, str]] = [
     ("", "not JSON"),
     ("[]", "JSON object"),
     ("{}", "format is None"),
-    ('{"format": 1}', "an earlier version"),
-    ('{"format": 3}', "a later version"),
+    ('{"format": 2}', "an earlier version"),
+    ('{"format": 4}', "a later version"),
     ('{"format": true}', "format is True"),
-    ('{"format": 2}', "not a manifest"),
-    ('{"format": 2, "arrays": [], "files": [], "step": 1, "run_id": "a", "time": 1}', "not a manifest"),
-    ('{"format": 2, "arrays": [], "files": {}, "step": "x", "run_id": "a", "time": 1}', "not a manifest"),
-    ('{"format": 2, "arrays": [], "files": {}, "step": 1, "run_id": "a", "time": NaN}', "not JSON"),
-    ('{"format": 2, "arrays": [], "files": {"a": 5}, "step": 1, "run_id": "a", "time": 1}', "not a manifest"),
-    ('{"format": 2, "arrays": [], "files": {}, "step": 1, "run_id": "a", "time": 1}', "sum is wrong"),
+    ('{"format": 3}', "not a manifest"),
+    ('{"format": 3, "arrays": [], "files": [], "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "not a manifest"),
+    (
+        '{"format": 3, "arrays": [], "files": {}, "step": "x", "iteration": 2, "run_id": "a", "time": 1}',
+        "not a manifest",
+    ),
+    ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": NaN}', "not JSON"),
+    (
+        '{"format": 3, "arrays": [], "files": {"a": 5}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}',
+        "not a manifest",
+    ),
+    ('{"format": 3, "arrays": [], "files": {}, "step": 1, "iteration": 2, "run_id": "a", "time": 1}', "sum is wrong"),
     ("[" * 100_000, "not JSON"),
     ("\xff", "not JSON"),
 ]
@@ -294,12 +302,13 @@ def test_a_manifest_that_is_nonsense_is_refused(text: str, words: str, run: Path
 
 
 def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
-    from allhands.checkpoints.format import manifest_text
+    from allhands.checkpoints.format import FORMAT, manifest_text
 
     (tmp_path / "secret").write_bytes(b"")
     (tmp_path / "c").mkdir()
     facts = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
-    body = {"format": 2, "step": 1, "run_id": RUN, "time": 1.0, "arrays": [], "files": {"../secret": facts}}
+    body = {"format": FORMAT, "step": 1, "iteration": 1, "run_id": RUN, "time": 1.0, "arrays": []}
+    body["files"] = {"../secret": facts}
     (tmp_path / "c" / "manifest.json").write_bytes(manifest_text(body))
     with pytest.raises(CheckpointError, match="damaged"):
         open_checkpoint(tmp_path / "c")
@@ -308,7 +317,7 @@ def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
 def test_without_sums_only_the_state_is_read(run: Path) -> None:
     path = checkpoint_path(run, 300)
     flip(path / "optimizer.safetensors", -1)
-    assert open_checkpoint(path, verify=False).state == {"iteration": 300}
+    assert open_checkpoint(path, verify=False).state == {"step": 300, "iteration": 300}
     flip(path / "state.json", 5)
     with pytest.raises(CheckpointError, match="SHA-256"):
         open_checkpoint(path, verify=False)
@@ -323,7 +332,7 @@ def test_what_is_replaced_is_only_ours(run: Path) -> None:
         write(target, 300, more=2)
     assert caught.value.where == str(target)
     assert (target / "notes.txt").read_text() == "mine"
-    assert open_checkpoint(target).state == {"iteration": 300, "more": 1}
+    assert open_checkpoint(target).state == {"step": 300, "iteration": 300, "more": 1}
     # An adapter that was saved without a checkpoint is ours, too.
     (run / "best").mkdir()
     (run / "best" / "adapters.safetensors").touch()

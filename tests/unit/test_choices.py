@@ -20,8 +20,7 @@ from twins import run_ranks
 
 from allhands.cli.main import main
 from allhands.errors import ConfigError, ModelError
-from allhands.kernels import native, native_products
-from allhands.kernels import selection as choices
+from allhands.kernels import native, native_products, selection
 from allhands.kernels.fused import linear
 from allhands.kernels.fused.blocks import fuse
 from allhands.kernels.selection import (
@@ -49,7 +48,7 @@ SIZES = operations.ModelSizes(64, 96, 4, 2, 16, 257, 4, 32, "float32")
 
 
 def cpu(**changes: Any) -> Accelerator:
-    facts = {"kind": "cpu", "name": "x", "memory_bytes": 1, "cores": 2, "eager": True, "warning": None}
+    facts = {"kind": "cpu", "name": "x", "memory_bytes": 1, "cores": 2, "cpu_native": True, "warning": None}
     return Accelerator(**facts | changes)
 
 
@@ -119,7 +118,7 @@ def test_a_form_that_is_missing_is_neither_taken_nor_told() -> None:
     assert found.decide(replace(NORM, name="swiglu"), "cpu")[0] == "polynomial"
     with pytest.raises(ConfigError, match="not a choice"):
         parse_wishes("rms_norm=native", "cpu", found.missing)
-    own = own_choices(cpu(), {}, eager=False)
+    own = own_choices(cpu(), {}, cpu_native=False)
     assert own.choices.missing == {"native"}
 
 
@@ -186,7 +185,7 @@ def test_each_form_computes_what_the_plain_one_does(kind: Kind) -> None:
         forms = operations.operation(problem, kind)
         assert set(forms) == set(FORMS[problem.name][kind])
         results = {name: form() for name, form in forms.items()}
-        first = results[choices.reference(problem.name, kind)]
+        first = results[selection.reference(problem.name, kind)]
         for name, arrays in results.items():
             assert len(arrays) == len(first) >= 2, (problem, name)
             for one, other in zip(arrays, first, strict=True):

@@ -27,7 +27,7 @@ STATE = {
     "epoch": 1.25,
     "trained_tokens": 1_234_567,
     "best_loss": 1.23456,
-    "best_iteration": 300,
+    "best_step": 300,
     "elapsed_s": 200.0,
     "world_size": 2,
     "model": {"path": "models/tiny", "fingerprint": "f00dcafe" * 8},
@@ -241,7 +241,7 @@ def test_inspect_for_machines(full: Path) -> None:
     assert code == 0
     told = json.loads(text)
     found = open_checkpoint(full)
-    assert told.keys() == {"path", "step", "run_id", "time", "state", "files", "arrays", "digest"}
+    assert told.keys() == {"path", "step", "iteration", "run_id", "time", "state", "files", "arrays", "digest"}
     assert (told["path"], told["step"], told["run_id"], told["digest"]) == (str(full), 400, RUN, found.digest)
     assert told["state"] == STATE
     assert told["files"].keys() == found.files.keys()

@@ -103,10 +103,11 @@ def loaded_by(*arguments: str) -> set[str]:
 
 # What the parser itself needs; anything else would be waited for by everybody at every command.
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
-OWN = {"", ".aliases", ".blas", ".cli", ".cli.commands", ".cli.main", ".errors", ".kernels", ".versions"}
-OWN |= {".__main__", ".cli.parser", ".paths", ".terminal", ".without_torch"}
+OWN = {"", ".__main__", ".cli", ".cli.commands", ".cli.main", ".cli.parser", ".config", ".config.aliases", ".errors"}
+OWN |= {".io", ".io.paths", ".io.terminal"}
+OWN |= {".runtime", *(f".runtime.{name}" for name in ("blas", "jit_cache", "versions", "without_torch"))}
 # What options are made from.
-OPTIONS = {".cli.option_groups", ".cli.options", ".config", ".config_errors", ".config_values"}
+OPTIONS = {".cli.option_groups", ".cli.options", ".config.problems", ".config.schema", ".config.values"}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)

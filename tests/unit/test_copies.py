@@ -123,7 +123,7 @@ def test_a_newcomer_that_cannot_write_keeps_nobody_waiting(
     table = Table(3)
 
     def share(rank: int) -> AllhandsError | None:
-        restored = Restored({"iteration": 5}, {}, {}, "checkpoints/step-0000005", "one")
+        restored = Restored({"step": 5, "iteration": 5}, {}, {}, "checkpoints/step-0000005", "one")
         try:
             share_history(ThreadCommunicator(rank, 3, table), tmp_path / str(rank), restored, "next", rank > 0)
         except AllhandsError as error:

@@ -24,7 +24,7 @@ _PROGRAM = """
 import sys
 from allhands.runtime import faults
 for step in range(6):
-    print(step, faults.fire("step", step, 0), flush=True)
+    print(step, faults.inject_fault("step", step, 0), flush=True)
 """
 
 
@@ -54,10 +54,10 @@ def test_without_a_schedule_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("ALLHANDS_FAULTS", raising=False)
     faults._schedule.cache_clear()
     assert not faults.active()
-    assert faults.fire("step", 0, 0) is None
+    assert faults.inject_fault("step", 0, 0) is None
     begun = time.perf_counter()
     for step in range(100_000):
-        faults.fire("step", step, 0)
+        faults.inject_fault("step", step, 0)
     assert time.perf_counter() - begun < 1.0  # under 10 us each even on a slow machine
 
 
@@ -69,7 +69,7 @@ def test_rank_point_and_step_must_fit_and_it_happens_once(schedule: Callable[...
         for step in range(6)
         for rank in (0, 1, 2)
         for point in ("step", "reduce", "update")
-        if (kind := faults.fire(point, step, rank))
+        if (kind := faults.inject_fault(point, step, rank))
     ]
     assert told == [("step", 3, 1, "slow"), ("reduce", 3, 1, "nan")]
     notes = faults.fired(path)
@@ -79,30 +79,30 @@ def test_rank_point_and_step_must_fit_and_it_happens_once(schedule: Callable[...
 
 def test_a_step_that_is_never_reached_exactly_counts_when_it_is_passed(schedule: Callable[..., Path]) -> None:
     schedule({"rank": 0, "step": 3, "kind": "nan"})
-    assert [faults.fire("reduce", step, 0) for step in (0, 2, 4, 6)] == [None, None, "nan", None]
+    assert [faults.inject_fault("reduce", step, 0) for step in (0, 2, 4, 6)] == [None, None, "nan", None]
 
 
 def test_it_does_not_happen_again_in_the_next_process(schedule: Callable[..., Path]) -> None:
     entry = {"rank": 0, "step": 1, "kind": "nan"}
     schedule(entry)
-    assert faults.fire("reduce", 1, 0) == "nan"
+    assert faults.inject_fault("reduce", 1, 0) == "nan"
     path = schedule(entry, attempt=2)
-    assert faults.fire("reduce", 1, 0) is None
+    assert faults.inject_fault("reduce", 1, 0) is None
     assert len(faults.fired(path)) == 1
 
 
 def test_two_entries_alike_happen_one_after_the_other(schedule: Callable[..., Path]) -> None:
     entry = {"rank": 0, "step": 1, "kind": "nan"}
     schedule(entry, entry)
-    assert [faults.fire("reduce", 1, 0) for _ in range(3)] == ["nan", "nan", None]
+    assert [faults.inject_fault("reduce", 1, 0) for _ in range(3)] == ["nan", "nan", None]
 
 
 def test_an_attempt_may_be_chosen(schedule: Callable[..., Path]) -> None:
     entry = {"rank": 0, "step": 1, "kind": "nan", "attempt": 2}
     schedule(entry)
-    assert faults.fire("reduce", 1, 0) is None
+    assert faults.inject_fault("reduce", 1, 0) is None
     schedule(entry, attempt=2)
-    assert faults.fire("reduce", 1, 0) == "nan"
+    assert faults.inject_fault("reduce", 1, 0) == "nan"
 
 
 def test_the_chosen_write_of_a_save_fails_and_no_other(schedule: Callable[..., Path]) -> None:
@@ -112,7 +112,7 @@ def test_the_chosen_write_of_a_save_fails_and_no_other(schedule: Callable[..., P
     for step in (5, 10, 15):
         for write in (1, 2, 3):
             try:
-                faults.fire("save", step, 0)
+                faults.inject_fault("save", step, 0)
             except OSError as error:
                 failed.append((step, write, error.errno))
     assert failed == [(10, 3, errno.ENOSPC)]
@@ -124,9 +124,9 @@ def test_raise_and_slow(schedule: Callable[..., Path]) -> None:
         {"rank": 0, "step": 1, "kind": "slow", "seconds": 0.2},
     )
     with pytest.raises(RuntimeError, match=r"^no such luck$"):
-        faults.fire("step", 0, 0)
+        faults.inject_fault("step", 0, 0)
     begun = time.monotonic()
-    faults.fire("step", 1, 0)
+    faults.inject_fault("step", 1, 0)
     assert time.monotonic() - begun >= 0.2
 
 
@@ -175,7 +175,7 @@ def test_without_a_limit_nobody_elses_memory_is_touched(
     monkeypatch.setattr(faults, "_memory_limit", lambda: None)
     schedule({"rank": 0, "step": 0, "kind": "oom"})
     with pytest.raises(MemoryError, match="with 0 bytes taken"):
-        faults.fire("step", 0, 0)
+        faults.inject_fault("step", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_schedule(schedule: Callable[..., Path], text: str | N
     path = schedule()
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        faults.fire("step", 0, 0)
+        faults.inject_fault("step", 0, 0)
 
 
 def test_a_key_that_is_there_twice_is_no_choice(schedule: Callable[..., Path]) -> None:
@@ -271,15 +271,15 @@ def test_without_a_schedule_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPa
         ({"rank": 1}, 2, 10, None),
         ({"rank": 2}, 2, None, "rank 2 is none of this run, which has ranks 0 to 1"),
         ({"rank": 1}, 1, 10, "rank 1 is none of this run, which has rank 0 alone"),
-        # "step" is the number of batches done: the tenth of ten batches has nine before it.
+        # "step" is the number of updates done: the tenth of ten has nine before it.
         ({"step": 9}, 1, 10, None),
-        ({"step": 10}, 1, 10, "step 10 is never reached, step comes last before batch 10"),
+        ({"step": 10}, 1, 10, "step 10 is never reached, step comes last with 9 of 10"),
         ({"step": 10}, 1, None, None),
-        ({"step": 10, "at": "load"}, 1, 10, "load comes last before batch 10"),
-        ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last before batch 10"),
+        ({"step": 10, "at": "load"}, 1, 10, "load comes last with 9 of 10"),
+        ({"step": 10, "kind": "nan"}, 1, 10, "reduce comes last with 9 of 10"),
         ({"step": 10, "at": "save"}, 1, 10, None),
         ({"step": 10, "at": "validate"}, 1, 10, None),
-        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with batch 10"),
+        ({"step": 11, "kind": "disk-full"}, 1, 10, "step 11 is never reached, save comes last with 10 of 10"),
     ],
 )
 def test_what_cannot_happen_is_refused(
@@ -298,7 +298,7 @@ def test_what_cannot_happen_is_refused(
 
 def test_notes_of_another_schedule_are_no_silent_end_of_this_one(schedule: Callable[..., Path]) -> None:
     path = schedule({"rank": 0, "step": 0, "kind": "nan"})
-    assert faults.fire("reduce", 0, 0) == "nan"
+    assert faults.inject_fault("reduce", 0, 0) == "nan"
     faults.check(1)
     for other in ([{"rank": 0, "step": 0, "kind": "kill"}], [{"rank": 1, "step": 0, "kind": "nan"}], []):
         schedule(*other)
@@ -314,7 +314,7 @@ def test_what_has_happened_and_what_has_not(schedule: Callable[..., Path]) -> No
         {"rank": 2, "step": 7, "kind": "disk-full"},
     )
     assert faults.already_fired() is None
-    assert faults.fire("reduce", 1, 0) == "nan"
+    assert faults.inject_fault("reduce", 1, 0) == "nan"
     told = f"1 of 3 failures on purpose happened before and will not again: remove {path}.fired to rehearse once more"
     assert faults.already_fired() == told
     one, two = "(kill of rank 1 at step, from step 500)", "(disk-full of rank 2 at save, from step 7)"
@@ -322,7 +322,7 @@ def test_what_has_happened_and_what_has_not(schedule: Callable[..., Path]) -> No
     assert faults.outstanding({0, 1}) == f"a failure on purpose has not happened: entry 1 {one} of {path}"
     assert faults.outstanding({0}) is None
     with pytest.raises(OSError, match="No space"):
-        faults.fire("save", 8, 2)
+        faults.inject_fault("save", 8, 2)
     assert faults.outstanding({0, 2}) is None
 
 

@@ -72,8 +72,8 @@ def checked(model: Any, longest: int = 90, **settings: Any) -> GradientVerdict:
     make_trainable(model, config)
     check = GradientCheck(model, accelerator, SIZES, longest=longest, largest_token=258)
     apply_passes(model, pass_context(model, config, accelerator, KernelSelection()))
-    eager = accelerator.eager and config.compile != "on"
-    return check.compare(model, eager=eager, dropout=dropout_keys_of(model))
+    cpu_native = accelerator.cpu_native and config.compile != "on"
+    return check.compare(model, cpu_native=cpu_native, dropout=dropout_keys_of(model))
 
 
 @pytest.mark.parametrize(
@@ -149,17 +149,17 @@ def test_fewer_blocks_or_a_shorter_row_where_all_would_take_too_long(monkeypatch
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_in_half_precision_rounding_is_no_error_and_an_error_is_no_rounding(kind: str) -> None:
     """As on a GPU: in the model's own type, whose rounding is measured beside float32."""
-    metal = replace(detect(), kind="metal", eager=False)
+    metal = replace(detect(), kind="metal", cpu_native=False)
     model = build(kind, head_dim=16, num_hidden_layers=6)
     model.set_dtype(mx.bfloat16)
     make_trainable(model, TrainConfig.model_validate({"train": True}))
     check = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
     again = GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
-    assert check.compare(model, eager=False, dropout=None).is_right
+    assert check.compare(model, cpu_native=False, dropout=None).is_right
     kind_of = type(model.layers[0].mlp)
     for layer in model.layers:
         layer.mlp.__class__ = type("Off", (kind_of,), {"__call__": lambda self, x: -kind_of.__call__(self, x)})
-    assert not again.compare(model, eager=False, dropout=None).is_right
+    assert not again.compare(model, cpu_native=False, dropout=None).is_right
 
 
 def half_check(**more: Any) -> tuple[Any, GradientCheck]:
@@ -169,14 +169,14 @@ def half_check(**more: Any) -> tuple[Any, GradientCheck]:
     if "quantised" in more:
         nn.quantize(model, group_size=32, bits=4)
     make_trainable(model, TrainConfig.model_validate({"train": True, "lora_parameters": {"rank": 64}}))
-    metal = replace(detect(), kind="metal", eager=False)
+    metal = replace(detect(), kind="metal", cpu_native=False)
     return model, GradientCheck(model, metal, SIZES, longest=60, largest_token=258)
 
 
 @pytest.mark.parametrize("more", [{}, {"quantised": True}], ids=str)
 def test_adapters_in_float32_do_not_make_a_model_one_of_float32(more: dict[str, Any]) -> None:
     model, check = half_check(**more)
-    verdict = check.compare(model, eager=False, dropout=None)
+    verdict = check.compare(model, cpu_native=False, dropout=None)
     assert verdict.is_right
     assert all(row.limit >= 0.15 for row in verdict.compared)
 
@@ -193,7 +193,7 @@ def test_in_half_precision_one_row_that_differs_may_be_chance(wrong: int, right:
         return (-1 if left[0] >= 0 else 1) * kind.__call__(self, x)
 
     model.layers[0].mlp.__class__ = type("Flips", (kind,), {"__call__": call})
-    assert check.compare(model, eager=False, dropout=None).is_right is right
+    assert check.compare(model, cpu_native=False, dropout=None).is_right is right
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1, True), (-1, False)])
@@ -210,7 +210,7 @@ def test_where_mlx_lms_own_is_no_number_float32_is_compared(
         patched.setattr(kind, "__call__", call)
         model, check = half_check()
     monkeypatch.setattr(kind, "__call__", lambda self, x: factor * plain(self, x))
-    verdict = check.compare(model, eager=False, dropout=None)
+    verdict = check.compare(model, cpu_native=False, dropout=None)
     assert verdict.is_right is right
     assert not verdict.is_complete
     assert any("not a number" in note for note in verdict.notes)

@@ -348,7 +348,9 @@ def test_places_and_formats_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory.png", "file"]
 
 
-@pytest.mark.parametrize(("module", "heavy"), [("data.lengths", "matplotlib"), ("histograms", "matplotlib.pyplot")])
+@pytest.mark.parametrize(
+    ("module", "heavy"), [("data.lengths", "matplotlib"), ("data.histograms", "matplotlib.pyplot")]
+)
 def test_nothing_heavy_is_imported(module: str, heavy: str) -> None:
     code = f"import sys, allhands.{module}; print([name for name in ({heavy!r}, 'mlx') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -214,7 +214,7 @@ def test_validation_keeps_to_the_ladder_and_the_limit() -> None:
     content = [(random.integers(1, 90, n).tolist(), [False] + [True] * (n - 1)) for n in random.integers(2, 60, 40)]
     model, sizing = Recorder(), Sizing(200, overhead_tokens=100, few_shapes=True, ladder=(16, 32, 48, 64))
     alone, every = SingleProcess(), {"batch_size": 4, "num_batches": -1}
-    evaluator = Evaluator(model, token_set(content), alone, Mesh(), sizing, **every, eager=True)
+    evaluator = Evaluator(model, token_set(content), alone, Mesh(), sizing, **every, cpu_native=True)
     loss, num_targets, _ = evaluator()
     assert loss == pytest.approx(np.log(100), rel=1e-5)
     assert num_targets == sum(sum(mask) for _, mask in content)

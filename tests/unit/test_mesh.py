@@ -144,7 +144,7 @@ class Shifted(nn.Module):
 def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str, int]) -> None:
     def evaluated(communicator: Any, mesh: Mesh, stops: int = -1) -> tuple[float, int]:
         asked = {"batch_size": 7, "num_batches": 4, "stop_requested": lambda: int(mesh.rank == stops)}
-        return Evaluator(Shifted(), _windows(), communicator, mesh, Sizing(90), **asked, eager=True)()[:2]
+        return Evaluator(Shifted(), _windows(), communicator, mesh, Sizing(90), **asked, cpu_native=True)()[:2]
 
     loss, count = evaluated(SingleProcess(), Mesh())
     for found in run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4, **sizes))):

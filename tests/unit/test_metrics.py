@@ -340,7 +340,7 @@ def test_a_profile_tells_where_the_time_of_a_step_went() -> None:
     plain, out = console(terminal=False)
     with ConsoleSink(plain, 600, profile=True) as sink:
         sink.emit(replace(train(300), compute_s=0.4))
-    line = "  an update of 500.0 ms: compute 400.0 ms (80%), communication 20.0 ms (4%), data 10.0 ms (2%), "
+    line = "  a step of 500.0 ms: compute 400.0 ms (80%), communication 20.0 ms (4%), data 10.0 ms (2%), "
     assert out.getvalue().splitlines()[1] == line + "update and the rest 70.0 ms (14%)"
 
 

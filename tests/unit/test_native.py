@@ -20,8 +20,8 @@ from substituted import prepare_dense
 
 from allhands.kernels import native, native_arrays, native_products
 from allhands.kernels.documents import DocumentRow, caches_for
-from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.quantized import UnpackedLinear
+from allhands.model.remat import checkpoint_layers
 from allhands.parallel.gradient import make_gradient
 from allhands.runtime.blas import native_library
 from allhands.runtime.native.library import architecture, wanted
@@ -299,7 +299,7 @@ def gradient_and_peak(fine_tune: str, *, checkpointed: bool) -> tuple[dict[str, 
     native.use_native(model)
     if checkpointed:
         checkpoint_layers(model.layers, at_once=True)
-    gradient = make_gradient(model, eager=True)
+    gradient = make_gradient(model, cpu_native=True)
     batch = mx.random.randint(0, 101, (2, 256)), mx.arange(0, 512, 4), mx.random.randint(0, 101, (128,))
     mx.eval(model.parameters(), gradient(*batch))
     before = mx.get_active_memory()
@@ -367,7 +367,7 @@ def test_a_model_in_half_precision_has_its_gradient() -> None:
     model.set_dtype(mx.bfloat16)
     tokens = mx.random.randint(0, 101, (2, 12))
     batch = tokens, mx.arange(0, 24, 2), mx.random.randint(0, 101, (12,))
-    found = [make_gradient(model, eager=eager, compiled=False)(*batch) for eager in (True, False)]
+    found = [make_gradient(model, cpu_native=cpu_native, compiled=False)(*batch) for cpu_native in (True, False)]
     assert found[0][0].item() == pytest.approx(found[1][0].item(), rel=0.02)
     grads = [dict(tree_flatten(gradient)) for _, gradient in found]
     for name, one in grads[0].items():

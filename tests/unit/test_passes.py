@@ -156,7 +156,7 @@ def test_two_models_of_a_process_compute_by_their_own_choices(monkeypatch: pytes
 
     def used(model: Any) -> tuple[set[str], str]:
         calls.clear()
-        mx.eval(make_gradient(model, eager=True)(*batch))
+        mx.eval(make_gradient(model, cpu_native=True)(*batch))
         return set(calls), sizes[-1]
 
     every = {"rms_norm", "attention", "swiglu"}

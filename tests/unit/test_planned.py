@@ -291,10 +291,10 @@ def test_which_tokens_are_trained_is_compared(tmp_path: Path) -> None:
 def test_a_number_of_steps_that_no_option_tells(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, epochs=2.0, grad_accumulation_steps=4)
-    found = compared(run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4})
-    assert [one.told for one in found.differences] == ["planned with 60 steps, trained with 15 steps"]
+    found = compared(run, options={**OPTIONS, "epochs": 2.0, "grad_accumulation_steps": 4}, steps=15)
+    assert [one.told for one in found.differences] == ["planned with 15 steps, trained with 60 steps"]
     assert not any(one.marked for one in found.figures)
-    assert figures(found)["steps"].planned == pytest.approx(30.0 * 15 / 60)
+    assert figures(found)["steps"].planned == pytest.approx(30.0 * 60 / 15)
 
 
 def test_a_way_that_the_plan_has_shown_is_the_one_that_is_compared(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_the_table_of_times() -> None:
         "cores per rank": "2",
         "steps": "30",
         "training time": "42 s",
-        "seconds per update": "1.25",
+        "seconds per step": "1.25",
         "tokens/s": "80",
         "speed-up": "1.60x",
         "final training loss": "1.000",

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from allhands.kernels import native
-from allhands.model.checkpointing import checkpoint_layers
+from allhands.model.remat import checkpoint_layers
 
 AT_ONCE = [
     False,

@@ -30,7 +30,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.io.files import CLAIMED, claim_mark, claimed
 from allhands.observe.metrics import read_metrics
-from allhands.run.session import Surroundings, run_finetune
+from allhands.run.session import RunContext, run_finetune
 
 TAKEN = "another run is writing into this directory"
 
@@ -61,7 +61,7 @@ def flags(inputs: dict[str, str], tmp_path: Path) -> dict[str, Any]:
 def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]) -> list[Any]:
     """What a run returned, or raised, on ranks that see no files of each other: rank N writes into ``run-N``.
 
-    ``given`` are fields of :class:`Surroundings` by rank. A rank that fails ends the others' wait for it.
+    ``given`` are fields of :class:`RunContext` by rank. A rank that fails ends the others' wait for it.
     """
 
     def work(communicator: ThreadCommunicator) -> Path:
@@ -70,7 +70,7 @@ def on_computers(size: int, flags: dict[str, Any], **given: Callable[[int], Any]
         mesh = Mesh(rank, size, 0, 1, (1.0,) * size)
         more = {name: value(rank) for name, value in given.items()}
         try:
-            return run_finetune(config, Surroundings(mesh=mesh, connect=lambda: communicator, **more)).adapter_path
+            return run_finetune(config, RunContext(mesh=mesh, connect=lambda: communicator, **more)).adapter_path
         except (
             Regroup,
             Interrupted,
@@ -179,7 +179,7 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
     )
     assert [path.name for path in failed] == ["step-0000002"]
     assert [type(result) for result in results] == [Regroup, Regroup]
-    assert all("after batch 4 " in str(result) for result in results)
+    assert all("after step 4 " in str(result) for result in results)
     for rank in range(2):
         directory = tmp_path / f"run-{rank}"
         assert checkpoint_steps(directory) == ([4] if rank == broken else [2, 4])
@@ -199,7 +199,7 @@ def test_a_copy_that_cannot_be_kept_keeps_nobody_from_regrouping(
         2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
     )
     assert [type(result) for result in results] == [Regroup, Regroup]
-    assert all("after batch 4 " in str(result) for result in results)
+    assert all("after step 4 " in str(result) for result in results)
     assert checkpoint_steps(tmp_path / "run-0") == [2, 4]
 
 
@@ -237,14 +237,14 @@ def test_a_picture_that_cannot_be_drawn_is_no_error(flags: dict[str, Any], monke
 
     monkeypatch.setattr("allhands.observe.plots.plot_losses", plot)
     text = io.StringIO()
-    result = run_finetune(build_config(flags), Surroundings(console=Console(file=text, width=200)))
+    result = run_finetune(build_config(flags), RunContext(console=Console(file=text, width=200)))
     assert (result.ended.reason, result.plot) == ("finished", None)
     assert "warning: the curves are not drawn (loss.png: cannot be written: No space left on device)" in text.getvalue()
 
 
 def test_ranks_that_shall_regroup_end_at_the_first_checkpoint(flags: dict[str, Any], tmp_path: Path) -> None:
     results = on_computers(2, flags, regroup_requested=lambda rank: lambda: rank == 1)
-    assert [str(result) for result in results] == ["stopped after batch 2 to go on with other ranks"] * 2
+    assert [str(result) for result in results] == ["stopped after step 2 to go on with other ranks"] * 2
     assert checkpoint_steps(tmp_path / "run-0") == [2]
 
 
@@ -260,7 +260,7 @@ def warnings(directory: Path) -> list[str]:
 def test_without_checkpoints_adapters_are_written_and_nobody_regroups(flags: dict[str, Any], method: str) -> None:
     """There would be nothing to go on from: a wish to regroup is not heeded, and the run comes to its end."""
     flags |= {"keep_last": 0, "fine_tune_type": method, "val_batches": 1, "steps_per_eval": 4}
-    result = run_finetune(build_config(flags), Surroundings(regroup_requested=lambda: True))
+    result = run_finetune(build_config(flags), RunContext(regroup_requested=lambda: True))
     directory = result.adapter_path
     assert (result.ended.step, result.ended.reason) == (8, "finished")
     assert not (directory / "checkpoints").exists()
@@ -270,7 +270,7 @@ def test_without_checkpoints_adapters_are_written_and_nobody_regroups(flags: dic
 
 
 def test_with_checkpoints_full_weights_are_in_them_alone(flags: dict[str, Any]) -> None:
-    directory = run_finetune(build_config(flags | {"fine_tune_type": "full", "keep_last": 1}), Surroundings())
+    directory = run_finetune(build_config(flags | {"fine_tune_type": "full", "keep_last": 1}), RunContext())
     assert numbered(directory.adapter_path) == []
     assert checkpoint_steps(directory.adapter_path) == [8]
 
@@ -334,9 +334,9 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(flags: dict[str, Any], tmp
             pytest.skip("no file system can be mounted here: that needs root and Linux")
         fill(disk)
         log = disk / "rank-0.log"
-        surroundings = Surroundings(log_file=log, regroup_requested=lambda: stop)
+        surroundings = RunContext(log_file=log, regroup_requested=lambda: stop)
         if stop:
-            with pytest.raises(Regroup, match="after batch 2 "):
+            with pytest.raises(Regroup, match="after step 2 "):
                 run_finetune(build_config(flags), surroundings)
         else:
             assert run_finetune(build_config(flags), surroundings).ended.step == 8

@@ -108,9 +108,9 @@ def test_the_first_update_after_each_start_is_told_as_such(flags: dict[str, Any]
     again = Seen(tmp_path / "beats-2")
     again.train(build_config(flags | {"iters": 8, "resume": "auto"}))
     assert again.phases() == [
-        (4, ["start", "load", *FIRST]),
-        (6, ["reduce", "save", "reduce", *STEP]),
-        (8, ["reduce", "save", "reduce", "end"]),
+        (2, ["start", "load", *FIRST]),
+        (3, ["reduce", "save", "reduce", *STEP]),
+        (4, ["reduce", "save", "reduce", "end"]),
     ]
 
 
@@ -283,7 +283,7 @@ from allhands.cluster.environment import Launch
 from allhands.errors import DataError, Interrupted
 with worker.install(Launch("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a test"), os.environ) as context:
     context.mark_started()
-    raise {"data": DataError("no samples", where="train.jsonl:12"), "stop": Interrupted("stopped after batch 4")}[
+    raise {"data": DataError("no samples", where="train.jsonl:12"), "stop": Interrupted("stopped after step 4")}[
         sys.argv[2]
     ]
 """
@@ -291,7 +291,7 @@ with worker.install(Launch("allhands", int(sys.argv[1]), 2, 0, 2, "ring", "a tes
 
 @pytest.mark.parametrize(
     ("rank", "kind", "code", "shown"),
-    [(0, "data", 3, ""), (1, "data", 3, ""), (0, "stop", 130, "allhands: stopped after batch 4\n")],
+    [(0, "data", 3, ""), (1, "data", 3, ""), (0, "stop", 130, "allhands: stopped after step 4\n")],
 )
 def test_a_full_disk_under_the_logs_hides_no_error(rank: int, kind: str, code: int, shown: str, tmp_path: Path) -> None:
     """The exit code is the error's, its file is where the supervisor looks next, and rank 0 says how a run ended."""
@@ -315,4 +315,4 @@ def test_a_full_disk_under_the_logs_hides_no_error(rank: int, kind: str, code: i
         found = RunFiles(private, disk, ()).error(rank)
     assert found is not None
     assert found["exit_code"] == code
-    assert found["message"] == ("no samples" if kind == "data" else "stopped after batch 4")
+    assert found["message"] == ("no samples" if kind == "data" else "stopped after step 4")

@@ -19,9 +19,9 @@ from allhands.report.phases import phase_charts
 NAMES = ["data wait", "compute", "reduce", "update and rest", "whole step"]
 
 
-def charts_of(run: Path, samples: list[Sample] | None = None, batches: int = 1) -> dict[str, Chart]:
+def charts_of(run: Path, samples: list[Sample] | None = None) -> dict[str, Chart]:
     known = samples if samples is not None else read_samples(run)
-    return {one.key: one for one in phase_charts("p", "run", read_metrics(run), known, batches)}
+    return {one.key: one for one in phase_charts("p", "run", read_metrics(run), known)}
 
 
 def heights(chart: Chart) -> dict[str, list[float | None]]:
@@ -75,9 +75,6 @@ def test_samples_of_each_rank(tmp_path: Path, pattern: Sample) -> None:
     assert heights(found["p-rank-1"])["reduce"] == [pytest.approx(0.8)]
     # Side by side on the same scale.
     assert chart.top == found["p-rank-1"].top == pytest.approx(1.08)
-    # An update of two batches takes twice as long as one of them.
-    twice = charts_of(tmp_path / "run", [*zero, *one], batches=2)["p-rank-0"]
-    assert heights(twice)["compute"] == [pytest.approx(1.0), pytest.approx(2.0)]
 
 
 def test_a_new_start_is_no_step(tmp_path: Path, pattern: Sample) -> None:

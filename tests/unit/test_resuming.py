@@ -207,7 +207,7 @@ def test_the_look_before_the_start_reads_no_tensors(
 
 def of_an_earlier_version(path: Path) -> None:
     manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
 
 
 def test_one_of_an_earlier_version_is_no_damage_and_its_weights_can_be_used(run: Path, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from allhands.checkpoints.rundir import kept_as, make_room
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import build_config
 from allhands.errors import ModelError
-from allhands.run.preparing import Surroundings, starting_weights
+from allhands.run.preparing import RunContext, starting_weights
 
-FILES = ("metrics.jsonl", "loss.png", "0000100_adapters.safetensors", "0000200_adapters.safetensors")
+FILES = ("metrics.jsonl", "loss.png", "0000200_adapters.safetensors", "0000400_adapters.safetensors")
 ANSWERS = "answers.json"
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
@@ -45,7 +45,7 @@ def names(directory: Path) -> list[str]:
 
 
 def restored(path: Path, step: int) -> Restored:
-    return Restored({"iteration": step}, {}, {}, str(path.resolve()), "old", own=True)
+    return Restored({"step": step, "iteration": 2 * step}, {}, {}, str(path.resolve()), "old", own=True)
 
 
 def test_a_new_run_sets_everything_aside_under_one_number(run: Path) -> None:
@@ -126,8 +126,8 @@ def test_of_a_branch_that_is_left_the_numbered_adapters_are_kept_too(run: Path) 
     make_room(run, restored(checkpoint_path(run, 100), 100), "new")
     assert [path.name for path in checkpoints_in(run)] == ["step-0000100"]
     assert names(run / "checkpoints.1") == ["step-0000200"]
-    assert names(run / "adapters.1") == ["0000200_adapters.safetensors"]
-    assert (run / "0000100_adapters.safetensors").exists()
+    assert names(run / "adapters.1") == ["0000400_adapters.safetensors"]
+    assert (run / "0000200_adapters.safetensors").exists()
     assert (run / "metrics.jsonl").exists()
 
 
@@ -171,7 +171,7 @@ def test_one_that_has_another_name_already_is_not_kept_again(run: Path) -> None:
 # --- weights to start from that were set aside -------------------------------------------------------
 
 
-STARTS = ("0000100_adapters.safetensors", "best/adapters.safetensors", "checkpoints/step-0000200/adapters.safetensors")
+STARTS = ("0000200_adapters.safetensors", "best/adapters.safetensors", "checkpoints/step-0000200/adapters.safetensors")
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -179,18 +179,18 @@ def test_a_restart_starts_from_the_same_weights(start: str, run: Path) -> None:
     """The first attempt has set them aside; what is in their place now is the new run's."""
     config = build_config({"train": True, "adapter_path": str(run), "resume_adapter_file": str(run / start)})
     content = (run / start).read_bytes()
-    first = starting_weights(config, run, Surroundings(run_id="new"))
+    first = starting_weights(config, run, RunContext(run_id="new"))
     assert first == run / start
     make_room(run, None, "new")
-    second = starting_weights(config, run, Surroundings(run_id="new", attempt=2))
+    second = starting_weights(config, run, RunContext(run_id="new", attempt=2))
     assert second is not None
     assert second.read_bytes() == content
     (run / start).parent.mkdir(parents=True, exist_ok=True)
     (run / start).write_text("the new run's")
-    assert starting_weights(config, run, Surroundings(run_id="new", attempt=3)) == second == kept_as(run, run / start)
+    assert starting_weights(config, run, RunContext(run_id="new", attempt=3)) == second == kept_as(run, run / start)
     # For another run it is the file of that name.
-    assert starting_weights(config, run, Surroundings(run_id="other", attempt=2)) == run / start
-    assert starting_weights(config, run, Surroundings(run_id="new")) == run / start
+    assert starting_weights(config, run, RunContext(run_id="other", attempt=2)) == run / start
+    assert starting_weights(config, run, RunContext(run_id="new")) == run / start
 
 
 def test_a_person_is_told_where_they_are_now(run: Path) -> None:
@@ -198,15 +198,15 @@ def test_a_person_is_told_where_they_are_now(run: Path) -> None:
     config = build_config({"train": True, "adapter_path": str(run), "resume_adapter_file": str(start)})
     make_room(run, None, "new")
     with pytest.raises(ModelError, match="no such file") as caught:
-        starting_weights(config, run, Surroundings())
+        starting_weights(config, run, RunContext())
     assert f"--resume-adapter-file {run / 'adapters.1' / STARTS[0]}" in (caught.value.hint or "")
     missing = config.model_copy(update={"resume_adapter_file": str(run.parent / "nowhere")})
     with pytest.raises(ModelError, match="no such file") as caught:
-        starting_weights(missing, run, Surroundings())
+        starting_weights(missing, run, RunContext())
     assert caught.value.hint == "give the adapters.safetensors, or a numbered one, of an earlier run"
     fresh = PretrainConfig(
         tokenizer="t", data="d", adapter_path=str(run), resume_adapter_file=str(run.parent / "nowhere")
     )
     with pytest.raises(ModelError, match="no such file") as caught:
-        starting_weights(fresh, run, Surroundings())
+        starting_weights(fresh, run, RunContext())
     assert caught.value.hint == "give the model.safetensors of an earlier run"

@@ -47,10 +47,10 @@ def tensors(first: int) -> dict[str, list[Tensor]]:
 
 
 def save(directory: Path, kind: SaveKind, first: int = 0, keep_last: int = 2) -> list[SavedReport]:
-    """What one save of batch 5 says it has written."""
+    """What one save of step 5, of two batches each, says it has written."""
     plan = SavePlan(directory, "run", 0, keep_last, None, True, {"rank": 8}, dict)
     saver = Saver(plan, lambda: lambda: tensors(first), lambda state: {"iteration": state.iteration})
-    saver.save(LoopState(iteration=5), kind)
+    saver.save(LoopState(step=5, iteration=10), kind)
     reports = saver.saved(True)
     saver.close()
     assert all(isinstance(report, SavedReport) for report in reports), reports
@@ -74,7 +74,7 @@ def test_what_is_there_with_the_same_weights_stays(keep_last: int, tmp_path: Pat
 
 LOST = {
     "checkpoints/step-0000005/optimizer.safetensors": {"checkpoints/step-0000005"},
-    "0000005_adapters.safetensors": {"0000005_adapters.safetensors"},
+    "0000010_adapters.safetensors": {"0000010_adapters.safetensors"},
     "adapters.safetensors": {"adapters.safetensors", "adapter_config.json"},
     "adapter_config.json": {"adapters.safetensors", "adapter_config.json"},
 }
@@ -90,11 +90,12 @@ def test_what_is_missing_is_written_and_nothing_else(lost: str, tmp_path: Path) 
     assert after.keys() == before.keys()
     changed = {name for name in before if after[name] != before[name]}
     assert changed == {name for name in before if any(name.startswith(one) for one in LOST[lost])}
-    assert open_checkpoint(checkpoint_path(tmp_path, 5)).step == 5
+    found = open_checkpoint(checkpoint_path(tmp_path, 5))
+    assert (found.step, found.iteration) == (5, 10)
 
 
 def test_other_weights_are_written_everywhere(tmp_path: Path) -> None:
-    """As where the checkpoint of the same batch is another run's."""
+    """As where the checkpoint of the same step is another run's."""
     save(tmp_path, "last")
     before = stamps(tmp_path)
     assert len(save(tmp_path, "same", first=9)) == 1
@@ -102,7 +103,7 @@ def test_other_weights_are_written_everywhere(tmp_path: Path) -> None:
     assert (tmp_path / WEIGHTS_FILE).read_bytes()[-3:] == bytes([9, 1, 2])
 
 
-def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: Path) -> None:
+def test_what_is_written_of_one_step_is_held_once_and_not_for_longer(tmp_path: Path) -> None:
     held: list[weakref.ref[Callable[[], dict[str, list[Tensor]]]]] = []
     go_on = threading.Event()
 
@@ -115,11 +116,11 @@ def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: 
         return get
 
     saver = Saver(SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict), hold, lambda state: {})
-    saver.save(LoopState(iteration=5), "best")
-    saver.save(LoopState(iteration=5), "last")
+    saver.save(LoopState(step=5), "best")
+    saver.save(LoopState(step=5), "last")
     assert len(held) == 1
     go_on.set()
-    saver.save(LoopState(iteration=6), "last")  # waits for the others
+    saver.save(LoopState(step=6), "last")  # waits for the others
     assert len(held) == 2
     reports = saver.saved(True)
     saver.close()  # the thread has let go of the last one, too
@@ -130,7 +131,7 @@ def test_what_is_written_of_one_batch_is_held_once_and_not_for_longer(tmp_path: 
 def test_where_there_is_no_room_for_two_versions_training_waits(tmp_path: Path) -> None:
     plan = SavePlan(tmp_path, "run", 0, 2, None, True, {}, dict)
     saver = Saver(plan, lambda: lambda: tensors(0), lambda state: {}, waits=lambda: True)
-    saver.save(LoopState(iteration=5), "last")
+    saver.save(LoopState(step=5), "last")
     (report,) = saver.saved(False)
     assert isinstance(report, SavedReport)
     assert report.pause_s >= report.write_s

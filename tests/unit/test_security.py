@@ -38,7 +38,7 @@ CALLS = {
 GUARDS = {"shell": False, "allow_pickle": False, "weights_only": True, "trust_remote_code": False}
 SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader", "yaml.CBaseLoader"}
 # A subclass of SafeLoader, made in this module; what it does is tested below.
-OWN_LOADER = ("src/allhands/yaml_files.py", "_yaml_loader")
+OWN_LOADER = ("src/allhands/config/yaml_files.py", "_yaml_loader")
 SHARED_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 # Named as the place where tempfile makes a private directory.
 PLACES = {
@@ -47,10 +47,10 @@ PLACES = {
     ("src/allhands/cluster/mpi.py", "/dev/shm"),
     ("scripts/soak.py", "/tmp"),
     # Where MLX looks when nobody has said where: nothing is written there by name.
-    ("src/allhands/kernels.py", "/tmp"),
+    ("src/allhands/runtime/jit_cache.py", "/tmp"),
 }
 # The one module that opens files for others to read, and asks the umask.
-OWNER_OF_MODES = "src/allhands/files.py"
+OWNER_OF_MODES = "src/allhands/io/files.py"
 
 
 def places_of_names(tree: ast.AST) -> dict[str, str]:

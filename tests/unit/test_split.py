@@ -158,22 +158,26 @@ def test_a_head_that_is_a_bare_array_is_refused() -> None:
     assert split(model) is None
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("cpu_native", [False, True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("name", [*MODELS, *ODD])
-def test_the_loss_is_that_of_the_logits_in_both_forms(name: str, eager: bool) -> None:
+def test_the_loss_is_that_of_the_logits_in_both_forms(name: str, cpu_native: bool) -> None:
     model = MODELS[name]() if name in MODELS and name not in ODD else build(name, ODD[name])
-    loss = make_loss(model, eager=eager, with_grad=False)(*task())
+    loss = make_loss(model, cpu_native=cpu_native, with_grad=False)(*task())
     assert loss.item() == pytest.approx(reference(model, *task()), rel=2e-6)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("cpu_native", [False, True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("name", ["untied", "cohere"])
-def test_padded_places_count_nothing_in_loss_and_gradient(name: str, eager: bool) -> None:
+def test_padded_places_count_nothing_in_loss_and_gradient(name: str, cpu_native: bool) -> None:
     model = MODELS[name]() if name in MODELS else build(name, ODD[name])
     inputs, positions, targets = task()
     places = mx.concatenate([positions, mx.zeros((5,), dtype=mx.int32)])
     padded = mx.concatenate([targets, mx.full((5,), -1, dtype=mx.int32)])
-    gradient = make_gradient(model, eager=True) if eager else nn.value_and_grad(model, make_loss(model, eager=False))
+    gradient = (
+        make_gradient(model, cpu_native=True)
+        if cpu_native
+        else nn.value_and_grad(model, make_loss(model, cpu_native=False))
+    )
     value, grads = gradient(inputs, places, padded)
     expected, wanted = gradient(inputs, positions, targets)
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -181,9 +185,9 @@ def test_padded_places_count_nothing_in_loss_and_gradient(name: str, eager: bool
         assert float(mx.abs(ours - theirs).max()) <= 1e-5 * float(mx.abs(theirs).max()) + 1e-7, key
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("cpu_native", [False, True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("name", ["tied", "untied", "gemma2", "cohere"])
-def test_gradients_are_those_of_the_plain_loss(name: str, eager: bool) -> None:
+def test_gradients_are_those_of_the_plain_loss(name: str, cpu_native: bool) -> None:
     def model() -> Any:
         made = MODELS[name]() if name in MODELS else build(name, ODD[name])
         made.freeze()
@@ -201,7 +205,9 @@ def test_gradients_are_those_of_the_plain_loss(name: str, eager: bool) -> None:
     mx.random.seed(1)
     other = model()
     # The lazy form as it is compiled for a GPU, without the minutes that a C++ compiler takes here.
-    gradient = make_gradient(one, eager=True) if eager else nn.value_and_grad(one, make_loss(one, eager=False))
+    gradient = (
+        make_gradient(one, cpu_native=True) if cpu_native else nn.value_and_grad(one, make_loss(one, cpu_native=False))
+    )
     value, grads = gradient(*task())
     expected, wanted = nn.value_and_grad(other, plain)(other, *task())
     assert value.item() == pytest.approx(expected.item(), rel=2e-6)

@@ -18,7 +18,7 @@ from typing import Any
 from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, Shape
 
 # A new number whenever a checkpoint of this version could not be read by the ones before.
-FORMAT = 2
+FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 # What packing has left out of gradients, where they travel packed: each array has a row for every rank.

@@ -27,7 +27,7 @@ def prune(
 
     Args:
         keep_last: how many whole ones to keep, at least 1.
-        keep_every: also keep those whose step is a multiple of it.
+        keep_every: also keep those whose iteration is a multiple of it.
         protected: steps that must stay.
         written: the one just written, which stays and need not be read again.
 
@@ -51,7 +51,7 @@ def prune(
             it
             for found in seen
             if (it := found.checkpoint) is not None
-            if it.step < oldest and it.step not in kept and not (keep_every and it.step % keep_every == 0)
+            if it.step < oldest and it.step not in kept and not (keep_every and it.iteration % keep_every == 0)
             if not found.path.is_symlink() and not others_in(found.path, it.files)
         ]
         newest = _newest_whole(whole, written) if old else None

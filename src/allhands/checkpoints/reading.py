@@ -28,7 +28,8 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        step: batches that had been trained on.
+        step: optimizer updates that had been made.
+        iteration: batches that had been trained on; in a person's own loop, which has its own way to count, the step.
         run_id: the job that wrote it.
         time: when, in Unix seconds.
         state: content of ``state.json``; empty where only the manifest was read.
@@ -39,6 +40,7 @@ class Checkpoint:
 
     path: Path
     step: int
+    iteration: int
     run_id: str
     time: float
     state: Mapping[str, Any]
@@ -78,7 +80,8 @@ def described(path: Path) -> Checkpoint:
         # Every byte counts, also those that mean nothing to JSON.
         same = raw == manifest_text({key: value for key, value in body.items() if key != "sha256"})
         files = {str(name): StoredFile(int(f["bytes"]), str(f["sha256"])) for name, f in body["files"].items()}
-        step, run_id, time = int(body["step"]), str(body["run_id"]), float(body["time"])
+        step, iteration = int(body["step"]), int(body["iteration"])
+        run_id, time = str(body["run_id"]), float(body["time"])
         arrays = tuple(map(StoredArray.from_json, body["arrays"]))
         for array in arrays:
             array.check(files)
@@ -86,7 +89,7 @@ def described(path: Path) -> Checkpoint:
         raise damaged(file, "it is not a manifest of allhands") from None
     if not same or not all(map(is_plain, files)):
         raise damaged(file, _ALTERED)
-    return Checkpoint(path, step, run_id, time, {}, files, arrays, hashlib.sha256(raw).hexdigest())
+    return Checkpoint(path, step, iteration, run_id, time, {}, files, arrays, hashlib.sha256(raw).hexdigest())
 
 
 def check_sizes(found: Checkpoint) -> None:

@@ -116,7 +116,7 @@ def _move_adapters(files: list[Path], directory: Path, number: int) -> Path:
 
 
 def _numbered_adapters(directory: Path, beyond: int = -1) -> list[Path]:
-    """The adapters of batches after ``beyond``."""
+    """The adapters of iterations after ``beyond``, by which they are called."""
     found = [(path, _NUMBERED_ADAPTER.fullmatch(path.name)) for path in entries(directory)]
     return [path for path, match in found if match and int(match[1]) > beyond and path.is_file()]
 
@@ -154,7 +154,7 @@ def kept_as(directory: Path, file: Path) -> Path | None:
 
 def _leave_branch(directory: Path, restored: Restored) -> list[str]:
     """Set aside what lies beyond the checkpoint: a restart would take it for the latest of this run."""
-    step = int(restored.state["iteration"])
+    step = int(restored.state["step"])
     later = [found for found in survey(directory, verify=False) if found.checkpoint and found.checkpoint.step > step]
     if not later:
         return []
@@ -164,9 +164,9 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
         found.path.rename(aside / found.path.name)
         if found.path == directory / BEST and _is_of_a_run(model := directory / BEST_MODEL):
             model.rename(aside / model.name)
-    if numbered := _numbered_adapters(directory, beyond=step):
+    if numbered := _numbered_adapters(directory, beyond=int(restored.state["iteration"])):
         _move_adapters(numbered, directory, number)
-    return [f"checkpoints beyond batch {step} are kept in {aside}"]
+    return [f"checkpoints beyond step {step} are kept in {aside}"]
 
 
 def run_of(restored: Restored) -> tuple[Path, str]:
@@ -244,7 +244,7 @@ def share_history(
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
     """Whether this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
-    kept = checkpoint_path(directory, int(restored.state["iteration"]))
+    kept = checkpoint_path(directory, int(restored.state["step"]))
     found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
     return (directory / METRICS_FILE).exists() and any(one and one.run_id == restored.run_id for one in found)
 

@@ -31,7 +31,7 @@ from allhands.model.adapters import CONFIG_FILE, adapter_config_text, save_adapt
 from allhands.model.fresh import ModelFiles
 from allhands.model.load import BEST_MODEL, MODEL
 from allhands.observe.metrics import SavedReport, Warned
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 
 # "last" and "best" become the adapter to use; "suspect" weights, after which a loss was NaN, only a numbered file;
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
@@ -45,8 +45,9 @@ Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 class Progress(Protocol):
     """Where a run stands, as far as saving goes by it."""
 
+    step: int
     iteration: int
-    best_iteration: int | None
+    best_step: int | None
 
 
 class CopyError(StorageError):
@@ -60,8 +61,8 @@ class SavePlan:
     Attributes:
         directory: the adapter path.
         keep_last: checkpoints to keep; 0 writes none.
-        keep_every: also keep those of every so many batches.
-        numbered: whether adapters are also written under their batch's number, as mlx_lm does.
+        keep_every: also keep those of every so many iterations (batches).
+        numbered: whether adapters are also written under their iteration's number, as mlx_lm does.
         adapter_config: content of ``adapter_config.json``.
         chat_template: content of the file beside it; ``None``: the model's own chat template is used.
         constants: what every checkpoint of the run says; called in the writing thread, because hashes take long.
@@ -107,8 +108,9 @@ class Held:
 @dataclass(frozen=True)
 class _Request:
     kind: SaveKind
+    step: int
     iteration: int
-    best_iteration: int | None
+    best_step: int | None
     state: dict[str, Any]
     tensors: _Tensors
     delivery: Delivery | None
@@ -116,11 +118,11 @@ class _Request:
     waits: bool
 
 
-def checkpoint_of(directory: Path, iteration: int, kind: SaveKind, keep_last: int) -> Path | None:
+def checkpoint_of(directory: Path, step: int, kind: SaveKind, keep_last: int) -> Path | None:
     """Where a save of this kind writes a checkpoint, if it does."""
     if kind == "best":
         return directory / BEST
-    return checkpoint_path(directory, iteration) if keep_last and kind != "suspect" else None
+    return checkpoint_path(directory, step) if keep_last and kind != "suspect" else None
 
 
 class Saver(Generic[P]):
@@ -157,26 +159,26 @@ class Saver(Generic[P]):
     def save(self, state: P, kind: SaveKind) -> None:
         """Begin to write what the run is now.
 
-        What an earlier batch left to write is waited for: two versions of all weights are enough in memory.
+        What an earlier step left to write is waited for: two versions of all weights are enough in memory.
         """
         begun, plan = time.perf_counter(), self._plan
-        wait([future for iteration, future in self._pending if iteration < state.iteration])
-        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        wait([future for step, future in self._pending if step < state.step])
+        target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
         delivery = None if self._parts is None or target is None else self._parts.begin(target)
-        tensors, described, waits = self._tensors(state.iteration), self._describe(state), self._waits()
+        tensors, described, waits = self._tensors(state.step), self._describe(state), self._waits()
         pause_s = time.perf_counter() - begun
-        facts = (kind, state.iteration, state.best_iteration, described, tensors)
+        facts = (kind, state.step, state.iteration, state.best_step, described, tensors)
         future = self._thread.submit(self._write, _Request(*facts, delivery, pause_s, waits))
-        self._pending.append((state.iteration, future))
+        self._pending.append((state.step, future))
         if waits:
             wait([future])
 
-    def _tensors(self, iteration: int) -> _Tensors:
-        """Those of a batch, once for everything that is still to be written of them."""
-        held = self._held[1]() if self._held is not None and self._held[0] == iteration else None
+    def _tensors(self, step: int) -> _Tensors:
+        """Those of a step, once for everything that is still to be written of them."""
+        held = self._held[1]() if self._held is not None and self._held[0] == step else None
         if held is None:
             held = self._hold()
-            self._held = (iteration, weakref.ref(held))
+            self._held = (step, weakref.ref(held))
         return held
 
     def saved(self, wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
@@ -212,7 +214,7 @@ class Saver(Generic[P]):
                 request.delivery.stack.close()
         took_s = time.perf_counter() - begun
         pause_s = request.pause_s + (took_s if request.waits else 0.0)
-        return None if path is None else SavedReport(request.iteration, str(path), pause_s, took_s)
+        return None if path is None else SavedReport(request.step, str(path), pause_s, took_s)
 
     def _written(self, request: _Request) -> Path | None:
         try:
@@ -232,7 +234,7 @@ class Saver(Generic[P]):
     def _wanted(self, request: _Request) -> frozenset[Path]:
         """What there should be after a save of the last weights: the checkpoint, and files beside it."""
         plan = self._plan
-        checkpoint = [checkpoint_path(plan.directory, request.iteration)] if plan.keep_last else []
+        checkpoint = [checkpoint_path(plan.directory, request.step)] if plan.keep_last else []
         numbered = [self._numbered(request)] if plan.numbered else []
         if plan.model is not None:
             return frozenset([*checkpoint, *numbered, plan.directory / MODEL])
@@ -269,9 +271,9 @@ class Saver(Generic[P]):
     def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
         """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
         plan = self._plan
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.step, plan.rank)
         make_directory(plan.directory, private=True)
-        written, target = None, checkpoint_path(plan.directory, request.iteration)
+        written, target = None, checkpoint_path(plan.directory, request.step)
         if request.kind != "suspect" and plan.keep_last and target not in there:
             failure: StorageError | OSError | None = None
             try:
@@ -283,7 +285,7 @@ class Saver(Generic[P]):
                 self._prune(request, written)
             if failure is not None:
                 raise self._without_checkpoint(request, there, failure) from failure
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.step, plan.rank)
         try:
             return self._write_copies(request, there)
         except (AllhandsError, OSError) as error:
@@ -301,21 +303,21 @@ class Saver(Generic[P]):
             path = self._write_copies(request, there | {self._numbered(request)})
         except (AllhandsError, OSError):
             return told
-        hint = f"{told.hint}; the weights of batch {request.iteration} are in {path}, without what is needed to go on"
+        hint = f"{told.hint}; the weights of step {request.step} are in {path}, without what is needed to go on"
         return StorageError(told.message, where=told.where, hint=hint)
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
-        """The weights under their batch's number and, unless they are suspect, as the adapter to use."""
+        """The weights under their iteration's number and, unless they are suspect, as the adapter to use."""
         plan, weights = self._plan, request.tensors()[WEIGHTS_FILE]
         numbered = self._numbered(request)
         if request.kind == "suspect" or (plan.numbered and numbered not in there):
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
         if request.kind == "suspect":
             return numbered
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.step, plan.rank)
         if plan.model is not None:
             plan.model.write(plan.directory / MODEL, weights)
-            fire("save", request.iteration, plan.rank)
+            inject_fault("save", request.step, plan.rank)
             return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
         if not there >= {adapter, config}:
@@ -323,17 +325,17 @@ class Saver(Generic[P]):
             save_adapter_config(plan.adapter_config, plan.directory)
             save_template(plan.chat_template, plan.directory)
             write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
-        fire("save", request.iteration, plan.rank)
+        inject_fault("save", request.step, plan.rank)
         return adapter
 
     def _prune(self, request: _Request, written: Checkpoint | None) -> None:
         plan = self._plan
-        protected = () if request.best_iteration is None else (request.best_iteration,)
+        protected = () if request.best_step is None else (request.best_step,)
         try:
             prune(plan.directory, plan.keep_last, plan.keep_every, protected, written)
         except AllhandsError as error:
             text = f"a checkpoint that need not be kept is still there ({error.where}: {error.message})"
-            self._troubles.append(Warned(request.iteration, text))
+            self._troubles.append(Warned(request.step, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
         texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
@@ -341,7 +343,7 @@ class Saver(Generic[P]):
             texts[TEMPLATE_FILE] = self._plan.chat_template
         delivery, busy = request.delivery, self._plan.busy
         contents: dict[str, Any] = {
-            "step": request.iteration,
+            "step": request.step,
             "run_id": self._plan.run_id,
             "state": {**request.state, **self._plan.constants()},
             "tensors": request.tensors(),
@@ -376,7 +378,7 @@ def saving(
         return snapshot(groups if parts is None else parts.ownership.common(groups), held.spare_bytes())
 
     def offer(state: P, kind: SaveKind) -> None:
-        target = checkpoint_of(plan.directory, state.iteration, kind, plan.keep_last)
+        target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
         if parts is not None and target is not None:
             parts.begin(target)
 

@@ -77,15 +77,20 @@ class CheckpointDraft:
         whole = merged(arrays)
         for array in whole:
             array.check(files)
-        body: dict[str, Any] = {"format": FORMAT, "step": step, "run_id": run_id, "time": round(time.time(), 3)}
+        known = json.loads(dumped(state))
+        # A person's own loop, which has no iterations, counts by steps alone.
+        given = known.get("iteration")
+        iteration: int = given if type(given) is int else step
+        body: dict[str, Any] = {"format": FORMAT, "step": step, "iteration": iteration, "run_id": run_id}
+        body["time"] = round(time.time(), 3)
         described = {
             "files": {name: vars(file) for name, file in files.items()},
             "arrays": [array.to_json() for array in whole],
         }
         written = write_file(self.directory / MANIFEST, [manifest_text(body | described)], progress)
         publish(self.directory, self.target, private=True)
-        known = json.loads(dumped(state))
-        return Checkpoint(self.target, step, run_id, body["time"], known, files, tuple(whole), written.sha256)
+        facts = (run_id, body["time"], known, files, tuple(whole), written.sha256)
+        return Checkpoint(self.target, step, iteration, *facts)
 
 
 @contextmanager
@@ -123,7 +128,8 @@ def write_checkpoint(
 
     Args:
         target: its directory, in a directory that no other process writes checkpoints into.
-        state: JSON values; NaN and infinity are none.
+        step: optimizer updates made.
+        state: JSON values; NaN and infinity are none. ``iteration``, where it has that, is in the manifest, too.
         tensors: arrays by file name; they are called after the file and their own names.
         texts: contents of further files by name.
         progress: called as the writing gets on, after each few megabytes.

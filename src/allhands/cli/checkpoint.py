@@ -226,13 +226,13 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     from allhands.io.formatting import format_count, format_duration
 
     state = checkpoint.state
-    facts: list[tuple[str, object]] = [("step", checkpoint.step)]
+    facts: list[tuple[str, object]] = [("step", checkpoint.step), ("iteration", checkpoint.iteration)]
     if (epoch := _number(state, "epoch")) is not None:
         facts.append(("epoch", f"{epoch:.4g}"))
     if (tokens := _number(state, "trained_tokens")) is not None:
         facts.append(("trained tokens", format_count(tokens)))
     if (loss := _number(state, "best_loss")) is not None:
-        at = _number(state, "best_iteration")
+        at = _number(state, "best_step")
         facts.append(("best loss", f"{loss:.4g}" + ("" if at is None else f" at step {at:.0f}")))
     facts += [
         ("written", _when(checkpoint.time)),

@@ -409,7 +409,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path(
         "demo-run"
     ),
-    iters: Annotated[int, typer.Option("--iters", min=2, help="Batches to train on.")] = 60,
+    iters: Annotated[int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")] = 60,
     seed: Seed = 0,
 ) -> None:
     """A small model learns to talk like a pirate: the whole road.

@@ -32,7 +32,7 @@ from allhands.runtime.blas import allowed_cores
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
 # What is written into --out itself, and what is in each file of ours.
-_WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per update |", ANSWERS_FILE: SCORED}
+_WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
 def run_demo(out: Path, iters: int, seed: int) -> None:

@@ -78,8 +78,8 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
         tokens, largest = int(sets.train.work.max()) + 1, sets.largest_token
     mx.random.seed(config.seed)
     make_trainable(loaded.model, config)
-    eager = accelerator.eager and config.compile != "on"
-    kernels = own_choices(accelerator, eager=eager)
+    cpu_native = accelerator.runs_natively(config.compile)
+    kernels = own_choices(accelerator, cpu_native=cpu_native)
     console.print(f"mlx_lm's own model computes rows of 16 and {tokens} tokens, then a training step does ...")
     check = GradientCheck(
         loaded.model, accelerator, loaded.config, longest=tokens, largest_token=largest, bounded=False
@@ -89,7 +89,7 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
     )
     for each in applied:
         console.print(f"pass: {each}", markup=False)
-    verdict = check.compare(loaded.model, eager=eager, dropout=dropout_keys_of(loaded.model))
+    verdict = check.compare(loaded.model, cpu_native=cpu_native, dropout=dropout_keys_of(loaded.model))
     _print_verdict(console, verdict)
     if not verdict.compared:
         raise ConfigError("nothing could be compared", where=model, hint="; ".join(verdict.notes))

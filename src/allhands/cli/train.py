@@ -133,7 +133,8 @@ def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
     num_ranks = launch.size if launch.launcher != "single" else config.num_ranks
     if config.hostfile and config.num_ranks == 1:
         num_ranks = sum(host.slots for host in read_hostfile(config.hostfile))
-    faults.check(num_ranks, config.iters)
+    steps = None if config.iters is None else -(-config.iters // config.grad_accumulation_steps)
+    faults.check(num_ranks, steps)
     if launch.rank == 0 and (line := faults.already_fired()):
         tell(f"allhands: {line}")
 

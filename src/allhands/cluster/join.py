@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
     from allhands.config.schema import TrainConfig
     from allhands.distributed.backend import Communicator
-    from allhands.run.preparing import Surroundings
+    from allhands.run.preparing import RunContext
 
 _log = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
     return Mesh(launch.rank, launch.size, launch.local_rank, launch.local_size, tuple(weights or ()))
 
 
-def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> Surroundings:
+def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> RunContext:
     """What a training run is given as one rank of ``launch``, in contact with the supervisor, if there is one.
 
     Raises:
         ConfigError: not one weight for each rank.
     """
-    from allhands.run.preparing import Surroundings
+    from allhands.run.preparing import RunContext
 
     take_device(launch)
 
@@ -91,7 +91,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
     # A supervisor that has left ranks out knows the weights of the others.
     weights = os.environ.get("ALLHANDS_RANK_WEIGHTS")
-    return Surroundings(
+    return RunContext(
         mesh=mesh_of(launch, json.loads(weights) if weights else config.rank_weights),
         connect=join,
         started=worker.mark_started,

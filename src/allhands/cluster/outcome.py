@@ -23,7 +23,7 @@ class Fault:
 
     Attributes:
         exit_code: for the supervisor to end with, if it does: the rank's, or 128 + signal.
-        step: batches that the rank had done; ``None`` before the first beat.
+        step: optimizer updates that the rank had done; ``None`` before the first beat.
         phase: what it was doing then.
         error: type and message of the exception that the rank wrote down.
         explanation: the message with place and remedy of an error that was foreseen.
@@ -61,7 +61,7 @@ class Outcome:
         stopped: the signal by which a person, or a scheduler, ended it; 0 if none did.
         regroup: it ended at a checkpoint because it was told to.
         started: whether all ranks had begun to train.
-        step: the most batches that any rank had done; ``None`` before the first beat.
+        step: the most optimizer updates that any rank had done; ``None`` before the first beat.
         ports_taken: the ring found its ports taken by another program: start again with others, nothing else is wrong.
     """
 

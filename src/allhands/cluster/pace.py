@@ -33,7 +33,7 @@ class Pace:
         self.phase = "start"
 
     def beat(self, phase: str, step: int) -> None:
-        """Take in that the rank is in ``phase`` after ``step`` batches."""
+        """Take in that the rank is in ``phase`` after ``step`` updates."""
         now = self._clock()
         if self._began is not None and step != self._step:
             # The first one compiles, and is no measure once there is another.

@@ -83,7 +83,7 @@ class Beat:
     """The latest sign of life of a rank's training thread.
 
     Attributes:
-        step: batches done.
+        step: optimizer updates done.
         phase: what it does now.
         count: beats so far.
         time: when the supervisor's side saw this count first (``time.monotonic`` of the supervisor's computer).

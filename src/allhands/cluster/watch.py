@@ -88,7 +88,7 @@ class StepTimes:
         self._longest = 0.0
 
     def add(self, rank: int, step: int, seconds: float) -> None:
-        """Count seconds of a rank in the step after ``step`` batches."""
+        """Count seconds of a rank in the step after ``step`` updates."""
         at, so_far = self._own.get(rank, (step, 0.0))
         total = seconds + (so_far if at == step else 0.0)
         self._own[rank] = step, total

@@ -124,7 +124,7 @@ class WorkerContext:
             os._exit(0)
 
     def beat(self, phase: str, step: int, waited_s: float = 0.0) -> None:
-        """Tell the supervisor what the training thread, which must be the caller, does after ``step`` batches.
+        """Tell the supervisor what the training thread, which must be the caller, does after ``step`` updates.
 
         Takes microseconds and never fails: a disk that is full of other things must not end a run.
 

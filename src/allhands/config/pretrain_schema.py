@@ -65,7 +65,7 @@ class PretrainConfig(TrainConfig):
         description="constant, linear or cosine by name, or mlx_lm's schedule as JSON. [cosine]",
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Optimizer updates of linear warm-up. [a twentieth of all, at most 1000]"
+        None, ge=0, description="Steps (optimizer updates) of linear warm-up. [a twentieth of all, at most 1000]"
     )
     weight_decay: float | None = Field(0.1, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
     weight_decay_on: Literal["all", "matrices"] = Field(

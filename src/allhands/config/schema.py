@@ -99,7 +99,7 @@ class LrSchedule(_Strict):
         "linear_schedule",
     ] = Field(description="Name of the schedule.")
     arguments: list[float] | None = Field(None, description="Arguments of mlx.optimizers' schedule of that name.")
-    warmup: int = Field(0, ge=0, description="Optimizer updates of linear warm-up before the schedule.")
+    warmup: int = Field(0, ge=0, description="Steps (optimizer updates) of linear warm-up before the schedule.")
     warmup_init: float = Field(0.0, ge=0, description="Learning rate at the start of the warm-up.")
 
     @model_validator(mode="after")
@@ -174,14 +174,16 @@ class TrainConfig(_Strict):
         None, ge=-1, description="Blocks to train, counted from the last; -1 is all. [adapters: 16; full: all]"
     )
     batch_size: int = Field(4, ge=1, le=10**6, description="Examples a batch: global, over all ranks.")
-    iters: int | None = Field(None, ge=1, le=10**9, description="Batches to train on. [1000, unless --epochs]")
+    iters: int | None = Field(
+        None, ge=1, le=10**9, description="Iterations: batches to train on. [1000, unless --epochs]"
+    )
     epochs: float | None = Field(None, gt=0, description="Passes over the training set, instead of --iters.")
     val_batches: int = Field(25, ge=-1, description="Validation batches; -1 is the whole set, 0 none.")
     learning_rate: float = Field(1e-5, gt=0, description="Learning rate (the peak, with a schedule).")
     lr_schedule: LrSchedule | None = Field(
         None, description="constant, linear or cosine by name, or mlx_lm's schedule as JSON."
     )
-    warmup_steps: int | None = Field(0, ge=0, description="Optimizer updates of linear warm-up.")
+    warmup_steps: int | None = Field(0, ge=0, description="Steps (optimizer updates) of linear warm-up.")
     weight_decay: float | None = Field(None, ge=0, description="Weight decay of adamw, muon, sgd, adafactor.")
     weight_decay_on: Literal["all", "matrices"] = Field(
         "all", description="matrices: no weight decay of norms and biases."
@@ -190,17 +192,19 @@ class TrainConfig(_Strict):
         False, description="Update float32 copies of weights in half precision, and round these."
     )
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this.")
-    grad_accumulation_steps: int = Field(1, ge=1, description="Batches an optimizer update, weighted by tokens.")
-    steps_per_report: int = Field(10, ge=1, description="Batches between training reports.")
-    steps_per_eval: int = Field(200, ge=1, description="Batches between validations.")
-    save_every: int = Field(100, ge=1, description="Batches between saves.")
+    grad_accumulation_steps: int = Field(
+        1, ge=1, description="Iterations (batches) a step, which is an optimizer update."
+    )
+    steps_per_report: int = Field(10, ge=1, description="Iterations (batches) between training reports.")
+    steps_per_eval: int = Field(200, ge=1, description="Iterations (batches) between validations.")
+    save_every: int = Field(100, ge=1, description="Iterations (batches) between saves.")
     adapter_path: LocalPath = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
     resume_adapter_file: LocalPath | None = Field(None, description="Adapter weights to start from.")
     resume: LocalPath | None = Field(
         None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
     )
     keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
-    keep_every: int | None = Field(None, ge=1, description="Also keep the checkpoints of every so many batches.")
+    keep_every: int | None = Field(None, ge=1, description="Also keep the checkpoints of every so many iterations.")
     keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
     checkpoint_copies: int = Field(
         2, ge=1, description="Hosts that keep the checkpoints where they share no file system."
@@ -305,11 +309,13 @@ class TrainConfig(_Strict):
     sample_prompts: list[str] | None = Field(
         None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
     )
-    sample_every: int | None = Field(None, ge=1, description="Batches between samples. [with each validation]")
+    sample_every: int | None = Field(
+        None, ge=1, description="Iterations (batches) between samples. [with each validation]"
+    )
     sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
     sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
-    profile: bool = Field(False, description="With each report, show what the time of an update goes into.")
+    profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod

@@ -1,7 +1,7 @@
 """From a set of windows to the padded arrays that a rank computes in one step.
 
-The loader has no state but the batch number: everything follows from (seed, epoch, step), so it can be
-put at any step at once, and a run on another number of ranks sees the same global batches.
+The loader has no state but the batch number: everything follows from (seed, epoch, batch), so it can be
+put at any batch at once, and a run on another number of ranks sees the same global batches.
 """
 
 from __future__ import annotations

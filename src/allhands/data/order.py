@@ -1,4 +1,4 @@
-"""The global order of samples: a pure function of (seed, epoch, step), whatever the number of ranks.
+"""The global order of samples: a pure function of (seed, epoch, batch), whatever the number of ranks.
 
 Examples of similar length are put into the same batch, because padding is wasted work: the epoch is
 shuffled, sorted by length within pools of ``POOL_BATCHES`` batches, cut into batches, and the batches are

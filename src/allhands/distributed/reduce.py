@@ -210,7 +210,7 @@ def _sum_bucket(
     communicator: Communicator, arrays: Sequence[mx.array], bucket: list[int], stream: Any, into: list[mx.array]
 ) -> None:
     """Begin to add up a bucket's arrays over ranks."""
-    # The largest first: see Leaves.before_attention for what is computed first beside them.
+    # The largest first: see FlatParams.before_attention for what is computed first beside them.
     large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
     calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
     with together([arrays[i] for i in bucket], stream, communicator) as totals:

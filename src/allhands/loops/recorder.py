@@ -189,7 +189,7 @@ def _typed(name: str, number: float) -> Any:
     usual = UNKNOWN.get(name, math.nan)
     if isinstance(usual, float) or not math.isfinite(number):
         return number if isinstance(usual, float) else usual
-    return int(number) if isinstance(usual, int) else (int(number),)
+    return (int(number),) if isinstance(usual, tuple) else int(number)
 
 
 def _train(step: int, known: Mapping[str, Any], elapsed_s: float, step_time_s: float) -> TrainReport:

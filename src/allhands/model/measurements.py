@@ -30,10 +30,10 @@ _ROWS = TypeAdapter(list[FormTimes])
 _FORMAT = 1
 
 
-def missing_forms(accelerator: Accelerator, *, eager: bool) -> frozenset[str]:
-    """The forms of this kind of device that a process cannot compute; native ones are for ``eager`` steps alone."""
+def missing_forms(accelerator: Accelerator, *, cpu_native: bool) -> frozenset[str]:
+    """The forms of this kind of device that a process cannot compute; native ones are for ``cpu_native`` steps."""
     if accelerator.kind == "cpu":
-        return frozenset() if eager and native.available() else frozenset({"native"})
+        return frozenset() if cpu_native and native.available() else frozenset({"native"})
     return frozenset({"fused"}) if accelerator.kind == "cuda" and not kernels.available() else frozenset()
 
 
@@ -43,7 +43,7 @@ def device_facts(accelerator: Accelerator) -> Facts:
         "kind": accelerator.kind,
         "name": _processor() if accelerator.kind == "cpu" else accelerator.name,
         "cores": accelerator.cores if accelerator.kind == "cpu" else 0,
-        "missing": " ".join(sorted(missing_forms(accelerator, eager=True))),
+        "missing": " ".join(sorted(missing_forms(accelerator, cpu_native=True))),
         "allhands": version_of("allhands") or "",
         "mlx": version_of("mlx") or "",
         "forms": hashlib.sha256(repr(FORMS).encode()).hexdigest()[:16],

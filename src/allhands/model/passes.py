@@ -22,9 +22,9 @@ from allhands.kernels.fused.embedding import make_deterministic
 from allhands.kernels.fused.linear import use_dense
 from allhands.kernels.selection import KernelSelection, give_selection
 from allhands.model.balance import balance_experts
-from allhands.model.checkpointing import checkpoint_layers
 from allhands.model.dropout import SampleDropout, install_dropout
 from allhands.model.quantized import hold_in_float32, replace_quantized
+from allhands.model.remat import checkpoint_layers
 from allhands.runtime.accelerator import Accelerator
 
 Stage = Literal["made", "adapted", "agreed"]
@@ -132,7 +132,7 @@ class _OrderedEmbeddings:
     def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
         if not context.in_passes:
             return "nothing is trained"
-        return "a CPU adds rows in order" if context.accelerator.eager else True
+        return "a CPU adds rows in order" if context.accelerator.cpu_native else True
 
     def apply(self, model: nn.Module, context: PassContext) -> int:
         return make_deterministic(model)

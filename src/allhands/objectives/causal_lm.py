@@ -41,7 +41,7 @@ class CausalLM:
         return {"targets": batch.num_targets, "tokens": batch.num_tokens}
 
     def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
-        loss = make_loss(model, eager=cpu_native, with_grad=with_grad)
+        loss = make_loss(model, cpu_native=cpu_native, with_grad=with_grad)
         return lambda *arrays: (loss(*arrays),)
 
     def cpu_gradient(self, model: Any) -> GradFunction | None:
@@ -66,16 +66,16 @@ def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
     return tuple(map(mx.array, batch_values(batch)))
 
 
-def make_loss(model: Any, *, eager: bool, with_grad: bool = True) -> LossFunction:
+def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFunction:
     """The summed cross-entropy of ``model`` at the trained places.
 
     Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
-    With ``eager`` the result is a value, not to be differentiated.
+    With ``cpu_native`` the result is a value, not to be differentiated.
     """
     parts = split(model)
     if parts is None:
         return partial(_plain_loss, model)
-    return partial(_eager_loss, parts) if eager else partial(_split_loss, parts, with_grad)
+    return partial(_eager_loss, parts) if cpu_native else partial(_split_loss, parts, with_grad)
 
 
 def _plain_loss(

@@ -115,7 +115,7 @@ def _draw(figure: Figure, curves: Sequence[_Curve], title: str) -> None:
         axes.locator_params(integer=column == 0, nbins=8, axis="x")
         if len(curves) == 1 and curves[0].valid[2].size:
             _annotate_best(axes, curves[0], column, scale)
-    by_step.set(title="over steps", xlabel="step (one batch)")
+    by_step.set(title="over steps", xlabel="step (one optimizer update)")
     top = axis_top([[curve.train[2].tolist(), curve.valid[2].tolist()] for curve in curves])
     by_step.set_ylabel(f"loss per token (lower is better){cut_off(top)}")
     if top is not None:
@@ -352,7 +352,7 @@ _HEADINGS = {
     "cores per rank": "cores",
     "steps": "steps",
     "training time": "time",
-    "seconds per update": "s per\nupdate",
+    "seconds per step": "s per\nstep",
     "tokens/s": "tokens\n/s",
     "speed-up": "speed\n-up",
     "final training loss": "train\nloss",
@@ -389,7 +389,7 @@ def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, lis
 def times_markdown(runs: Sequence[RunHistory]) -> str:
     """The same figures as :func:`times_table` as a Markdown table, one row a run.
 
-    Seconds per update and tokens per second are medians over the reports, which leaves out warm-up and pauses.
+    Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
     The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
     """
     measures = _measures(runs)
@@ -409,7 +409,7 @@ def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
         ("cores per rank", [_cores(run) for run in runs]),
         ("steps", [_steps(run) for run in runs]),
         ("training time", [_known(_total_s(run), format_duration) for run in runs]),
-        ("seconds per update", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
+        ("seconds per step", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
         ("tokens/s", [_known(speed, format_rate) for speed in speeds]),
         ("speed-up", [_known(speed / first, "{:.2f}x".format) for speed in speeds]),
         ("final training loss", [_known(_last_loss(run), "{:.3f}".format) for run in runs]),

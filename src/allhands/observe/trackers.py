@@ -54,7 +54,6 @@ class TrackerSink:
         name: str,
         tracker: Tracker,
         *,
-        batches_per_update: int = 1,
         patience_s: float = _PATIENCE_S,
         slow_s: float = _SLOW_S,
     ) -> None:
@@ -63,7 +62,6 @@ class TrackerSink:
         """
         self._name = name
         self._tracker = tracker
-        self._batches_per_update = batches_per_update
         self._patience_s = patience_s
         self._slow_s = slow_s
         self._warned = False
@@ -74,7 +72,7 @@ class TrackerSink:
         self._thread.start()
 
     def emit(self, event: Event) -> None:
-        if values := tracked_values(event, self._batches_per_update):
+        if values := tracked_values(event):
             try:
                 self._waiting.put_nowait((values, getattr(event, "step", 0)))
             except queue.Full:
@@ -114,16 +112,18 @@ class TrackerSink:
             _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
 
 
-def tracked_values(event: Event, batches_per_update: int = 1) -> dict[str, float]:
+def tracked_values(event: Event) -> dict[str, float]:
     """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
 
-    An iteration is a batch, of which an update may take several.
+    They are sent under the number of steps, which are optimizer updates. An iteration is a batch, of which a step may
+    take several.
     """
     if isinstance(event, TrainReport):
         return {
             "train_loss": event.loss,
+            **_iteration(event),
             "learning_rate": event.learning_rate,
-            "iterations_per_second": batches_per_update / event.step_time_s if event.step_time_s else 0.0,
+            "iterations_per_second": event.iterations_per_s,
             "tokens_per_second": event.trained_tokens_per_s,
             "trained_tokens": event.trained_tokens,
             "peak_memory": max(event.peak_memory_bytes, default=0) / 1e9,
@@ -132,10 +132,14 @@ def tracked_values(event: Event, batches_per_update: int = 1) -> dict[str, float
         }
     if isinstance(event, ValidReport):
         more = {f"val_{name}": value for name, value in event.metrics.items()}
-        return {"val_loss": event.loss, "val_time": event.duration_s, **more}
+        return {"val_loss": event.loss, **_iteration(event), "val_time": event.duration_s, **more}
     if isinstance(event, RunEnded) and event.test_loss is not None:
         return {"test_loss": event.test_loss}
     return {}
+
+
+def _iteration(event: TrainReport | ValidReport) -> dict[str, float]:
+    return {} if event.iteration is None else {"iteration": event.iteration}
 
 
 def without_secrets(text: str) -> str:
@@ -176,8 +180,7 @@ def start_trackers(
         ConfigError: nobody is logged in.
     """
     started = [(name, _start(name, project, directory, config)) for name in names]
-    batches = int(config.get("grad_accumulation_steps", 1))
-    return [TrackerSink(name, one, batches_per_update=batches) for name, one in started if one is not None]
+    return [TrackerSink(name, one) for name, one in started if one is not None]
 
 
 def _start(name: str, project: str | None, directory: Path, config: Mapping[str, Any]) -> Tracker | None:

@@ -21,7 +21,7 @@ from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.passes import Passes
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.sums import Gradients, Reduced, Times
@@ -77,7 +77,7 @@ class Strategy(Protocol):
         """Whether gradients travel while others are computed."""
         ...
 
-    def place(self, leaves: Leaves | None) -> Shards | None:
+    def place(self, leaves: FlatParams | None) -> Shards | None:
         """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
 
         Not called where the optimizer's state cannot be divided.

@@ -30,7 +30,7 @@ from allhands.distributed.reduce import (
 )
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import sum_of_squares
@@ -98,7 +98,7 @@ class DataParallel:
         if self._packing is not None:
             self.left = self._packing.nothing_left(passes.trained())
 
-    def place(self, leaves: Leaves | None) -> Shards | None:
+    def place(self, leaves: FlatParams | None) -> Shards | None:
         communicator = self._exchanging.communicator
         if leaves is not None and self._divides and communicator.size > 1:
             shards = Shards(communicator, [chunk.shape for chunk in leaves.chunks], leaves.tables)

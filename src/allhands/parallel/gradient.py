@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.kernels.fused.embedding import Apart
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.dropout import DropoutKeys
 from allhands.objectives.base import GradFunction, Objective, SumsFunction
 from allhands.objectives.causal_lm import CAUSAL_LM
@@ -39,7 +39,7 @@ class FlatWeights(Protocol):
     """All trained weights as few arrays."""
 
     @property
-    def leaves(self) -> Leaves | None:
+    def leaves(self) -> FlatParams | None:
         """Which weights lie where; ``None`` where each is an array of its own."""
         ...
 
@@ -51,21 +51,21 @@ class FlatWeights(Protocol):
 def make_gradient(
     model: nn.Module,
     *,
-    eager: bool,
+    cpu_native: bool,
     compiled: bool = True,
     dropout: DropoutKeys | None = None,
     objective: Objective = CAUSAL_LM,
 ) -> GradFunction:
     """Sums of ``objective`` and the gradient of its loss in the trainable parameters.
 
-    Either ``eager`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first argument
-    is the (B, T, 2) keys of the batch.
+    Either ``cpu_native`` (Linux CPU), or one lazy graph, ``compiled`` or not. With ``dropout`` the function's first
+    argument is the (B, T, 2) keys of the batch.
     """
-    at_once = objective.cpu_gradient(model) if eager else None
+    at_once = objective.cpu_gradient(model) if cpu_native else None
     if at_once is not None:
         return _keyed(at_once, dropout)
     function = _keyed(_as_one(nn.value_and_grad(model, _loss_first(model, objective))), dropout)
-    if eager or not compiled:
+    if cpu_native or not compiled:
         return function
     # MLX's own random state, too, for models that draw from it.
     fused = mx.compile(function, inputs=[model.state, mx.random.state], outputs=[mx.random.state])

@@ -58,7 +58,7 @@ class Passes:
         self._to_arrays = arrays_of_batches()
         how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
         if self.flat is None:
-            self._gradient = make_gradient(model, eager=computing.cpu_native, **how)
+            self._gradient = make_gradient(model, cpu_native=computing.cpu_native, **how)
         else:
             self._gradient = make_joined_gradient(model, self.flat, **how)
 
@@ -131,7 +131,7 @@ class Passes:
         """The gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
         cpu_native, dropout = self.computing.cpu_native, self.computing.dropout
         gradient = make_gradient(
-            self.model, eager=cpu_native, compiled=False, dropout=dropout, objective=self.objective
+            self.model, cpu_native=cpu_native, compiled=False, dropout=dropout, objective=self.objective
         )
         return lambda batch: gradient(*self.arguments(batch))
 

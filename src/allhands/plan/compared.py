@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from allhands.distributed.capabilities import can
 from allhands.io.formatting import format_bytes, format_count, format_duration
-from allhands.observe.metrics import RunHistory, RunStarted, TrainReport, typical
+from allhands.observe.metrics import RunHistory, TrainReport, typical
 from allhands.observe.monitor.samples import Sample
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
 from allhands.plan.strategies import SHARD
@@ -204,7 +204,7 @@ def _times(
     whole, name = None, "all steps"
     if history.ended is not None and history.ended.reason == "finished" and _one_number(history):
         whole = history.ended.total_time_s
-    ran = plan.steps if history.started is None else _updates(history.started, config)
+    ran = plan.steps if history.started is None else history.started.total_steps
     if ran != plan.steps:
         rest_s, name = rest_s * ran / plan.steps, f"all {ran:,} steps ({plan.steps:,} were planned: their share)"
     marked |= any(one.option in _OF_VALIDATIONS for one in differences)
@@ -395,15 +395,9 @@ def _differences(plan: KeptPlan, history: RunHistory, config: Mapping[str, Any])
         if not _same(name, planned, trained):
             yield Difference(name, _flag(name, planned), _flag(name, trained))
     yield from _circumstances(plan, history)
-    if started is not None and all(plan.options.get(name) == config.get(name) for name in _LENGTH):
-        updates = _updates(started, config)
-        if updates != plan.steps:
-            yield Difference("steps", f"{plan.steps} steps", f"{updates} steps")
-
-
-def _updates(started: RunStarted, config: Mapping[str, Any]) -> int:
-    """Of the optimizer, where the run counts batches."""
-    return math.ceil(started.total_steps / (config.get("grad_accumulation_steps") or 1))
+    long = all(plan.options.get(name) == config.get(name) for name in _LENGTH)
+    if started is not None and long and started.total_steps != plan.steps:
+        yield Difference("steps", f"{plan.steps} steps", f"{started.total_steps} steps")
 
 
 def _circumstances(plan: KeptPlan, history: RunHistory) -> Iterator[Difference]:

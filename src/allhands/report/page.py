@@ -159,7 +159,7 @@ def _sections(
     phases = [
         chart
         for place, (label, run) in enumerate(zip(labels, runs, strict=True))
-        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, _batches(run), place)
+        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, place)
     ]
     yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
     drawn = _some(charts, "rank-memory")
@@ -200,12 +200,6 @@ def _first_wide(charts: tuple[Chart, ...]) -> tuple[Chart, ...]:
 
 def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
     return tuple(charts[key] for key in keys if key in charts)
-
-
-def _batches(run: ReportFacts) -> int:
-    """Batches of an update."""
-    number = run.config.get("grad_accumulation_steps")
-    return number if isinstance(number, int) and number > 0 else 1
 
 
 def _phase(name: str) -> str:
@@ -340,6 +334,7 @@ def _machines(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
         ("trained parameters", started(_parameters)),
         ("batch size (all ranks)", started(lambda it: it.batch_size)),
         ("steps", lambda run: str(run.history.started.total_steps) if run.history.started else ""),
+        ("iterations (batches)", lambda run: str((run.history.started and run.history.started.total_iterations) or "")),
         ("ranks", started(lambda it: it.num_ranks)),
         ("back-end", started(lambda it: it.backend if it.num_ranks > 1 else None)),
         ("cores per rank", started(lambda it: it.cores_per_rank)),

@@ -22,16 +22,13 @@ PHASES_TOLD = (
 )
 
 
-def phase_charts(
-    key: str, label: str, run: RunHistory, samples: Sequence[Sample], batches: int = 1, colour: int = 0
-) -> Iterator[Chart]:
+def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample], colour: int = 0) -> Iterator[Chart]:
     """Of one run the phases of rank 0 as it reported them; where there are several ranks, those of each, as sampled.
 
     Args:
-        batches: of an update; the samples count these, and the reports updates.
         colour: of the run among those of the page.
     """
-    ranks = [(group[0].name, _of_rank(group, batches)) for group in groups_of(samples) if group[0].role == "rank"]
+    ranks = [(group[0].name, _of_rank(group)) for group in groups_of(samples) if group[0].role == "rank"]
     known = [(name, lines) for name, lines in ranks if lines]
     if made := _of_reports(key, label, run, colour):
         yield replace(made, wide=len(known) > 1)
@@ -65,13 +62,13 @@ def _parts_of(report: TrainReport) -> tuple[float, ...]:
     return (*named, max(0.0, report.step_time_s - sum(named)))
 
 
-def _of_rank(group: Sequence[Sample], batches: int) -> list[Line]:
+def _of_rank(group: Sequence[Sample]) -> list[Line]:
     """The lines of one rank; none if no step of it was seen from its beginning to its end."""
     points = _merged(list(_stretches(group)))
     if not points:
         return []
     x = tuple(float(step) for step, _, _ in points)
-    columns = [tuple(batches * spent[name] / steps for _, steps, spent in points) for name, _ in _PARTS]
+    columns = [tuple(spent[name] / steps for _, steps, spent in points) for name, _ in _PARTS]
     return _lines(x, columns, [sum(column) for column in zip(*columns, strict=True)])
 
 

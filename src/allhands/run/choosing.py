@@ -44,15 +44,17 @@ class Settlement:
         return {"device": self.facts, "wishes": self.wishes, "measured": as_rows(self.choices.measured)}
 
 
-def own_choices(accelerator: Accelerator, environ: Mapping[str, str] = os.environ, *, eager: bool = True) -> Settlement:
-    """What was measured on this device, and what a person wants, for steps that are ``eager`` or not.
+def own_choices(
+    accelerator: Accelerator, environ: Mapping[str, str] = os.environ, *, cpu_native: bool = True
+) -> Settlement:
+    """What was measured on this device, and what a person wants, for steps that are ``cpu_native`` or not.
 
     Raises:
         ConfigError: ``ALLHANDS_KERNELS`` asks for what there is not.
     """
     facts, wishes = device_facts(accelerator), environ.get(VARIABLE, "")
     measured, notice = load_table(facts)
-    missing = missing_forms(accelerator, eager=eager)
+    missing = missing_forms(accelerator, cpu_native=cpu_native)
     wished = parse_wishes(wishes, accelerator.kind, missing)
     choices = Choices(tuple(measured), wished, str(facts["name"]), missing)
     return Settlement(facts, wishes, choices, (notice,) if notice else ())

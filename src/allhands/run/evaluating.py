@@ -10,7 +10,7 @@ from allhands.config.eval_schema import EvalConfig
 from allhands.errors import DataError
 from allhands.model.beyond import limits_told, use_of
 from allhands.run.adapter_files import check_adapter
-from allhands.run.preparing import Surroundings, prepare
+from allhands.run.preparing import RunContext, prepare
 from allhands.train.evaluation import Evaluator
 
 
@@ -37,7 +37,7 @@ class Evaluation:
     notes: tuple[str, ...]
 
 
-def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
+def run_evaluation(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     """Evaluate as ``config`` says, in this process, as one rank of ``surroundings.mesh``; the same on every rank.
 
     Raises:
@@ -49,7 +49,7 @@ def run_evaluation(config: EvalConfig, surroundings: Surroundings) -> Evaluation
         return _evaluated(config, surroundings)
 
 
-def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
+def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
     windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]
@@ -63,7 +63,7 @@ def _evaluated(config: EvalConfig, surroundings: Surroundings) -> Evaluation:
         ready.accelerator.sizing(config.micro_batch_tokens, compiled=False),
         batch_size=config.batch_size,
         num_batches=config.test_batches,
-        eager=ready.accelerator.eager,
+        cpu_native=ready.accelerator.cpu_native,
         stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
     )

@@ -271,29 +271,29 @@ class GradientCheck:
             value, gradient = nn.value_and_grad(model, loss)(model)
             return _passed(value / row.trained, gradient)
 
-    def compare(self, model: nn.Module, *, eager: bool, dropout: DropoutKeys | None) -> GradientVerdict:
+    def compare(self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None) -> GradientVerdict:
         """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
         """
-        compared = [self._decided(model, each, eager, dropout) for each in self._rows]
+        compared = [self._decided(model, each, cpu_native, dropout) for each in self._rows]
         self._rows.clear()
         # What a step will need is told from what the process holds before.
         mx.clear_cache()
         give_back_freed_pages()
         return GradientVerdict(tuple(compared), tuple(self.notes), self._is_complete)
 
-    def _decided(self, model: nn.Module, rows: list[_Told], eager: bool, dropout: DropoutKeys | None) -> Compared:
+    def _decided(self, model: nn.Module, rows: list[_Told], cpu_native: bool, dropout: DropoutKeys | None) -> Compared:
         """The first of these rows if it is right, else the one in the middle of all."""
-        found = [self._compared(model, rows[0], eager, dropout)]
+        found = [self._compared(model, rows[0], cpu_native, dropout)]
         if found[0].is_off:
-            found += [self._compared(model, told, eager, dropout) for told in rows[1:]]
+            found += [self._compared(model, told, cpu_native, dropout) for told in rows[1:]]
         return sorted(found, key=lambda row: row.excess)[(len(found) - 1) // 2]
 
-    def _compared(self, model: nn.Module, told: _Told, eager: bool, dropout: DropoutKeys | None) -> Compared:
+    def _compared(self, model: nn.Module, told: _Told, cpu_native: bool, dropout: DropoutKeys | None) -> Compared:
         try:
-            ours = _ours(model, told.row, eager, dropout)
+            ours = _ours(model, told.row, cpu_native, dropout)
         except MemoryError:
             raise
         except Exception as error:  # as above: mlx_lm's own model has computed it
@@ -317,13 +317,13 @@ def _apart(expected: _Pass, found: _Pass) -> tuple[float, tuple[str, float]]:
     return math.sqrt(sum(value**2 for value in off.values())) / max(whole, 1e-30), (worst, shares[worst])
 
 
-def _ours(model: Any, row: _Row, eager: bool, dropout: DropoutKeys | None) -> _Pass:
+def _ours(model: Any, row: _Row, cpu_native: bool, dropout: DropoutKeys | None) -> _Pass:
     count, last = row.trained, len(row.tokens) - 1
     batch = [row.tokens[None, :-1], mx.arange(last - count, last), row.tokens[-count:]]
     if dropout is not None:
         batch.insert(0, dropout.of(np.zeros(1, dtype=np.int64), last, 0))
     with moments.one_pass(model, row.blocks):
-        value, gradient = make_gradient(model, eager=eager, compiled=False, dropout=dropout)(*batch)
+        value, gradient = make_gradient(model, cpu_native=cpu_native, compiled=False, dropout=dropout)(*batch)
         return _passed(value / count, gradient)
 
 
@@ -426,9 +426,9 @@ def remember(path: Path, verdict: GradientVerdict) -> None:
 class StartCheck:
     """The check of a training before its first step: made once for each kind of step, and remembered."""
 
-    def __init__(self, check: GradientCheck, memory: Path, *, eager: bool, name: str) -> None:
+    def __init__(self, check: GradientCheck, memory: Path, *, cpu_native: bool, name: str) -> None:
         self._check, self._memory = check, memory
-        self._eager, self._name = eager, name
+        self._cpu_native, self._name = cpu_native, name
 
     @classmethod
     def begun(
@@ -453,8 +453,8 @@ class StartCheck:
         check = GradientCheck(
             loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
         )
-        eager = accelerator.eager and config.compile != "on"
-        return cls(check, memory, eager=eager, name=str(loaded.path))
+        cpu_native = accelerator.runs_natively(config.compile)
+        return cls(check, memory, cpu_native=cpu_native, name=str(loaded.path))
 
     def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
         """Compare with ours; returns what a person should know.
@@ -462,7 +462,7 @@ class StartCheck:
         Raises:
             ModelError: they differ, or ours cannot be computed.
         """
-        verdict = self._check.compare(model, eager=self._eager, dropout=dropout)
+        verdict = self._check.compare(model, cpu_native=self._cpu_native, dropout=dropout)
         verdict.raise_if_wrong(self._name)
         if verdict.is_complete:
             remember(self._memory, verdict)

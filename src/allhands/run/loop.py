@@ -27,7 +27,7 @@ from allhands.model.load import MODEL
 from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.run.state import LoopState, ReportWindow
 from allhands.runtime.accelerator import Accelerator, peak_memory_bytes
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
 from allhands.train.callbacks import Callback
 from allhands.train.evaluation import Evaluator
@@ -48,12 +48,12 @@ class LoopParts:
         load: this rank's micro-batches of a batch, by its number; usually made ahead.
         save: starts to write a checkpoint on the ranks that keep files; raises nothing.
         saved: what was written since it was asked last, or could not be; waits for all of it if told to.
-        beat: tells the supervisor (phase, batches done).
+        beat: tells the supervisor (phase, steps done).
         stop_requested: the signal that asked this rank to stop, or 0.
         regroup_requested: whether the run should end at a checkpoint, to go on with other ranks.
         learning_rate: of the last update.
         total: batches to train on.
-        sample: lets the model write, on rank 0; the others go on.
+        sample: lets the model write after so many steps and batches, on rank 0; the others go on.
         tokens_per_byte: of the validation texts, if they are that and nothing else.
         loaded: micro-batches of an update before its turn, by the number of its first batch.
         copies: what is known of the checkpoint's copies on other computers, one of which may be this rank's to keep.
@@ -75,10 +75,14 @@ class LoopParts:
     regroup_requested: Callable[[], bool]
     learning_rate: Callable[[], float]
     total: int
-    sample: Callable[[int], list[Sampled]] = lambda step: []
+    sample: Callable[[int, int], list[Sampled]] = lambda step, iteration: []
     tokens_per_byte: float | None = None
     loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
     copies: Copies = field(default_factory=Copies)
+
+    def total_steps(self, state: LoopState) -> int:
+        """Updates of the whole training."""
+        return state.steps_in_all(self.total, self.config.grad_accumulation_steps)
 
 
 def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
@@ -160,15 +164,15 @@ def _regroup(parts: LoopParts, state: LoopState) -> None:
         _tell_saved(parts, state, wait=True)
     except StorageError as error:
         failed = True
-        parts.sink.emit(Warned(state.iteration, _not_saved(error)))
+        parts.sink.emit(Warned(state.step, _not_saved(error)))
     failed = failed or bool(parts.copies.trouble and not before)
     if not _any_rank(parts, state, failed):
-        raise Regroup(f"stopped after batch {state.iteration} to go on with other ranks")
+        raise Regroup(f"stopped after step {state.step} to go on with other ranks")
 
 
 def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
     """Save what was trained; the error to raise, which says where it is. Called on all ranks together."""
-    place = f"batch {state.iteration} of {parts.total}"
+    place = f"step {state.step} of {parts.total_steps(state)}"
     if isinstance(error, Interrupted):
         if state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")
@@ -218,11 +222,11 @@ def _reports(parts: LoopParts, before: int, after: int) -> bool:
 
 def _update(parts: LoopParts, state: LoopState) -> StepResult:
     """One optimizer update over ``grad_accumulation_steps`` batches (fewer at the end)."""
-    begun = time.perf_counter()
-    parts.beat("load", state.iteration)
+    begun, before = time.perf_counter(), state.iteration
+    parts.beat("load", state.step)
     # Nothing of ours draws from it; for models that do.
     mx.random.seed(parts.config.seed + state.iteration)
-    fire("step", state.iteration, parts.communicator.rank)
+    inject_fault("step", state.step, parts.communicator.rank)
     end = _end(parts, state.iteration)
     micro_batches = parts.loaded.pop(state.iteration, None)
     if micro_batches is None:
@@ -236,9 +240,9 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         extra=_extra(parts) if reports and end < parts.total and not _pauses(parts, end) else (),
     )
     _limit_cache(parts.config.clear_cache_threshold)
-    state.iteration = end
+    state.step, state.iteration = state.step + 1, end
     state.trained_tokens += result.num_targets
-    state.window.add(result, time.perf_counter() - begun, loaded - begun)
+    state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
     return result
 
 
@@ -278,7 +282,7 @@ def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> Non
         state.skipped_in_row = 0
         return
     state.skipped_in_row += 1
-    parts.sink.emit(StepSkipped(state.iteration, result.skipped, tuple(number + 1 for number in result.culprits)))
+    parts.sink.emit(StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits)))
     if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
         raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
 
@@ -292,14 +296,14 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
     """A report; ``gathered`` has what the ranks tell each other for it, if the step has exchanged that."""
     window, state.window = state.window, ReportWindow()
     if not gathered:
-        parts.beat("reduce", state.iteration)
+        parts.beat("reduce", state.step)
         gathered = numbers(parts.communicator.all_gather(mx.array(_extra(parts), dtype=mx.float32)))
     by_rank = [gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)]
-    for warned in parts.copies.hear([one for row in by_rank for one in row[_PEAKS:]], state.iteration):
+    for warned in parts.copies.hear([one for row in by_rank for one in row[_PEAKS:]], state.step):
         parts.sink.emit(warned)
     peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
     report = TrainReport(
-        step=state.iteration,
+        step=state.step,
         loss=window.loss_sum / max(window.num_targets, 1),
         learning_rate=parts.learning_rate(),
         grad_norm=window.grad_norm,
@@ -318,6 +322,8 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         needed_bytes=peaks[3] if any(peaks[3]) else (),
         shapes=len(parts.step.shapes),
         metrics=window.metrics(parts.step.options.objective),
+        iteration=state.iteration,
+        iterations_per_s=window.iterations / window.time_s,
         sent_bytes=window.sent_bytes / window.steps,
     )
     parts.sink.emit(report)
@@ -345,17 +351,18 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
         state.validation_due = False
         return False
     begun = time.perf_counter()
-    loss, num_tokens, metrics = parts.evaluator(state.iteration)
+    loss, num_tokens, metrics = parts.evaluator(state.step)
     better = loss < state.best_loss - parts.config.early_stopping_min_delta
     if better:
-        state.best_loss, state.best_iteration, state.stale_validations = loss, state.iteration, 0
+        state.best_loss, state.best_step, state.stale_validations = loss, state.step, 0
     else:
         state.stale_validations += 1
     state.validation_due = False
     now = time.perf_counter()
     ratio = parts.tokens_per_byte
     bits = None if ratio is None else loss / math.log(2) * ratio
-    report = ValidReport(state.iteration, loss, num_tokens, now - started, now - begun, better, bits, metrics)
+    took = now - started, now - begun
+    report = ValidReport(state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration)
     parts.sink.emit(report)
     for callback in _on_main(parts):
         callback.on_valid_report(report)
@@ -365,7 +372,7 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
 
 
 def _sample(parts: LoopParts, state: LoopState) -> None:
-    for sample in parts.sample(state.iteration):
+    for sample in parts.sample(state.step, state.iteration):
         parts.sink.emit(sample)
 
 
@@ -376,7 +383,7 @@ def _out_of_patience(parts: LoopParts, state: LoopState) -> bool:
 
 def _save(parts: LoopParts, state: LoopState, kind: SaveKind) -> None:
     """Begin to save; the training goes on meanwhile."""
-    parts.beat("save", state.iteration)
+    parts.beat("save", state.step)
     parts.save(state, kind)
 
 
@@ -401,7 +408,7 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
         StorageError: it was waited for, and it could not be written.
     """
     if wait:
-        parts.beat("save", state.iteration)
+        parts.beat("save", state.step)
     outcomes = parts.saved(wait)
     for outcome in outcomes:
         if isinstance(outcome, Warned):
@@ -412,13 +419,13 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
         for callback in _on_main(parts):
             callback.on_save(report.step, Path(report.path))
     if parts.copies.keeps:
-        for warned in parts.copies.note(outcomes, state.iteration):
+        for warned in parts.copies.note(outcomes, state.step):
             parts.sink.emit(warned)
         return reports
     failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
     final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
     for failure in failures:
-        parts.sink.emit(Warned(state.iteration, _not_saved(failure)))
+        parts.sink.emit(Warned(state.step, _not_saved(failure)))
     if final is not None:
         final.hint = (
             f"{final.hint}; then the same command with --resume goes on from the last checkpoint, if there is one"
@@ -429,9 +436,9 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
 
 def _meet(parts: LoopParts, state: LoopState) -> None:
     """Wait for all ranks, which have written everything, and tell of copies that could not be."""
-    parts.beat("reduce", state.iteration)
+    parts.beat("reduce", state.step)
     barrier(parts.communicator)
-    for warned in parts.copies.settle(state.iteration):
+    for warned in parts.copies.settle(state.step):
         parts.sink.emit(warned)
 
 
@@ -446,10 +453,11 @@ def _not_saved(failure: AllhandsError) -> str:
 
 def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:
     """Whether ``flag`` is true on any rank; asked on all of them together."""
-    parts.beat("reduce", state.iteration)
+    parts.beat("reduce", state.step)
     return number(parts.communicator.all_sum(mx.array([float(flag)]))) > 0
 
 
 def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:
     best = state.best_loss if math.isfinite(state.best_loss) else None
-    return RunEnded(state.iteration, reason, time.perf_counter() - started, state.best_iteration, best)
+    took_s = time.perf_counter() - started
+    return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)

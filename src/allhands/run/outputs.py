@@ -20,10 +20,10 @@ from allhands.io.terminal import print_line
 from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
-from allhands.run.preparing import Prepared, Surroundings
+from allhands.run.preparing import LoadedRun, RunContext
 
 
-def copies_of(directory: Path, surroundings: Surroundings, ready: Prepared) -> Copies:
+def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
     """What is known of copies; of this rank's own what lies there."""
     return Copies(
         ready.communicator,
@@ -38,8 +38,8 @@ class Outputs:
     """The outputs of one rank's run; what is there for a copy of it alone may fail."""
 
     directory: Path
-    surroundings: Surroundings
-    ready: Prepared
+    surroundings: RunContext
+    ready: LoadedRun
     copies: Copies
 
     @contextmanager

@@ -72,15 +72,15 @@ BUSY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
 
     Attributes:
         connect: joins the group; called after data and model are known to be good.
         started: called once when this rank is ready to train.
         busy: called now and then, by another thread, while the data are fetched and tokenised.
-        beat: told what the training is doing (phase, batches done), at every change.
-        waits: told that the training waits for data (batches done, seconds for which they have been on their way).
+        beat: told what the training is doing (phase, steps done), at every change.
+        waits: told that the training waits for data (steps done, seconds for which they have been on their way).
         stop_requested: the signal that asked this process to stop, or 0.
         regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
         run_id: one for all attempts of a run.
@@ -118,7 +118,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LoadedRun:
     """One rank, everything loaded and agreed.
 
     Attributes:
@@ -150,7 +150,7 @@ class Prepared:
         return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
-def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None) -> Prepared:
+def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None) -> LoadedRun:
     """Load model and data, join the group and agree; go on from a checkpoint."""
     prepare_process()
     told = config.notes
@@ -159,7 +159,7 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     mesh = surroundings.mesh
     told = (*told, *_launching(config))
     accelerator = detect()
-    kernels = own_choices(accelerator, eager=accelerator.eager and config.compile != "on")
+    kernels = own_choices(accelerator, cpu_native=accelerator.runs_natively(config.compile))
     checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
@@ -219,15 +219,15 @@ def prepare(config: TrainConfig, surroundings: Surroundings, directory: Path, st
     elif config.train and config.resume == AUTO:
         notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
-    surroundings.beat("start", 0 if restored is None else int(restored.state["iteration"]))
+    surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
     dropout = dropout_keys_of(model)
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
-    return Prepared(*parts, tuple(notes), run_id, kernels, applied)
+    return LoadedRun(*parts, tuple(notes), run_id, kernels, applied)
 
 
 def _agreed(
-    communicator: Communicator, surroundings: Surroundings, facts: RankFacts, made_data: Callable[..., Datasets]
+    communicator: Communicator, surroundings: RunContext, facts: RankFacts, made_data: Callable[..., Datasets]
 ) -> Datasets:
     """The data, with rank 0's date, once all ranks have stated the same.
 
@@ -259,7 +259,7 @@ def _passes_checked(
     accelerator: Accelerator,
     kernels: Settlement,
     data: Datasets,
-    surroundings: Surroundings,
+    surroundings: RunContext,
     notes: list[str],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
     """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
@@ -331,7 +331,7 @@ def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, sele
     return PassContext(
         accelerator,
         "train" if config.train else "evaluate",
-        at_once=accelerator.eager and config.compile != "on",
+        at_once=accelerator.runs_natively(config.compile),
         longest=config.max_seq_length,
         seed=config.seed,
         grad_checkpoint=config.grad_checkpoint,
@@ -340,7 +340,7 @@ def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, sele
 
 
 def _moment(
-    config: TrainConfig, surroundings: Surroundings, directory: Path, start: Path | None, checkpoint: Checkpoint | None
+    config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None, checkpoint: Checkpoint | None
 ) -> datetime:
     """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
     if surroundings.trial:
@@ -354,7 +354,7 @@ def _moment(
     return kept or surroundings.moment
 
 
-def _date_told(data: Datasets, surroundings: Surroundings) -> list[str]:
+def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
     """That the date is another than today's, where it is."""
     if data.dated is None or data.dated.date() == surroundings.moment.date():
         return []
@@ -381,7 +381,7 @@ def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trai
 
 
 @contextmanager
-def _busy(surroundings: Surroundings) -> Generator[None]:
+def _busy(surroundings: RunContext) -> Generator[None]:
     """Keep the supervisor patient: to fetch, hash and tokenise much data takes longer than a start should."""
     done = threading.Event()
 
@@ -398,7 +398,7 @@ def _busy(surroundings: Surroundings) -> Generator[None]:
         thread.join()
 
 
-def _tell_progress(surroundings: Surroundings) -> Progress:
+def _tell_progress(surroundings: RunContext) -> Progress:
     """Keep a person informed, from time to time."""
     told = time.monotonic()
 
@@ -412,7 +412,7 @@ def _tell_progress(surroundings: Surroundings) -> Progress:
     return tell
 
 
-def starting_weights(config: TrainConfig, directory: Path, surroundings: Surroundings) -> Path | None:
+def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
     """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
     if config.resume_adapter_file:
         resumed = Path(config.resume_adapter_file)

@@ -18,11 +18,12 @@ class Sampler:
     """Lets ``model`` go on from prompts.
 
     Every token computes the whole text again, by the forward pass that is trained: samples are short, and so there is
-    nothing that could differ from it. The random numbers are functions of seed, step and place: nothing else changes.
+    nothing that could differ from it. The random numbers are functions of seed, iteration and place: nothing else
+    changes.
 
     Attributes:
         most: tokens of a text, prompt included; the model knows no more places.
-        beat: called with the number of batches done before each token.
+        beat: called with the number of steps done before each token.
     """
 
     model: nn.Module
@@ -34,19 +35,19 @@ class Sampler:
     most: int
     beat: Callable[[int], None]
 
-    def __call__(self, step: int) -> list[Sampled]:
+    def __call__(self, step: int, iteration: int) -> list[Sampled]:
         """A text for each prompt."""
         self.model.eval()
         try:
-            texts = [self._text(place, prompt, step) for place, prompt in enumerate(self.prompts)]
+            texts = [self._text(place, prompt, step, iteration) for place, prompt in enumerate(self.prompts)]
             return [Sampled(step, prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
         finally:
             self.model.train()
 
-    def _text(self, place: int, prompt: str, step: int) -> str:
+    def _text(self, place: int, prompt: str, step: int, iteration: int) -> str:
         tokens = self._start(prompt)
         begun, ends = len(tokens), set(self.tokenizer.eos_token_ids)
-        key = mx.random.key(self.seed + step * 1_000_003 + place)
+        key = mx.random.key(self.seed + iteration * 1_000_003 + place)
         model: Any = self.model
         while len(tokens) < min(begun + self.num_tokens, self.most):
             self.beat(step)

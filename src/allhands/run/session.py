@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -52,11 +51,11 @@ from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.preparing import Prepared, Surroundings, compiles, prepare, starting_weights, versions
+from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_codec, chosen_strategy
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.evaluation import Evaluator
@@ -65,7 +64,7 @@ from allhands.train.sharded_state import load_left_out, load_optimizer, sharded_
 from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.updater import Rules
 
-__all__ = ["FinetuneResult", "Surroundings", "run_finetune"]
+__all__ = ["FinetuneResult", "RunContext", "run_finetune"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class FinetuneResult:
 
 def run_finetune(
     config: TrainConfig,
-    surroundings: Surroundings,
+    surroundings: RunContext,
     callbacks: Sequence[Callback] = (),
     objective: Objective = CAUSAL_LM,
 ) -> FinetuneResult:
@@ -110,10 +109,10 @@ def run_finetune(
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
+        return _Session(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
 
 
-def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundings:
+def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
     """The same, with every beat told to ``observer`` too."""
 
     def beat(phase: str, step: int) -> None:
@@ -128,14 +127,14 @@ def _observed(surroundings: Surroundings, observer: ProcessSampler) -> Surroundi
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Session:
     """One rank's run, everything loaded and agreed."""
 
     config: TrainConfig
-    surroundings: Surroundings
+    surroundings: RunContext
     callbacks: Sequence[Callback]
     directory: Path
-    ready: Prepared
+    ready: LoadedRun
     observer: ProcessSampler
     outputs: Outputs
     objective: Objective = CAUSAL_LM
@@ -192,16 +191,17 @@ class _Run:
         self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
-            self.outputs.say(
-                [f"note: nothing is left to train: the checkpoint is at batch {state.iteration} of {total}"]
-            )
+            at = f"step {state.step} (iteration {state.iteration} of {total})"
+            self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}"])
+        begin = replace(state)
 
         def load(iteration: int) -> list[MicroBatch]:
-            fire("load", iteration, self.mesh.rank)
+            done = (iteration - begin.iteration) // config.grad_accumulation_steps
+            inject_fault("load", begin.step + done, self.mesh.rank)
             return loader.load(iteration)
 
         def waits(seconds: float) -> None:
-            self.surroundings.waits(state.iteration, seconds)
+            self.surroundings.waits(state.step, seconds)
 
         prefetched = Prefetcher(load, end=total, waits=waits)
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step) as (save, saved):
@@ -232,11 +232,11 @@ class _Run:
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
-    def _sampler(self) -> Callable[[int], list[Sampled]]:
+    def _sampler(self) -> Callable[[int, int], list[Sampled]]:
         """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
         config = self.config
         if not (config.sample_prompts and self.mesh.data_rank == 0):
-            return lambda step: []
+            return lambda step, iteration: []
         return Sampler(
             model=self.ready.loaded.model,
             tokenizer=self.ready.loaded.tokenizer,
@@ -266,10 +266,9 @@ class _Run:
         config, restored = self.config, self.ready.restored
         trained = trained_weights(self.ready.loaded.model)
         half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
-        optimizer: Any = make_optimizer(config, math.ceil(total / config.grad_accumulation_steps), half=half)
-        if restored is None:
-            return optimizer, LoopState()
-        return optimizer, LoopState.from_json(restored.state)
+        state = LoopState() if restored is None else LoopState.from_json(restored.state)
+        updates = state.steps_in_all(total, config.grad_accumulation_steps)
+        return make_optimizer(config, updates, half=half), state
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
@@ -292,17 +291,17 @@ class _Run:
         config = self.config
         # Loading leaves evaluation mode, in which some architectures use kernels without a gradient.
         self.ready.loaded.model.train()
-        start = state.iteration
+        start = state.step
 
         def heartbeat(phase: str) -> None:
             # The first update after a start builds what later ones find: kernels and buffers.
-            first = state.iteration == start and phase != "reduce"
-            self.surroundings.beat("first" if first else phase, state.iteration)
+            first = state.step == start and phase != "reduce"
+            self.surroundings.beat("first" if first else phase, state.step)
 
         rules = Rules(
             max_grad_norm=config.max_grad_norm,
             after_backward=self._after_backward(state),
-            inject_fault=lambda point: fire(point, state.iteration, self.mesh.rank),
+            inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
         strategy = self._strategy(masters=optimizer.masters)
         options = StepOptions(
@@ -322,7 +321,7 @@ class _Run:
 
     @property
     def _cpu_native(self) -> bool:
-        return self.ready.accelerator.eager and self.config.compile != "on"
+        return self.ready.accelerator.runs_natively(self.config.compile)
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
@@ -348,8 +347,8 @@ class _Run:
         expected = expected_bytes(self.config, ready.loaded, largest, self.mesh, ready.accelerator, present)
         if expected is None:
             return
-        self.observer.expect(expected, arrays=not ready.accelerator.eager)
-        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.eager else None
+        self.observer.expect(expected, arrays=not ready.accelerator.cpu_native)
+        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.cpu_native else None
         if note:
             self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
@@ -426,7 +425,7 @@ class _Run:
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:
         hook = gradient_hook(self.callbacks, self.ready.loaded.model)
-        return None if hook is None else lambda gradients: hook(state.iteration, gradients)
+        return None if hook is None else lambda gradients: hook(state.step, gradients)
 
     def _evaluator(self, windows: Windows | None, num_batches: int) -> Evaluator | None:
         if windows is None or num_batches == 0:
@@ -439,7 +438,7 @@ class _Run:
             self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
-            eager=self.ready.accelerator.eager,
+            cpu_native=self.ready.accelerator.cpu_native,
             objective=self.objective,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
@@ -460,17 +459,20 @@ class _Run:
             num_ranks=self.mesh.size,
             backend=self.ready.communicator.backend,
             batch_size=config.batch_size,
-            total_steps=total,
+            total_steps=state.steps_in_all(total, config.grad_accumulation_steps),
             trainable_params=self.ready.trainable.parameters,
             total_params=self.ready.trainable.total_parameters,
             num_train_examples=len(windows) if windows else 0,
             cores_per_rank=self.surroundings.cores_per_rank,
             versions=versions(),
             time=time.time(),
-            step=state.iteration,
+            step=state.step,
             attempt=self.surroundings.attempt,
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
             vocabulary=self.ready.loaded.vocabulary,
+            iteration=state.iteration,
+            total_iterations=total,
+            grad_accumulation_steps=config.grad_accumulation_steps,
         )

@@ -20,6 +20,7 @@ class ReportWindow:
     num_targets: int = 0
     num_tokens: int = 0
     steps: int = 0
+    iterations: int = 0
     time_s: float = 0.0
     wait_s: float = 0.0
     comm_s: float = 0.0
@@ -28,13 +29,14 @@ class ReportWindow:
     further: tuple[float, ...] = ()
     sent_bytes: int = 0
 
-    def add(self, result: StepResult, time_s: float, wait_s: float) -> None:
-        """Count one update; of one that was left out only its time."""
+    def add(self, result: StepResult, iterations: int, time_s: float, wait_s: float) -> None:
+        """Count one update of so many batches; of one that was left out only its time."""
         self.time_s += time_s
         self.wait_s += wait_s
         self.comm_s += result.comm_s
         self.compute_s += result.compute_s
         self.steps += 1
+        self.iterations += iterations
         self.sent_bytes += result.sent_bytes
         if result.skipped:
             return
@@ -57,24 +59,31 @@ class LoopState:
     """Where a run stands. Data order and dropout are functions of ``iteration``, so nothing else is random.
 
     Attributes:
-        iteration: batches done.
-        validation_due: the validation that belongs to ``iteration`` has not been made.
+        step: optimizer updates done, those left out for not being finite included.
+        iteration: batches done, of which an update takes one or several.
+        best_step: the step at which validation loss was lowest.
+        validation_due: the validation that belongs to ``step`` has not been made.
         skipped_in_row: updates left out for not being finite, one after the other.
         window: sums since the last report.
         before_s: seconds that earlier starts took up to where this one went on; what was lost is not counted.
         began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
+    step: int = 0
     iteration: int = 0
     trained_tokens: int = 0
     best_loss: float = math.inf
-    best_iteration: int | None = None
+    best_step: int | None = None
     stale_validations: int = 0
     validation_due: bool = True
     skipped_in_row: int = 0
     window: ReportWindow = field(default_factory=ReportWindow)
     before_s: float = 0.0
     began: float = field(default_factory=time.perf_counter)
+
+    def steps_in_all(self, total: int, accumulated: int) -> int:
+        """Updates of a training on ``total`` batches, those behind it included: some may have taken fewer batches."""
+        return self.step + max(0, math.ceil((total - self.iteration) / accumulated))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` makes the same state, one start later."""
@@ -92,10 +101,11 @@ class LoopState:
         """
         try:
             return cls(
+                step=values["step"],
                 iteration=values["iteration"],
                 trained_tokens=values["trained_tokens"],
                 best_loss=math.inf if values["best_loss"] is None else values["best_loss"],
-                best_iteration=values["best_iteration"],
+                best_step=values["best_step"],
                 stale_validations=values["stale_validations"],
                 validation_due=values["validation_due"],
                 skipped_in_row=values["skipped_in_row"],

@@ -19,7 +19,7 @@ _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2
 _CHUNK_ROWS = 256  # of the loss
 _LOGITS = 512 << 20  # bytes of them at once on a GPU
-_ONE_ARRAY = 1 << 28  # trained numbers that are one on a GPU, as in allhands.kernels.fused.leaves
+_ONE_ARRAY = 1 << 28  # trained numbers that are one on a GPU, as in allhands.kernels.fused.flat_params
 # Values for each trained weight that an optimizer keeps.
 _STATES = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1, "lion": 1, "adafactor": 0}
 # In the update, weight by weight: the gradient, and a part of the new values beside the old.

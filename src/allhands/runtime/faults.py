@@ -6,8 +6,8 @@
      {"rank": 0, "step": 100, "kind": "disk-full", "at": "save", "write": 2}]
 
 Each happens once in the life of a job, over all its restarts: at the first time that the rank comes to the point
-``at`` with at least ``step`` batches done. Beforehand it is noted in ``FILE.fired/INDEX``, by the computer on which it
-happens; :func:`fired` reads these notes. Remove that directory to have them happen again.
+``at`` with at least ``step`` optimizer updates done. Beforehand it is noted in ``FILE.fired/INDEX``, by the computer on
+which it happens; :func:`fired` reads these notes. Remove that directory to have them happen again.
 
 Whoever starts a run calls :func:`check`, which refuses what cannot happen in it, and at its end :func:`outstanding`.
 
@@ -16,9 +16,9 @@ Kinds: ``kill``, ``term`` and ``stop`` (SIGKILL, SIGTERM and SIGSTOP to itself),
 ``seconds``), ``oom`` (takes memory until killed; where no memory limit is set, a MemoryError), ``nan`` (the gradient
 becomes NaN) and ``disk-full`` (a write fails).
 
-Points: ``step`` (before a batch is waited for), ``load`` (where it is made, in another thread), ``reduce`` (before
-gradients are exchanged), ``update``, ``validate``, and ``save``: before a file operation of a save, the first of it or
-the one numbered ``write``. ``attempt`` restricts a failure to that start of the job (1, 2, ...).
+Points: ``step`` (before its batches are waited for), ``load`` (where one is made, in another thread), ``reduce``
+(before gradients are exchanged), ``update``, ``validate``, and ``save``: before a file operation of a save, the first
+of it or the one numbered ``write``. ``attempt`` restricts a failure to that start of the job (1, 2, ...).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BELONGS: dict[str, tuple[str, str]] = {
     "write": ("at", "save"),
 }
 _HINT = 'see "Rehearse a failure" in docs/reliability.md; unset ALLHANDS_FAULTS to train without failures on purpose'
-# Points that come after the last batch, too.
+# Points that come after the last step, too.
 _AFTER_ALL: tuple[Point, ...] = ("save", "validate")
 _CHUNK_BYTES = 8 << 20
 
@@ -60,7 +60,7 @@ class PlannedFault:
     """One entry of a schedule.
 
     Attributes:
-        step: batches done, at least.
+        step: optimizer updates done, at least.
         write: which file operation of a save, from 1.
         attempt: only in this start of the job; ``None`` for any.
     """
@@ -88,7 +88,7 @@ class FiredFault:
     pid: int
 
 
-def fire(point: Point, step: int, rank: int) -> FaultKind | None:
+def inject_fault(point: Point, step: int, rank: int) -> FaultKind | None:
     """Let the failure happen that is due here, if one is. Without a schedule it costs one look at a constant.
 
     Returns:
@@ -101,7 +101,7 @@ def fire(point: Point, step: int, rank: int) -> FaultKind | None:
         ConfigError: the schedule cannot be read.
     """
     schedule = _schedule()
-    return None if schedule is None else schedule.fire(point, step, rank)
+    return None if schedule is None else schedule.inject_fault(point, step, rank)
 
 
 def active() -> bool:
@@ -118,7 +118,7 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
 
     Args:
         num_ranks: of the run, when everybody takes part.
-        num_steps: batches in all; ``None``: not known yet.
+        num_steps: optimizer updates in all; ``None``: not known yet.
 
     Raises:
         ConfigError: it cannot be read, does not make sense, names a rank or a step that the run does not have, or
@@ -132,10 +132,11 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
         if fault.rank >= num_ranks:
             there = "rank 0 alone" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"
             raise _wrong(path, f"entry {index}: rank {fault.rank} is none of this run, which has {there}")
-        # Most points come before a batch is done.
-        if num_steps is not None and fault.step >= num_steps + (fault.at in _AFTER_ALL):
-            where = f"before batch {num_steps}" if fault.at not in _AFTER_ALL else f"with batch {num_steps}"
-            raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {fault.at} comes last {where}")
+        # Most points come before a step is done.
+        last = None if num_steps is None else num_steps - (fault.at not in _AFTER_ALL)
+        if last is not None and fault.step > last:
+            where = f"{fault.at} comes last with {last} of {num_steps} steps done"
+            raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {where}")
     for note in fired(path):
         if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
             raise ConfigError(
@@ -227,7 +228,7 @@ class _Schedule:
         ]
         self._here: dict[str, tuple[int, int]] = {}
 
-    def fire(self, point: Point, step: int, rank: int) -> FaultKind | None:
+    def inject_fault(self, point: Point, step: int, rank: int) -> FaultKind | None:
         # Points are reached by one thread each.
         last, calls = self._here.get(point, (step, 0))
         calls = calls + 1 if last == step else 1

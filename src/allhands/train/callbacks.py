@@ -21,7 +21,7 @@ class Callback:
     """
 
     def after_backward(self, step: int, gradients: Any) -> Any:
-        """Called before each update, ``step`` batches done, with the tree of mean gradients over the global batch.
+        """Called before each update, ``step`` updates done, with the tree of mean gradients over the global batch.
 
         They are not clipped yet. Whole gradients are not divided among ranks: where a callback overrides this method,
         ``--strategy zero1`` is not available.
@@ -31,13 +31,13 @@ class Callback:
         """
 
     def on_train_report(self, report: TrainReport) -> None:
-        """Called every ``steps_per_report`` batches."""
+        """Called every ``steps_per_report`` iterations (batches), at the end of the step that completes them."""
 
     def on_valid_report(self, report: ValidReport) -> None:
         """Called after each validation."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """Called when weights lie complete at ``path``."""
+        """Called when the weights after ``step`` updates lie complete at ``path``."""
 
 
 GradientHook = Callable[[int, Any], Any]
@@ -59,10 +59,10 @@ class _OfMlxLm(Callback):
         if (method := getattr(self.theirs, "on_train_loss_report", None)) is not None:
             method(
                 {
-                    "iteration": report.step,
+                    "iteration": report.iteration,
                     "train_loss": report.loss,
                     "learning_rate": report.learning_rate,
-                    "iterations_per_second": 1.0 / max(report.step_time_s, 1e-9),
+                    "iterations_per_second": report.iterations_per_s,
                     "tokens_per_second": report.trained_tokens_per_s,
                     "trained_tokens": report.trained_tokens,
                     "peak_memory": max(report.peak_memory_bytes, default=0) / 1e9,
@@ -71,7 +71,7 @@ class _OfMlxLm(Callback):
 
     def on_valid_report(self, report: ValidReport) -> None:
         if (method := getattr(self.theirs, "on_val_loss_report", None)) is not None:
-            method({"iteration": report.step, "val_loss": report.loss, "val_time": report.duration_s})
+            method({"iteration": report.iteration, "val_loss": report.loss, "val_time": report.duration_s})
 
 
 def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:

@@ -23,7 +23,7 @@ from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
-from allhands.runtime.faults import fire
+from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
 
@@ -49,7 +49,7 @@ class Evaluator:
         *,
         batch_size: int,
         num_batches: int,
-        eager: bool,
+        cpu_native: bool,
         objective: Objective = CAUSAL_LM,
         stop_requested: Callable[[], int] = lambda: 0,
         beat: Callable[[str, int], None] = lambda phase, step: None,
@@ -57,7 +57,7 @@ class Evaluator:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
         Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
-        ``beat`` is called with "validate" and the number of batches done before each forward pass.
+        ``beat`` is called with "validate" and the number of steps done before each forward pass.
         """
         self._model = model
         self._windows = windows
@@ -66,7 +66,7 @@ class Evaluator:
         self._shares = along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._objective = objective
-        self._sums = objective.sums(model, cpu_native=eager, with_grad=False)
+        self._sums = objective.sums(model, cpu_native=cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()
         self._stop_requested = stop_requested
         self._beat = beat
@@ -80,7 +80,7 @@ class Evaluator:
         self._parts = list(cut_share(windows, share, fitted))
 
     def __call__(self, step: int = 0) -> MeanLoss:
-        """The evaluation after ``step`` batches, the same on every rank.
+        """The evaluation after ``step`` updates, the same on every rank.
 
         Raises:
             DataError: there is nothing to evaluate.
@@ -91,7 +91,7 @@ class Evaluator:
         objective = self._objective
         sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
         self._beat("validate", step)
-        fire("validate", step, self._communicator.rank)
+        inject_fault("validate", step, self._communicator.rank)
         for part, length in self._parts:
             self._beat("validate", step)
             batch = collate(self._windows, part, length)

@@ -18,7 +18,7 @@ from mlx.utils import tree_map
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten, part_of, unflatten
 from allhands.kernels.fused import kernels
-from allhands.kernels.fused.leaves import Leaves
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.kernels.selection import PLAIN, Selector, selection_of
 from allhands.parallel.norms import sum_of_squares
 from allhands.train.optim import clip
@@ -39,7 +39,7 @@ class GraphUpdate:
         max_norm: float | None,
         *,
         compiled: bool,
-        place: Callable[[Leaves | None], Shards | None] = lambda leaves: None,
+        place: Callable[[FlatParams | None], Shards | None] = lambda leaves: None,
         travelling: bool = False,
     ) -> None:
         """Prepare; the optimizer's state may be new or restored.
@@ -53,9 +53,9 @@ class GraphUpdate:
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
-        joins = isinstance(optimizer, _ELEMENTWISE) and Leaves.fits(model)
+        joins = isinstance(optimizer, _ELEMENTWISE) and FlatParams.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
-        leaves = Leaves(model, apart=apart, travelling=travelling) if joins else None
+        leaves = FlatParams(model, apart=apart, travelling=travelling) if joins else None
         self._shards = place(leaves)
         self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
@@ -75,7 +75,7 @@ class GraphUpdate:
         return fits and _adam_form(weights, self._selection) != PLAIN
 
     @property
-    def leaves(self) -> Leaves | None:
+    def leaves(self) -> FlatParams | None:
         """In what the gradients are to be, if not in the trained arrays themselves."""
         return None if self._joined is None else self._joined.leaves
 
@@ -224,9 +224,9 @@ def _adam_form(weights: Any, selection: Selector) -> str:
 
 
 class _Joined:
-    """The arrays of :class:`Leaves` and the optimizer's for them; what model and optimizer hold are views of these."""
+    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold views of these."""
 
-    def __init__(self, leaves: Leaves, optimizer: optim.Optimizer, shards: Shards | None = None) -> None:
+    def __init__(self, leaves: FlatParams, optimizer: optim.Optimizer, shards: Shards | None = None) -> None:
         self.leaves = leaves
         self._optimizer = optimizer
         self._shards = shards

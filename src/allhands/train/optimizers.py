@@ -1,7 +1,7 @@
 """Optimizers: MLX's, with float32 copies of half-precision weights and weight decay of matrices alone where asked for.
 
 The update of an array depends on that array alone (its shape included), so that arrays may be laid end to end:
-see :class:`allhands.kernels.fused.leaves.Leaves`.
+see :class:`allhands.kernels.fused.flat_params.FlatParams`.
 """
 
 from __future__ import annotations

@@ -203,7 +203,10 @@ def banner(started: RunStarted) -> list[str]:
         f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
     )
     backend = f" ({started.backend})" if started.num_ranks > 1 else ""
-    epochs = started.total_steps / max(1, math.ceil(started.num_train_examples / started.batch_size))
+    batches, accumulated = started.total_iterations or started.total_steps, started.grad_accumulation_steps
+    epochs = batches / max(1, math.ceil(started.num_train_examples / started.batch_size))
+    of_step = "a step over all ranks" if accumulated == 1 else f"over all ranks, {accumulated} batches a step"
+    iterations = "" if batches == started.total_steps else f" ({batches} iterations)"
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     place = f": {started.resumed_from}" if started.resumed_from else ""
     resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
@@ -213,8 +216,9 @@ def banner(started: RunStarted) -> list[str]:
         f"method      {started.method}",
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
         f"ranks       {started.num_ranks}{backend}{cores}",
-        f"batch size  {started.batch_size} samples a step over all ranks",
-        f"steps       {started.total_steps} on {counted(started.num_train_examples, 'example')} ({epochs:.1f} epochs)",
+        f"batch size  {started.batch_size} samples {of_step}",
+        f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, 'example')}"
+        f" ({epochs:.1f} epochs)",
         *resumed,
     ]
 
@@ -267,7 +271,7 @@ def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, pe
 
 
 def profile_line(report: TrainReport) -> str:
-    """What the time of an update goes into, on rank 0: one of several batches, if gradients are accumulated."""
+    """What the time of a step goes into, on rank 0: of several batches, if gradients are accumulated."""
     parts = {
         "compute": report.compute_s,
         "communication": report.comm_s,
@@ -277,7 +281,7 @@ def profile_line(report: TrainReport) -> str:
     whole = report.step_time_s or 1.0
     told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
     sent = f"; sent {format_size(report.sent_bytes)}" if report.sent_bytes else ""
-    return f"  an update of {1e3 * report.step_time_s:.1f} ms: {told}{sent}"
+    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}{sent}"
 
 
 def _waiting(report: TrainReport) -> str:

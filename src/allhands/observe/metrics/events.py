@@ -1,4 +1,9 @@
-"""Events of a training run, and how each becomes a line of strict JSON and an event again."""
+"""Events of a training run, and how each becomes a line of strict JSON and an event again.
+
+A *step* is one optimizer update, an *iteration* one batch, of which a step takes ``grad_accumulation_steps`` (fewer at
+the end). Every event has the number of steps done, and some that of iterations, which is ``None`` where nobody counts
+them, as in a person's own loop. A step that was skipped is one, too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from pydantic import TypeAdapter
 class RunStarted:
     """A run, or the restart of one, begins. ``time`` is Unix time in seconds.
 
-    ``step`` counts the batches done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
+    ``step`` counts the updates done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
     supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it goes on from, if that is not the run's own.
     ``largest`` is what rank 0 computes at once at most, in padded tokens, and into how many such parts a batch is cut.
     ``vocabulary`` is among how many tokens the model chooses.
@@ -41,6 +46,9 @@ class RunStarted:
     resumed_from: str | None = None
     largest: tuple[int, int] | None = None
     vocabulary: int | None = None
+    iteration: int | None = None
+    total_iterations: int | None = None
+    grad_accumulation_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,9 @@ class TrainReport:
     ``peak_rss_bytes`` and ``peak_mlx_bytes`` have both everywhere. ``needed_bytes`` is what a rank's largest step so
     far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
     ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
-    ``metrics`` are those of the objective besides the loss, by name. ``sent_bytes`` is what rank 0 has sent in a step,
-    the mean over the steps: of a sum over N ranks 2 (N - 1) / N of its bytes, as a ring sends them.
+    ``metrics`` are those of the objective besides the loss, by name. ``iterations_per_s`` are batches: for whoever
+    counts as mlx_lm does. ``sent_bytes`` is what rank 0 has sent in a step, the mean over the steps: of a sum over N
+    ranks 2 (N - 1) / N of its bytes, as a ring sends them.
     """
 
     step: int
@@ -80,6 +89,8 @@ class TrainReport:
     needed_bytes: tuple[int, ...] = ()
     shapes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    iteration: int | None = None
+    iterations_per_s: float = 0.0
     sent_bytes: float = 0.0
 
 
@@ -99,11 +110,12 @@ class ValidReport:
     best: bool
     bits_per_byte: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    iteration: int | None = None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the model makes of ``prompt`` after ``step`` batches, the prompt not included."""
+    """What the model makes of ``prompt`` after ``step`` updates, the prompt not included."""
 
     step: int
     prompt: str
@@ -125,7 +137,7 @@ class SavedReport:
 
 @dataclass(frozen=True)
 class StepSkipped:
-    """Batch ``step`` changed no weight, for ``reason`` ("the gradient is nan").
+    """Update ``step`` changed no weight, for ``reason`` ("the gradient is nan").
 
     ``examples`` are the numbers of the training examples that may be the cause, ``where`` their files and lines, in
     the same order, where those are known.
@@ -139,7 +151,7 @@ class StepSkipped:
 
 @dataclass(frozen=True)
 class Logged:
-    """Numbers of a person's own loop after ``step`` steps, by names of their own, that are written beside these."""
+    """Numbers of a person's own loop after ``step`` updates, by names of their own, that are written beside these."""
 
     step: int
     elapsed_s: float
@@ -168,6 +180,7 @@ class RunEnded:
     best_step: int | None = None
     best_valid_loss: float | None = None
     test_loss: float | None = None
+    iteration: int | None = None
 
 
 StepReport: TypeAlias = TrainReport | ValidReport | SavedReport | StepSkipped | Sampled
@@ -191,7 +204,8 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 # Of a report of training, what a person's own loop may not know, and what it then counts as.
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
-    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "sent_bytes"), 0.0),
+    "iteration": None,
+    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "iterations_per_s", "sent_bytes"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},

@@ -53,7 +53,7 @@ class PhaseClock:
         self._spent: dict[str, float] = {}
 
     def beat(self, phase: str, step: int) -> None:
-        """Note that ``phase`` begins, after ``step`` batches; takes a microsecond."""
+        """Note that ``phase`` begins, after ``step`` updates; takes a microsecond."""
         with self._lock:
             self._count()
             self._phase, self._step = phase, step

@@ -42,8 +42,8 @@ class Sample:
             of the former so far. ``None`` where MLX is not loaded, or not yet in use.
         gpu_used_bytes: of the rank's NVIDIA GPU by whichever process, of ``gpu_total_bytes``; ``gpu_load`` is the share
             of time in which it computed.
-        step: batches done. ``phase`` is what the training thread does now, ``phases`` how many seconds of each there
-            were since the last sample.
+        step: optimizer updates done. ``phase`` is what the training thread does now, ``phases`` how many seconds of
+            each there were since the last sample.
         estimated_bytes: what was expected to be needed, if somebody has said so beforehand; ``mlx_estimated_bytes`` of
             MLX's arrays on a GPU.
         ended: whether this is the process's last word.

@@ -48,11 +48,11 @@ class _Place:
         return self.module[self.key]
 
 
-class Chunk:
+class FlatBuffer:
     """Trained arrays of one type as one, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
 
     def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
-        """Of ``places``; at least ``spare`` zeros follow them. ``apart``: see :class:`Leaves`."""
+        """Of ``places``; at least ``spare`` zeros follow them. ``apart``: see :class:`FlatParams`."""
         self.places = list(places)
         self.shapes = [place.array.shape for place in places]
         self.dtype = places[0].array.dtype
@@ -96,7 +96,7 @@ def _part(whole: mx.array, start: int, shape: Sequence[int]) -> mx.array:
     return whole[start : start + math.prod(shape)].reshape(shape)
 
 
-class Leaves:
+class FlatParams:
     """The trained arrays of a model as chunks; made once it is settled what is trained."""
 
     def __init__(self, model: nn.Module, *, apart: bool = False, travelling: bool = False) -> None:
@@ -127,7 +127,7 @@ class Leaves:
         return bool(names) and all(module in modules and key in modules[module] for module, _, key in names)
 
     @property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[FlatBuffer]:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
@@ -193,7 +193,7 @@ class _Views:
 
     def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
         owners = {id(layer): product for product in products for layer in product.layers}
-        self.chunk = Chunk(places, apart=apart)
+        self.chunk = FlatBuffer(places, apart=apart)
         self._targets: list[tuple[int, tuple[int, ...], Callable[[mx.array], None]]] = []
         self._products: list[Product] = []
         at = 0
@@ -316,7 +316,7 @@ class _Packed:
 
     def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
         ordered = sorted(places, key=lambda place: place.key)
-        self.chunk = Chunk(ordered, spare=1, apart=apart)
+        self.chunk = FlatBuffer(ordered, spare=1, apart=apart)
         self._first = next(s for s, p in zip(self.chunk.starts, ordered, strict=False) if p.key == "lora_b")
         starts = {(id(p.module), p.key): s for p, s in zip(ordered, self.chunk.starts, strict=False)}
         self._products = [product for product in products if product.adapted]
