@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -11,8 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from command_line import call_allhands
 from packed_ranks import SHAPES
 from rich.console import Console
 from ring_ranks import run_ring
@@ -27,7 +30,7 @@ from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.cluster.mpi import find_mpi, mpi_variables, mpirun_command
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
-from allhands.distributed.codecs import CODECS
+from allhands.distributed.codecs import CODECS, Codec
 from allhands.distributed.mesh import Mesh
 from allhands.observe.metrics import read_metrics
 from allhands.parallel.costs import PackedGradients
@@ -36,7 +39,12 @@ from allhands.run.session import RunContext, run_finetune
 
 PROGRAM = Path(__file__).parents[1] / "support" / "packed_ranks.py"
 _NEEDS_MPI = pytest.mark.skipif(find_mpi() is None, reason="no Open MPI")
-GROUPS = [("ring", 2), ("ring", 3), *(pytest.param("mpi", size, marks=_NEEDS_MPI) for size in (2, 3))]
+# int8 is gathered by up to seven ranks and passed on by eight, int4 gathered by all of these.
+GROUPS = [
+    *(("ring", size) for size in (2, 3, 4)),
+    pytest.param("ring", 8, marks=pytest.mark.long),
+    *(pytest.param("mpi", size, marks=_NEEDS_MPI) for size in (2, 3)),
+]
 
 
 # --- sums, over real back-ends -------------------------------------------------------------------------
@@ -73,10 +81,13 @@ def test_all_ranks_have_the_same_bits(backend: str, size: int, case: str) -> Non
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
 def test_sums_are_those_of_numpy(backend: str, size: int, compress: str) -> None:
     """Where a number lies in the middle between two codes rounding may choose either: then they are one step apart."""
+    route = CODECS[compress].route(backend, size)
+    if route == "pass":
+        pytest.skip("each rank packs sums, not its own part alone: see test_nothing_is_lost")
     for each in told(backend, size):
-        added_up = compress == "bf16" and size > 2  # by the back-end, which rounds its sums
-        assert each[compress]["typical"] <= (4e-3 if added_up else 1e-6)
-        assert each[compress]["apart"] <= {"bf16": 4e-2, "int8": 4e-2, "int4": 0.7}[compress]
+        added_up = route == "sum"  # by the back-end, which rounds its sums
+        assert each[compress]["typical"] <= (2e-3 * size if added_up else 1e-6)
+        assert each[compress]["apart"] <= {"bf16": 2e-2, "int8": 2e-2, "int4": 0.35}[compress] * size
 
 
 @pytest.mark.slow
@@ -86,7 +97,7 @@ def test_nothing_is_lost(backend: str, size: int, case: str) -> None:
     """All sums so far and all that is left out are what there was to send, whoever has packed it how often."""
     for each in told(backend, size):
         assert each[case]["lost"] <= 5e-6
-        assert each[case]["apart"] > 1e-7
+        assert 1e-7 < each[case]["apart"] < size * (0.05 if case.endswith("int8") else 1.0)
 
 
 @pytest.mark.slow
@@ -103,15 +114,36 @@ def test_a_number_that_is_not_finite_is_not_hidden(backend: str, size: int, comp
 def test_bytes_are_those_of_the_formulae(backend: str, size: int, compress: str) -> None:
     codec = CODECS[compress]
     numbers = [int(np.prod(shape)) for shape in SHAPES]
-    packed = sum(codec.packed_bytes(count) for count in numbers if count >= 64)
+    # In two buckets, of which the first is the first array alone; each array is filled up to whole groups.
+    rows = [sum(-(-count // 64) * 64 for count in bucket if count >= 64) for bucket in (numbers[:1], numbers[1:])]
     beside = 4 * (sum(count for count in numbers if count < 64) + 2)  # and the scalars
-    added_up = compress == "bf16" and size > 2
-    gathered, whole = (size - 1) * (packed + beside), 2 * (size - 1) / size * (packed + beside)
+    of_sum = 2 * (size - 1) / size
+    packed = sum(codec.packed_bytes(row) for row in rows)
+    expected = {
+        "gather": (size - 1) * (packed + beside),
+        "sum": of_sum * (packed + beside),
+        "pass": of_sum * (sum(_in_parts(codec, row, size) for row in rows) + beside),
+    }
     for each in told(backend, size):
-        assert each[compress]["sent"] == pytest.approx(whole if added_up else gathered, abs=8)
+        assert each[compress]["sent"] == pytest.approx(expected[codec.route(backend, size)], abs=8)
         if codec.grouped:
-            parts = size * codec.packed_bytes(-(-6400 // (64 * size)) * 64)
-            assert each[f"passed {compress}"]["sent"] == pytest.approx(2 * (size - 1) / size * parts)
+            assert each[f"passed {compress}"]["sent"] == pytest.approx(of_sum * _in_parts(codec, 6400, size))
+
+
+def _in_parts(codec: Codec, row: int, size: int) -> int:
+    """Bytes of a row that is cut into a part for each rank, of whole groups."""
+    return size * codec.packed_bytes(-(-row // (64 * size)) * 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
+def test_what_gains_nothing_travels_as_it_is(backend: str, size: int) -> None:
+    """In the type that it has: as float32 it would take twice the bytes."""
+    half, packed = 2 * 96 * 64, CODECS["bf16"].packed_bytes(96 * 64)
+    for each in told(backend, size):
+        assert each["mixed"]["same"]
+        # Two ranks gather as many bytes as their sum would be.
+        assert each["mixed"]["sent"] == pytest.approx(2 * (size - 1) / size * (half + packed), abs=16)
 
 
 # --- whole runs ----------------------------------------------------------------------------------------
@@ -156,17 +188,40 @@ def arrays(checkpoint: Checkpoint) -> dict[str, bytes]:
     }
 
 
+def in_half(model: Path, to: Path) -> Path:
+    """A model in bfloat16."""
+    shutil.copytree(model, to)
+    for file in to.glob("*.safetensors"):
+        found: Any = mx.load(str(file))
+        halved = {name: array.astype(mx.bfloat16) for name, array in found.items()}
+        mx.eval(halved)
+        mx.save_safetensors(str(file), halved, metadata={"format": "mlx"})
+    return to
+
+
 def saved(directory: Path) -> list[Checkpoint]:
     """The last checkpoint, then those before."""
     return [open_checkpoint(path) for path in checkpoints_in(directory)]
 
 
-@pytest.mark.parametrize("compile_", ["on", "off"])
-@pytest.mark.parametrize(("size", "compress", "shared"), [(2, "int4", True), (3, "int8", False)])
+@pytest.mark.parametrize(
+    ("size", "compress", "shared", "more"),
+    [
+        *((2, "int4", True, {"compile": compile_}) for compile_ in ("on", "off")),
+        *((3, "int8", False, {"compile": compile_}) for compile_ in ("on", "off")),
+        (2, "int8", True, {"strategy": "zero1", "compile": "on"}),
+        (2, "int8", False, {"strategy": "zero1", "compile": "on", "fine_tune_type": "full"}),
+        (2, "int8", True, {"grad_checkpoint": True, "grad_accumulation_steps": 2, "iters": 16, "save_every": 8}),
+        (2, "int8", True, {"fine_tune_type": "full", "half": True, "num_layers": 1}),
+    ],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(
-    flags: dict[str, Any], tmp_path: Path, size: int, compress: str, shared: bool, compile_: str
+    flags: dict[str, Any], tmp_path: Path, size: int, compress: str, shared: bool, more: dict[str, Any]
 ) -> None:
-    how: dict[str, Any] = {"compress": compress, "compile": compile_}
+    """Adapters and whole weights, of which some are frozen, in float32 and in half precision."""
+    how: dict[str, Any] = {"compress": compress, **more}
+    if how.pop("half", False):
+        how["model"] = str(in_half(Path(flags["model"]), tmp_path / "half"))
     whole = train(flags, size, tmp_path / "whole", shared=shared, **how)
     last, half = saved(whole)
     left = [name for name in arrays(last) if name.startswith(LEFT_FILE)]
@@ -238,7 +293,7 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
         packed = None if compress == "none" else PackedGradients(CODECS[compress], "ring").traffic(gradient, 2)
         planned = STRATEGIES["data"].costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(2)
         assert sent[compress] == pytest.approx(planned, rel=0.01)
-        if compress == "int4":
+        if compress == "int8":
             schedule = tmp_path / "faults.json"
             schedule.write_text(json.dumps([{"rank": 1, "step": 3, "kind": "kill"}]))
             faults = {"ALLHANDS_FAULTS": str(schedule)}
@@ -252,6 +307,14 @@ def test_runs_of_processes_say_what_they_send(flags: dict[str, Any], tmp_path: P
     assert sent["bf16"] <= 0.51 * sent["none"]
     assert sent["int8"] <= 0.30 * sent["none"]
     assert sent["int4"] <= 0.17 * sent["none"]
+
+
+def test_what_is_no_form_is_told_in_one_message(flags: dict[str, Any]) -> None:
+    done = call_allhands("train", "--model", flags["model"], "--data", flags["data"], "--train", "--compress", "int3")
+    assert done.returncode == 2
+    assert "--compress" in done.stderr
+    assert all(name in done.stderr for name in ("int3", "none", *CODECS))
+    assert "Traceback" not in done.stderr
 
 
 # --- what it costs -------------------------------------------------------------------------------------

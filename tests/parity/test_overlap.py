@@ -226,6 +226,8 @@ def test_packed_gradients_are_the_same_whenever_they_travel(
     # It is not what it is unpacked.
     plain, exact, _ = ran(False, False, poisoned, clipped=None)
     assert weights[0] != exact[0]
+    # What is not finite is seen in the same steps.
+    assert [bool(step[4]) for step in steps] == [bool(step[4]) for step in plain]
     known = [place for place, step in enumerate(plain) if not step[4]]
     assert [expected[i][0] for i in known] == pytest.approx([plain[i][0] for i in known], rel=0.05)
 

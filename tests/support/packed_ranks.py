@@ -33,7 +33,7 @@ SIZES = (1.0, 1e-3, 1.0, 1.0, 1e-12, 1.0)
 
 
 def gradients(rank: int, step: int) -> list[Floats]:
-    """Of a rank in a step; the last one has nothing in the second."""
+    """Of a rank in a step."""
     rng = np.random.default_rng(100 * step + rank)
     return [(size * rng.standard_normal(shape)).astype(np.float32) for shape, size in zip(SHAPES, SIZES, strict=True)]
 
@@ -142,12 +142,28 @@ def spoilt(group: MlxGroup, codec: Codec, value: float) -> list[bool]:
     return [bool(mx.isfinite(each).all().item()) for each in sums]
 
 
+def mixed(group: MlxGroup) -> dict[str, Any]:
+    """Half precision beside float32: what gains nothing travels as it is, in its own type."""
+    packing = Packing(group, CODECS["bf16"])
+    rng = np.random.default_rng(group.rank)
+    arrays = [mx.array(rng.standard_normal((96, 64)).astype(np.float32)) for _ in range(2)]
+    arrays[0] = arrays[0].astype(mx.bfloat16)
+    plain = group.all_sum(arrays[0])
+    mx.eval(plain)
+    before = sent_bytes(group)
+    sums, scalars, _ = packed_sum_over_ranks(packing, arrays, packing.nothing_left(arrays), [1.0])
+    sent = sent_bytes(group) - before
+    assert scalars.tolist() == [group.size]
+    assert [each.dtype for each in sums] == [mx.bfloat16, mx.float32]
+    return {"same": bool(mx.array_equal(sums[0], plain)), "sent": sent}
+
+
 def main(backend: str, size: int) -> None:
     """Join, find everything, tell."""
     rank = int(os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     group = connect(backend, size, rank)
     assert isinstance(group, MlxGroup)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"mixed": mixed(group)}
     for name, codec in CODECS.items():
         found[name] = sums_of(group, codec)
         found[f"spoilt {name}"] = [spoilt(group, codec, value) for value in (float("nan"), float("inf"), -float("inf"))]

@@ -125,6 +125,9 @@ def test_gradients_in_half_precision_are_gathered_by_fewer() -> None:
     routes = [CODECS["int8"].route("ring", ranks, 2) for ranks in (2, 3, 4)]
     assert routes == ["gather", "gather", "pass"]
     assert not CODECS["bf16"].packs((64, 64), 2)
+    # Two groups of 72 bytes are more than 65 numbers of two.
+    assert [CODECS["int8"].packs((count,), 2) for count in (63, 64, 65, 128)] == [False, True, False, True]
+    assert CODECS["int8"].packs((65,), 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 8, 12, 13, 32])

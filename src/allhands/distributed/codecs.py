@@ -47,8 +47,9 @@ class Codec:
         return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
 
     def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
-        """Whether an array of this shape and type is packed: not if it is no longer than a group, or short already."""
-        return math.prod(shape) >= GROUP and item_bytes * 8 > self.bits
+        """Whether an array of this shape and type is packed: not if it is shorter than a group, or short already."""
+        numbers = math.prod(shape)
+        return numbers >= GROUP and self.packed_bytes(numbers) < numbers * item_bytes
 
     def packed_bytes(self, numbers: int) -> int:
         """Bytes of an array of so many numbers, which is filled up to whole groups."""

@@ -17,7 +17,7 @@ from allhands.distributed.codecs import GROUP, Codec, Route
 
 # MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
 _RAISED = 2.0**60
-# A processor packs so many numbers after the other, which its cache holds: in half of the time.
+# A processor packs so many numbers after the other, which its cache holds: of a large array that takes less time.
 _BLOCK = 1 << 18
 _FOUR = 4
 
@@ -48,13 +48,18 @@ class Packing:
 
     def route(self, item_bytes: int) -> Route:
         """By which way arrays of numbers of ``item_bytes`` travel."""
-        found = self.codec.route(self.communicator.backend, self.communicator.size, item_bytes)
+        found = self.codec.route(*self._group, item_bytes)
         # A group that others exchange for has no neighbours of its own.
         return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
 
     def packs(self, array: mx.array) -> bool:
-        """Whether an array travels packed."""
-        return self.codec.packs(array.shape, array.dtype.size)
+        """Whether an array travels packed: one of half precision may gain nothing where others do."""
+        size = array.dtype.size
+        return self.codec.packs(array.shape, size) and self.codec.gains(*self._group, size)
+
+    @property
+    def _group(self) -> tuple[str, int]:
+        return self.communicator.backend, self.communicator.size
 
     def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
         """What is left out of ``arrays`` before the first exchange."""
@@ -70,17 +75,16 @@ class Packing:
             scalars: (n,) float32, which travel as they are.
         """
         packs = [self.packs(each) for each in arrays]
+        if not any(packs):
+            return self._as_they_are(arrays, scalars)
         plain = [each.reshape(-1).astype(mx.float32) for each, packed in zip(arrays, packs, strict=True) if not packed]
         beside = [*plain, *([] if scalars is None else [scalars])]
+        row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
         unpacked = mx.concatenate(beside) if beside else mx.zeros((0,))
-        if not any(packs):
-            row, left_of_row, unpacked = None, None, self.communicator.all_sum(unpacked)
-        else:
-            row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
-            row, left_of_row, unpacked = self._exchanged(row, unpacked, self.route(arrays[0].dtype.size))
+        row, left_of_row, unpacked = self._exchanged(row, unpacked, self.route(arrays[0].dtype.size))
         sums, new, at, place = list[mx.array](), list[Left](), 0, 0
         for each, packed in zip(arrays, packs, strict=True):
-            if packed and row is not None:
+            if packed:
                 sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
                 new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
                 at += _whole_groups(each.size)
@@ -89,6 +93,22 @@ class Packing:
                 new.append(None)
                 place += each.size
         return Packed(sums, new, None if scalars is None else unpacked[place:])
+
+    def _as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Packed:
+        """The same where nothing is packed: in the arrays' own type, the scalars in another call if that is another."""
+        flat = [each.reshape(-1) for each in arrays]
+        beside = scalars is not None and all(each.dtype == scalars.dtype for each in arrays)
+        if scalars is not None and not beside:
+            scalars = self.communicator.all_sum(scalars)
+            mx.async_eval(scalars)  # by itself, so that what follows it does so on every rank
+        elif scalars is not None:
+            flat.append(scalars)
+        total = self.communicator.all_sum(mx.concatenate(flat)) if flat else mx.zeros((0,))
+        sums, at = list[mx.array](), 0
+        for each in arrays:
+            sums.append(total[at : at + each.size].reshape(each.shape))
+            at += each.size
+        return Packed(sums, [None] * len(sums), total[at:] if beside else scalars)
 
     def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
         """What there is to send, end to end in float32, each array filled up to whole groups."""

@@ -85,8 +85,9 @@ def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str
     if config.compress == "none":
         return "as they are added up"
     codec, arrays = CODECS[config.compress], trained_weights(model).values()
-    packed = [each for each in arrays if codec.packs(each.shape, each.dtype.size)]
-    route = Packing(communicator, codec).route(max((each.dtype.size for each in packed), default=4))
+    packing = Packing(communicator, codec)
+    packed = [each for each in arrays if packing.packs(each)]
+    route = packing.route(max((each.dtype.size for each in packed), default=4))
     more = ", what rounding leaves out is sent with the next ones" if codec.grouped else ""
     return f"{codec.name}, {len(packed)} of {len(arrays)} arrays{more}; {_ROUTES[route]}"
 

@@ -58,6 +58,7 @@ def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Modu
         raise ConfigError(
             f"strategy {strategy} exchanges gradients as they are", where=f"--compress {codec.name}", hint=hint
         )
+    # What gains nothing travels as it is, which is refused where it is everything.
     item_bytes = max((array.dtype.size for array in trained_weights(model).values()), default=4)
     require_gain(codec, communicator.backend, communicator.size, item_bytes)
     return codec
