@@ -369,7 +369,7 @@ FULL: dict[str, Any] = {
     "optimizer_config": {"adamw": {"betas": [0.9, 0.98]}}, "seed": 7, "num_layers": -1, "batch_size": 3,
     "epochs": 1.5, "val_batches": -1, "learning_rate": 3e-07, "lr_schedule": {"name": "cosine"}, "warmup_steps": 2,
     "weight_decay_on": "matrices", "master_weights": True, "sample_prompts": ["a b", "c"], "sample_every": 2,
-    "sample_tokens": 5, "sample_temperature": 0.5,
+    "sample_tokens": 5, "sample_temperature": 0.5, "compress": "int8",
     "weight_decay": 0.01, "max_grad_norm": 1.0, "grad_accumulation_steps": 2, "steps_per_report": 1,
     "steps_per_eval": 2, "save_every": 3, "adapter_path": "a b'c", "resume_adapter_file": "r.safetensors",
     "keep_best": False, "early_stopping_patience": 2, "early_stopping_min_delta": 0.5, "test": True,

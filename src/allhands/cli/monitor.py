@@ -213,6 +213,8 @@ def _heading(
     rate = history.train[-1].tokens_per_s if history is not None and history.train else math.nan
     if math.isfinite(rate):
         words.append(f"{format_rate(rate)} tokens/s over all ranks")
+    if history is not None and history.train and (sent := history.train[-1].sent_bytes):
+        words.append(f"{format_size(sent)} sent by a rank in a step")
     return ", ".join(words)
 
 

@@ -17,6 +17,8 @@ import mlx.core as mx
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
+from allhands.distributed.codecs import Codec
+from allhands.distributed.packed import Left
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.kernels.fused.flat_params import FlatParams
@@ -34,12 +36,14 @@ class Exchanging:
         bucket_bytes: arrays travel together up to about so many.
         cpu_native: whether operations compute when they are called.
         heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
+        codec: how gradients are packed on the way; ``None``: they are not.
     """
 
     communicator: Communicator
     bucket_bytes: int = BUCKET_BYTES
     cpu_native: bool = False
     heartbeat: Callable[[str], None] = lambda phase: None
+    codec: Codec | None = None
 
     @property
     def size(self) -> int:
@@ -53,7 +57,11 @@ class Strategy(Protocol):
         name: of ``--strategy``.
         communicator: the ranks that it divides the work over.
         shards: what each rank keeps and updates of the flat weights; ``None``: everything.
+        left: of each trained array, in the passes' order, what packing has left out of this rank's gradients after the
+            last update: every rank's own, and part of a checkpoint. Empty where nothing is packed.
     """
+
+    left: list[Left]
 
     @property
     def name(self) -> str: ...

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from allhands.distributed.codecs import Codec
+
 Method = Literal["lora", "dora", "full"]
+
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Work:
         by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
         row_tokens: of the longest row, than which no micro-batch can be smaller.
+        packed: how gradients travel where ranks exchange any; ``None``: as they are.
     """
 
     method: Method
@@ -38,6 +43,7 @@ class Work:
     batch_tokens: int = 0
     by_adam_bytes: int = 0
     row_tokens: int = 1
+    packed: PackedGradients | None = None
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with an equal share of the batch."""
@@ -85,6 +91,13 @@ class Memory:
         return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
 
 
+def with_left_out(memory: Memory, work: Work) -> Memory:
+    """Of one of several ranks: with what it keeps because packing has left it out of gradients."""
+    if work.packed is None:
+        return memory
+    return replace(memory, optimizer=memory.optimizer + work.packed.left_bytes(work.trained_bytes))
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank sends in a step, and receives.
@@ -105,6 +118,34 @@ class Traffic:
         return (2 * self.all_reduced + self.gathered + self.scattered) * (ranks - 1) // ranks
 
 
+@dataclass(frozen=True)
+class PackedGradients:
+    """Gradients that travel packed (``--compress``).
+
+    Attributes:
+        item_bytes: of a number as it is added up.
+    """
+
+    codec: Codec
+    backend: str
+    item_bytes: int = _FLOAT
+
+    def traffic(self, gradient_bytes: int, ranks: int) -> Traffic:
+        """Of a step of so many ranks, whose gradients would be so many bytes as they are."""
+        packed = self.codec.packed_bytes(gradient_bytes // self.item_bytes)
+        if self.codec.route(self.backend, ranks, self.item_bytes) == "gather":
+            return Traffic(gathered=ranks * packed)
+        return Traffic(all_reduced=packed)
+
+    def all_reduced(self, gradient_bytes: int, ranks: int) -> int:
+        """Bytes of a sum over ranks that takes as long."""
+        return self.traffic(gradient_bytes, ranks).sent(ranks) * ranks // (2 * (ranks - 1)) if ranks > 1 else 0
+
+    def left_bytes(self, gradient_bytes: int) -> int:
+        """Of what a rank keeps because packing has left it out."""
+        return gradient_bytes // self.item_bytes * _FLOAT if self.codec.grouped else 0
+
+
 class Costs(Protocol):
     """The costs of a strategy, without loading anything."""
 
@@ -112,12 +153,15 @@ class Costs(Protocol):
         """A rank's, of what it would hold if it had everything."""
         ...
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
         """Of a step.
 
         Args:
             gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.
             scatters: whether the back-end has a reduce-scatter.
+            packed: of gradients that travel packed, which this strategy can do, in place of ``gradient_bytes``.
         """
         ...
 
@@ -128,8 +172,10 @@ class DataCosts:
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return memory
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
-        return Traffic(all_reduced=gradient_bytes)
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        return packed or Traffic(all_reduced=gradient_bytes)
 
 
 class DividedOptimizerCosts:
@@ -139,7 +185,11 @@ class DividedOptimizerCosts:
         update = memory.update - memory.renewed * (ranks - 1) // ranks
         return replace(memory, optimizer=memory.optimizer // ranks, update=update)
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        if packed is not None:  # every rank adds up all of them
+            return replace(packed, gathered=packed.gathered + weight_bytes)
         if scatters:
             return Traffic(gathered=weight_bytes, scattered=gradient_bytes)
         return Traffic(all_reduced=gradient_bytes, gathered=weight_bytes)

@@ -18,9 +18,11 @@ from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
     PendingReduce,
+    packed_sum_over_ranks,
     start_all_gather,
     start_all_reduce,
     start_sum,
@@ -79,6 +81,10 @@ class DataParallel:
         self.shards: Shards | None = None
         self.ahead: Ahead | None = None
         self._stream: Any = None  # of the exchange; None: everything is computed before and after it
+        codec = exchanging.codec if exchanging.size > 1 else None
+        self._packing = None if codec is None else Packing(exchanging.communicator, codec)
+        self.left: list[Left] = []
+        self._left_next: list[Left] = []  # once the update is taken that these gradients are for
 
     @property
     def name(self) -> str:
@@ -89,7 +95,8 @@ class DataParallel:
         return self._exchanging.communicator
 
     def prepare(self, passes: Passes) -> None:
-        pass
+        if self._packing is not None:
+            self.left = self._packing.nothing_left(passes.trained())
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
         communicator = self._exchanging.communicator
@@ -121,7 +128,12 @@ class DataParallel:
         exchanging, squares = self._exchanging, None
         arrays = [grad for _, grad in mine.grads]
         size = exchanging.bucket_bytes
-        sums, totals = sum_over_ranks(exchanging.communicator, arrays, numbers, bucket_bytes=size)
+        if self._packing is None:
+            sums, totals = sum_over_ranks(exchanging.communicator, arrays, numbers, bucket_bytes=size)
+        else:
+            exchanging.heartbeat("reduce")
+            found = packed_sum_over_ranks(self._packing, arrays, self.left, numbers, bucket_bytes=size)
+            sums, totals, self._left_next = found
         if (shards := self.shards) is not None:
             # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
             squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
@@ -141,7 +153,8 @@ class DataParallel:
         return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
 
     def after_update(self, step: int) -> None:
-        pass
+        # Not before: what an update that is left out would have sent is not to be made up for.
+        self.left = self._left_next
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Putting a pass together takes the host a while, in which a device would have nothing to do."""
@@ -199,9 +212,10 @@ class OverlappedData(DataParallel):
         self._exposed = _Exposed()
 
     def prepare(self, passes: Passes) -> None:
+        super().prepare(passes)
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
-        self._apart = passes.rows_apart(self._exchanging.size)
+        self._apart = passes.rows_apart(self._exchanging.size, self._exchanging.codec)
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
         return passes.run(batch, self._apart if batch.sole else None)
@@ -216,18 +230,21 @@ class OverlappedData(DataParallel):
         computed = self._run(passes, batch)
         # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
         computed = replace(computed, grads=tree_map(mx.contiguous, computed.grads))
-        return computed, self._start([grad for _, grad in flatten(computed.grads)], computed.lookups)
+        arrays = [grad for _, grad in flatten(computed.grads)]
+        return computed, self._start(arrays, computed.lookups, self._left_next)
 
-    def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
+    def _start(self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]) -> PendingReduce:
         """Let gradients travel as they are computed."""
         exchanging = self._exchanging
         how: Any = {"bucket_bytes": exchanging.bucket_bytes, "stream": self._stream, "shards": self.shards}
+        how |= {"packing": self._packing, "left": left}
         pending = start_all_reduce(exchanging.communicator, arrays, lookups=lookups, cuts=self._cuts, **how)
         return with_lookups(pending, self.shards)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         communicator, shards = self._exchanging.communicator, self.shards
-        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups)
+        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups, self.left)
+        self._left_next = pending.left
         every = list(numbers)
         if shards is not None:
             # Of what all ranks have, only the first one's.

@@ -40,6 +40,7 @@ class Entry:
             gradients travel while others are computed.
         unfit: why a training cannot use it; empty if it can.
         flags: what switches it on.
+        packs: whether gradients can travel in another form than that in which they are added up (``--compress``).
     """
 
     title: str
@@ -47,6 +48,7 @@ class Entry:
     maker: str
     unfit: Callable[[TrainingNeeds], str] = lambda wanted: ""
     flags: str = ""
+    packs: bool = False
 
 
 def _undividable(wanted: TrainingNeeds) -> str:
@@ -59,12 +61,13 @@ def _undividable(wanted: TrainingNeeds) -> str:
 
 
 STRATEGIES = {
-    "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain"),
+    "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain", packs=True),
     "zero1": Entry(
         "optimizer divided",
         DividedOptimizerCosts(),
         "allhands.parallel.data:divided_optimizer",
         _undividable,
         "--strategy zero1",
+        packs=True,
     ),
 }

@@ -240,6 +240,7 @@ def look_ahead(job: Job) -> Outlook:
         adapters=job.work is not None and job.work.method != "full",
         one=_shown_name(job, first),
         unable=_unable(job, groups[-1], memory, exact=fits_one),
+        packed=job.step.packed is not None,
         rows=job.batch_rows,
         kind=job.kind,
         doubt=job.doubt,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from allhands.parallel.costs import PackedGradients
 from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
@@ -30,6 +31,7 @@ class StepModel:
         gradient_bytes: that ranks exchange.
         bucket_bytes: of one call, at most.
         overlapped: whether the exchange goes on beside the passes, but for one call.
+        packed: how gradients travel; ``None``: as they are.
     """
 
     serial_s: float
@@ -39,6 +41,7 @@ class StepModel:
     gradient_bytes: int
     bucket_bytes: int
     overlapped: bool = False
+    packed: PackedGradients | None = None
 
     @property
     def alone_s(self) -> float:
@@ -97,7 +100,15 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
     """Of all gradients, call by call."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
-    return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
+    return whole * _call_s(model, link, ranks, model.bucket_bytes) + (
+        _call_s(model, link, ranks, rest) if rest else 0.0
+    )
+
+
+def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
+    """Of one call, with so much of the gradients."""
+    packed = model.packed
+    return link.seconds(gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks)
 
 
 def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
@@ -116,7 +127,7 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
     exchange = exchange_s(model, link, ranks)
     exposed = exchange
     if model.overlapped:
-        last = link.seconds(min(model.bucket_bytes, model.gradient_bytes), ranks)
+        last = _call_s(model, link, ranks, min(model.bucket_bytes, model.gradient_bytes))
         exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
     step = turns * model.serial_s + compute + exposed
     own = turns * (model.serial_s + model.tokens * model.token_s) + exposed

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from allhands.parallel.costs import with_left_out
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.run.model_sizes import all_weights, expert_weights
 from allhands.run.training_memory import Blocks, Memory, Work
@@ -108,20 +109,24 @@ def ways_of_team(
     """
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
+    start += f" --compress {work.packed.codec.name}" if work.packed is not None else ""
     wanted = TrainingNeeds(work.optimizer, cpu_native=not divides)
     divided = not _ZERO1.unfit(wanted)
 
     def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Way:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
-        bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
+        kept = {share: with_left_out(entry.costs.memory(of(each), ranks), each) for share, each in found.items()}
+        bytes_of = {share: each.arrays + bucket_bytes for share, each in kept.items()}
         changed = found[max(shares)]
-        made = _of(name, ranks, changed, entry.costs.memory(of(changed), ranks), bucket_bytes, combined=combined)
+        made = _of(name, ranks, changed, kept[max(shares)], bucket_bytes, combined=combined)
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
         more = more if not then or after else before
         # Gradients travel in the type of what is trained.
-        traffic = entry.costs.traffic(work.trained_bytes, work.trained_bytes, scatters=scatters)
+        trained, packed = work.trained_bytes, work.packed
+        travels = packed.traffic(trained, ranks) if packed is not None and entry.packs else None
+        traffic = entry.costs.traffic(trained, trained, scatters=scatters, packed=travels)
         return replace(
             made,
             by_rank=tuple(bytes_of[share] for share in shares),

@@ -9,11 +9,13 @@ import psutil
 
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
+from allhands.distributed.codecs import CODECS
 from allhands.distributed.mesh import Mesh
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.model.load import LoadedModel
+from allhands.parallel.costs import PackedGradients, with_left_out
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -53,11 +55,20 @@ def expected_bytes(
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
+        packed=_packed(config, mesh, word),
     )
     if accelerator.kind == "cuda":
-        return on_gpu(blocks, work).arrays
+        return with_left_out(on_gpu(blocks, work), work).arrays
     later = WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
-    return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+    memory = with_left_out(on_cpu(blocks, work), work)
+    return later + of_process(memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | None:
+    """How gradients of so many bytes a number travel, if not as they are."""
+    if config.compress == "none" or mesh.size == 1:
+        return None
+    return PackedGradients(CODECS[config.compress], "", word)
 
 
 def _in_half(model: Any) -> bool:

@@ -324,6 +324,7 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         metrics=window.metrics(parts.step.options.objective),
         iteration=state.iteration,
         iterations_per_s=window.iterations / window.time_s,
+        sent_bytes=window.sent_bytes / window.steps,
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):

@@ -36,6 +36,7 @@ class StepResult:
         gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
             asked for after the step.
         further: the objective's further sums over the global batch, in its order.
+        sent_bytes: that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
     """
 
     loss_sum: float
@@ -49,6 +50,7 @@ class StepResult:
     culprits: tuple[int, ...] = ()
     gathered: tuple[float, ...] = ()
     further: tuple[float, ...] = ()
+    sent_bytes: int = 0
 
 
 def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, num_gathered: int = 0) -> StepResult:

@@ -13,7 +13,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, sent_bytes
+from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
@@ -39,6 +40,7 @@ class StepOptions:
         rules: what is done with the mean gradient.
         strategy: by its name.
         bucket_bytes: of an exchange: arrays travel together up to about so many.
+        codec: how gradients are packed on the way; ``None``: they are not.
         overlap: whether gradients travel while others are computed; default: with NCCL.
         dropout: of the model, as :func:`install_dropout` gave it.
         non_finite: whether a loss or gradient that is not finite is an error or leaves the update out.
@@ -53,6 +55,7 @@ class StepOptions:
     rules: Rules = field(default_factory=Rules)
     strategy: str = "data"
     bucket_bytes: int = BUCKET_BYTES
+    codec: Codec | None = None
     overlap: bool | None = None
     dropout: DropoutKeys | None = None
     non_finite: Literal["stop", "skip"] = "stop"
@@ -66,7 +69,7 @@ def make_step(
 ) -> TrainStep:
     """The step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
-    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat)
+    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat, options.codec)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
@@ -105,7 +108,7 @@ class TrainStep:
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
         """
-        strategy, ahead = self.strategy, self.passes.run_ahead
+        strategy, ahead, sent = self.strategy, self.passes.run_ahead, sent_bytes(self.strategy.communicator)
         started = time.perf_counter()
         if ahead is not None:
             ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
@@ -126,6 +129,7 @@ class TrainStep:
             ahead.after()
         further = len(self.options.objective.further)
         result = result_of(reduced.totals, updated.norm, times, further, reduced.num_gathered)
+        result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent)
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
