@@ -124,15 +124,23 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         # Resumed after its end: what is missing in this directory is written.
         _save(parts, state, "last" if validated else "same")
         return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
+    settled = state.iteration
     while state.iteration < parts.total:
         before = state.iteration
         result = _update(parts, state)
         _note_skipped(parts, state, result)
         done = state.iteration == parts.total
-        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
         if _reports(parts, before, state.iteration):
             _report(parts, state, started, result.gathered)
-        if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
+        stops = bool(result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()))
+        if done or stops:
+            parts.step.strategy.close_round()
+        if parts.step.strategy.in_round:  # what is due now is due at its end
+            _tell_saved(parts, state, wait=False)
+            continue
+        before, settled = settled, state.iteration
+        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
+        if stops:
             raise Interrupted("stopped")
         sampled = state.validation_due
         if config.sample_every is not None:
@@ -173,6 +181,7 @@ def _regroup(parts: LoopParts, state: LoopState) -> None:
 def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
     """Save what was trained; the error to raise, which says where it is. Called on all ranks together."""
     place = f"step {state.step} of {parts.total_steps(state)}"
+    parts.step.strategy.close_round()
     if isinstance(error, Interrupted):
         if state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")

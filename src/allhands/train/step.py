@@ -23,6 +23,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
 from allhands.parallel.gradient import Computing
 from allhands.parallel.passes import Passes
+from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
@@ -38,6 +39,7 @@ class StepOptions:
         compiled: whether passes and updates are compiled where they are graphs.
         rules: what is done with the mean gradient.
         strategy: by its name.
+        rounds: of local steps, for a strategy that makes such.
         bucket_bytes: of an exchange: arrays travel together up to about so many.
         overlap: whether gradients travel while others are computed; default: with NCCL.
         dropout: of the model, as :func:`install_dropout` gave it.
@@ -52,6 +54,7 @@ class StepOptions:
     compiled: bool = True
     rules: Rules = field(default_factory=Rules)
     strategy: str = "data"
+    rounds: Rounds = field(default_factory=Rounds)
     bucket_bytes: int = BUCKET_BYTES
     overlap: bool | None = None
     dropout: DropoutKeys | None = None
@@ -66,7 +69,8 @@ def make_step(
 ) -> TrainStep:
     """The step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
-    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat)
+    how = (options.bucket_bytes, native, heartbeat, options.rounds, options.rules.inject_fault)
+    exchanging = Exchanging(communicator, *how)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
@@ -125,14 +129,16 @@ class TrainStep:
         if ahead is not None:
             ahead.after()
         further = len(self.options.objective.further)
-        result = result_of(reduced.totals, updated.norm, times, further, reduced.num_gathered)
+        norm = updated.norm if reduced.norm is None else reduced.norm
+        result = result_of(reduced.totals, norm, times, further, reduced.num_gathered)
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
+        coming_together = time.perf_counter()
         strategy.after_update(self._num_updates)
-        return result
+        return replace(result, comm_s=result.comm_s + time.perf_counter() - coming_together)
 
     def _faulted(self, mine: Gradients) -> Gradients:
         """``mine``, spoiled if a test asks for that."""
