@@ -1,7 +1,7 @@
 """Rounds of local steps: against a loop of MLX's own optimizers, and against data parallelism where it is the same.
 
-The reference knows nothing of ours but the micro-batches: each rank's model is trained by ``mlx.optimizers`` on the mean
-loss of its own tokens, and the weights come together in numpy.
+The reference knows nothing of ours but the micro-batches: each rank's model is trained by ``mlx.optimizers`` on the
+mean loss of its own tokens, and the weights come together in numpy.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def test_an_outer_step_of_one_rank_is_one_too() -> None:
     step = made(SingleProcess(), lambda: KernelAdam(1e-3, eps=1e-5, bias_correction=True), rounds, cpu_native=True)
     for number in range(4):
         step(batches_of(number, 0))
-    assert_close(weights_of(step), reference(1, 4, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)[-1], 1e-5)
+    assert_close(
+        weights_of(step), reference(1, 4, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)[-1], 1e-5
+    )
 
 
 def test_a_round_can_be_closed_early_and_the_next_is_whole() -> None:

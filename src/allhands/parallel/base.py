@@ -84,6 +84,11 @@ class Strategy(Protocol):
         """Whether the weights are this rank's own for now, and no result: not to be validated or saved."""
         ...
 
+    @property
+    def steps_left(self) -> int:
+        """Steps until the weights are those of all ranks again; 0 where they are."""
+        ...
+
     def close_round(self) -> None:
         """Make the weights those of all ranks, if they are not; called on all ranks together, after a step."""
         ...

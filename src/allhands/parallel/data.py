@@ -93,6 +93,10 @@ class DataParallel:
     def in_round(self) -> bool:
         return False
 
+    @property
+    def steps_left(self) -> int:
+        return 0
+
     def close_round(self) -> None:
         pass
 

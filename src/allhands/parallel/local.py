@@ -62,6 +62,10 @@ class LocalSteps(DataParallel):
     def in_round(self) -> bool:
         return self._steps > 0
 
+    @property
+    def steps_left(self) -> int:
+        return self._rounds.every - self._steps if self.in_round else 0
+
     def prepare(self, passes: Passes) -> None:
         super().prepare(passes)
         self._model = passes.model
