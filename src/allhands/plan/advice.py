@@ -226,7 +226,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         "stay on one machine until the link is faster",
         f"on {at.several(offer.machines)} the training would be {as_fast(offer.speed_up)}: the link eats the rest",
         better,
-        "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
+        "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
     )
 
 

@@ -15,6 +15,7 @@ from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
+_NUMBERS_BYTES = 64
 _SAME = 1e-9  # of logarithms
 
 
@@ -30,6 +31,7 @@ class StepModel:
         gradient_bytes: that ranks exchange.
         bucket_bytes: of one call, at most.
         overlapped: whether the exchange goes on beside the passes, but for one call.
+        every: steps from one exchange to the next; in those between a few numbers travel.
     """
 
     serial_s: float
@@ -39,6 +41,7 @@ class StepModel:
     gradient_bytes: int
     bucket_bytes: int
     overlapped: bool = False
+    every: int = 1
 
     @property
     def alone_s(self) -> float:
@@ -95,9 +98,10 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Of all gradients, call by call."""
+    """Of all gradients, call by call; where there is one in several steps, its part of a step."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
-    return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
+    everything = whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
+    return everything if model.every == 1 else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
 
 
 def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
