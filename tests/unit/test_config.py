@@ -422,7 +422,7 @@ def test_the_round_trip_covers_every_field_but_two() -> None:
         ({"outer_momentum": 0.9, "sync_every": 1}, "--outer-momentum"),
         ({"sync_every": 0}, "--sync-every"),
         ({"sync_every": 2, "outer_momentum": 1.0}, "--outer-momentum"),
-        ({"diloco": True}, "--sync-every"),
+        ({"diloco": True}, "sync_every"),
     ],
 )
 def test_rounds_and_what_they_cannot_go_with(flags: dict[str, Any], named: str) -> None:
