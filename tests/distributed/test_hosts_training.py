@@ -268,7 +268,7 @@ def test_a_newcomer_keeps_what_it_has_of_another_run_aside(tmp_path: Path) -> No
         directory = tmp_path / str(rank)
         for path in (checkpoint_path(directory, step), directory / BEST):
             tensors = {"adapters.safetensors": [Tensor("a", "U8", (3,), run_id.encode())]}
-            write_checkpoint(path, step=step, run_id=run_id, state={"iteration": step}, tensors=tensors)
+            write_checkpoint(path, step=step, run_id=run_id, state={"step": step, "iteration": step}, tensors=tensors)
         (directory / METRICS_FILE).write_text(curve)
         return directory
 
@@ -291,7 +291,7 @@ def test_a_newcomer_keeps_what_it_has_of_another_run_aside(tmp_path: Path) -> No
 def test_what_is_gone_on_from_counts_until_the_run_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     run, old = tmp_path / "run", tmp_path / "old"
     for directory, step, run_id in ((old, 40, "old"), (run, 30, "earlier")):
-        write_checkpoint(checkpoint_path(directory, step), step, run_id, {"iteration": step}, {})
+        write_checkpoint(checkpoint_path(directory, step), step, run_id, {"step": step, "iteration": step}, {})
 
     def told(resume: Path | None) -> tuple[int | None, bool]:
         answer = newest_step({"adapter_path": str(run), "run_id": "this", "resume": resume and str(resume)})
@@ -302,7 +302,7 @@ def test_what_is_gone_on_from_counts_until_the_run_has_a_checkpoint_of_its_own(t
     assert told(checkpoint_path(old, 50)) == (None, False)
     here = Host("here")
     assert newest_checkpoint([here], run, "this", old) == {"here": 40}
-    write_checkpoint(checkpoint_path(run, 5), 5, "this", {"iteration": 5}, {})
+    write_checkpoint(checkpoint_path(run, 5), 5, "this", {"step": 5, "iteration": 5}, {})
     assert told(old) == (5, True)
     assert newest_checkpoint([here], run, "this", old) == {"here": 5}
     assert newest_checkpoint([here], run, None) == {"here": 30}

@@ -16,6 +16,9 @@ from allhands.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 
+ALL_CORES = {"OPENBLAS_NUM_THREADS": ""}
+"""The plan counts cores, and `run_allhands` gives each command one unless it is told otherwise."""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,7 +39,8 @@ def highest_memory(place: Path, name: str, *options: str) -> int:
 
 def planned(place: Path, *where: str) -> dict[str, Any]:
     kept = ("--adapter-path", str(place / "planned"))
-    done = run_allhands("plan", *words_of(place), "--iters", "1000", *kept, *where, "--json", timeout=200)
+    words = (*words_of(place), "--iters", "1000", *kept, *where, "--json")
+    done = run_allhands("plan", *words, env=ALL_CORES, timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert [line["machines"] for line in found["machines"]] == [1, 2]
@@ -90,7 +94,8 @@ def test_steps_of_processes_take_as_long_as_planned(place: Path, found: dict[str
     if found["doubt"]:
         pytest.skip(found["doubt"])
     whole = place / "run-whole"
-    done = run_allhands("pretrain", *words_of(place), *TWENTY_STEPS, "--adapter-path", str(whole), timeout=200)
+    alone = ("--adapter-path", str(whole))
+    done = run_allhands("pretrain", *words_of(place), *TWENTY_STEPS, *alone, env=ALL_CORES, timeout=200)
     assert done.returncode == 0, done.stderr
     assert found["one_process_s"] == pytest.approx(seconds_of_a_step(whole), rel=0.15), "with all cores"
     for line, ranks in zip(found["machines"], ("1", "2"), strict=True):

@@ -54,7 +54,9 @@ def write(target: Path, step: int, run_id: str = RUN, **state: Any) -> Checkpoin
     weights = np.arange(24, dtype=np.float32).reshape(4, 6) + step
     optimizer = [tensor("step", np.array(step, dtype=np.uint64)), tensor("m", weights * 2)]
     files = {"adapters.safetensors": [tensor("w", weights)], "optimizer.safetensors": optimizer}
-    return write_checkpoint(target, step, run_id, {"iteration": step, **state}, files, {"adapter_config.json": "{}"})
+    return write_checkpoint(
+        target, step, run_id, {"step": step, "iteration": step, **state}, files, {"adapter_config.json": "{}"}
+    )
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = write(tmp_path / "run" / "checkpoints" / "step-0000007", 7, best=[1.5, None, "ü"])
     found = open_checkpoint(written.path)
     assert found == written
-    assert (found.step, found.run_id, found.state) == (7, RUN, {"iteration": 7, "best": [1.5, None, "ü"]})
+    assert (found.step, found.run_id, found.state) == (7, RUN, {"step": 7, "iteration": 7, "best": [1.5, None, "ü"]})
     assert names(found.path) == sorted([*found.files, "manifest.json"])
     for name, facts in found.files.items():
         content = (found.path / name).read_bytes()
@@ -315,7 +317,7 @@ def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
 def test_without_sums_only_the_state_is_read(run: Path) -> None:
     path = checkpoint_path(run, 300)
     flip(path / "optimizer.safetensors", -1)
-    assert open_checkpoint(path, verify=False).state == {"iteration": 300}
+    assert open_checkpoint(path, verify=False).state == {"step": 300, "iteration": 300}
     flip(path / "state.json", 5)
     with pytest.raises(CheckpointError, match="SHA-256"):
         open_checkpoint(path, verify=False)
@@ -330,7 +332,7 @@ def test_what_is_replaced_is_only_ours(run: Path) -> None:
         write(target, 300, more=2)
     assert caught.value.where == str(target)
     assert (target / "notes.txt").read_text() == "mine"
-    assert open_checkpoint(target).state == {"iteration": 300, "more": 1}
+    assert open_checkpoint(target).state == {"step": 300, "iteration": 300, "more": 1}
     # An adapter that was saved without a checkpoint is ours, too.
     (run / "best").mkdir()
     (run / "best" / "adapters.safetensors").touch()

@@ -20,8 +20,7 @@ from twins import run_ranks
 
 from allhands.cli.main import main
 from allhands.errors import ConfigError, ModelError
-from allhands.kernels import native, native_products
-from allhands.kernels import selection as choices
+from allhands.kernels import native, native_products, selection
 from allhands.kernels.fused import linear
 from allhands.kernels.fused.blocks import fuse
 from allhands.kernels.selection import (
@@ -186,7 +185,7 @@ def test_each_form_computes_what_the_plain_one_does(kind: Kind) -> None:
         forms = operations.operation(problem, kind)
         assert set(forms) == set(FORMS[problem.name][kind])
         results = {name: form() for name, form in forms.items()}
-        first = results[choices.reference(problem.name, kind)]
+        first = results[selection.reference(problem.name, kind)]
         for name, arrays in results.items():
             assert len(arrays) == len(first) >= 2, (problem, name)
             for one, other in zip(arrays, first, strict=True):

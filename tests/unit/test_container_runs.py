@@ -278,7 +278,7 @@ def test_a_pod_that_has_to_go_leaves_a_checkpoint_of_all(tmp_path: Path, pods: l
     assert ends[0][0] in (130, 143), ends[0][1]
     last = max((tmp_path / "run/checkpoints").iterdir())
     assert (last / "manifest.json").exists()
-    stopped = re.search(r"stopped after batch (\d+) of 100000", ends[0][1])
+    stopped = re.search(r"stopped after step (\d+) of 100000", ends[0][1])
     assert stopped is not None, ends[0][1]
     assert last.name == f"step-{int(stopped[1]):07d}"
     assert not list(tmp_path.glob("pod-*/dev/termination-log"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allhands.runtime import jit_cache as kernels
+from allhands.runtime import jit_cache
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles kernels like this on Linux only")
 
@@ -31,7 +31,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 def cache(environ: dict[str, str]) -> Path:
     """The directory that MLX would be led to."""
     inside = dict(environ)
-    kernels.prepare(inside)
+    jit_cache.prepare(inside)
     return Path(inside["TEMPDIR"])
 
 
@@ -66,7 +66,7 @@ def test_a_library_cut_short_anywhere_is_not_whole(tmp_path: Path, environ: dict
     put(tmp_path, "liba.so")
     torn = put(tmp_path, "libb.so", part=twentieth / 20)
     assert torn.stat().st_size < LIBRARY.stat().st_size
-    kernels.prepare(environ | {"TMPDIR": str(tmp_path)})
+    jit_cache.prepare(environ | {"TMPDIR": str(tmp_path)})
     assert names(tmp_path) == {"liba.so"}
 
 
@@ -79,7 +79,7 @@ def test_a_library_without_its_last_byte_or_with_an_empty_end_is_not_whole(
         path = put(tmp_path, name)
         path.write_bytes(torn)
         os.utime(path, times=(time.time() - 100, time.time() - 100))
-    kernels.prepare(environ | {"TMPDIR": str(tmp_path)})
+    jit_cache.prepare(environ | {"TMPDIR": str(tmp_path)})
     assert names(tmp_path) == {"libwhole.so"}
 
 
@@ -90,7 +90,7 @@ def test_a_program_for_the_gpu_is_whole_with_its_end_and_its_list_of_names(
         put(tmp_path, f"{stem}.ptx", part=part)
         put(tmp_path, f"{stem}.txt", part=listed)
     put(tmp_path, "alone.ptx")
-    kernels.prepare(environ | {"TMPDIR": str(tmp_path)})
+    jit_cache.prepare(environ | {"TMPDIR": str(tmp_path)})
     assert {name for name in names(tmp_path, "ptx") if name.endswith(".ptx")} == {"whole.ptx"}
 
 
@@ -111,7 +111,7 @@ def test_the_cache_is_private_and_where_mlx_looks(environ: dict[str, str], cache
 def test_torn_kernels_in_the_cache_are_removed(environ: dict[str, str], cache: Path) -> None:
     for name, part, age_s in (("liba.so", 1.0, 100), ("libb.so", 0.5, 100), ("libc.so", 0.5, 0)):
         put(cache, name, part=part, age_s=age_s)
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert names(cache) == {"liba.so", "libc.so"}  # the last one may still be being written
     assert environ["TEMPDIR"] == str(cache)
     assert "TMPDIR" not in environ
@@ -127,7 +127,7 @@ def test_a_persons_directory_is_left_but_for_old_torn_kernels(
     (chosen / "mlx" / VERSION / "cpu" / "notes.txt").write_text("torn?")
     environ[variable] = str(chosen)
     before = dict(environ)
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert environ == before
     assert names(chosen) == {"liba.so", "libc.so", "notes.txt"}
 
@@ -138,11 +138,11 @@ def test_others_files_and_directories_are_not_touched_and_not_used(
 ) -> None:
     torn = put(tmp_path / "chosen", "libb.so", part=0.5)
     os.chown(torn, 12345, 12345)
-    kernels.prepare(environ | {"TMPDIR": str(tmp_path / "chosen")})
+    jit_cache.prepare(environ | {"TMPDIR": str(tmp_path / "chosen")})
     assert torn.exists()
     os.chown(cache / "mlx", 12345, 12345)
     before = dict(environ)
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert environ == before
 
 
@@ -150,19 +150,19 @@ def test_others_files_and_directories_are_not_touched_and_not_used(
 def test_a_cache_that_others_can_write_to_is_not_used(environ: dict[str, str], cache: Path, mode: int) -> None:
     cache.chmod(mode)
     before = dict(environ)
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert environ == before
 
 
 def test_a_cache_that_others_can_replace_or_that_is_a_link_is_not_used(environ: dict[str, str], cache: Path) -> None:
     above = cache.parent.parent
     above.chmod(0o777)
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert "TEMPDIR" not in environ
     above.chmod(0o700)
     cache.rename(above / "elsewhere")
     cache.symlink_to(above / "elsewhere")
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert "TEMPDIR" not in environ
 
 
@@ -172,7 +172,7 @@ def test_without_a_usable_home_nothing_changes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     environ = {"XDG_CACHE_HOME": cache_home}
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert environ == {"XDG_CACHE_HOME": cache_home}
     assert not Path(cache_home).exists()
 
@@ -183,20 +183,20 @@ def test_without_any_home_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Path, "home", homeless)
     environ: dict[str, str] = {}
-    kernels.prepare(environ)
+    jit_cache.prepare(environ)
     assert environ == {}
 
 
 def test_without_a_compiler_there_is_a_cache_of_its_own(environ: dict[str, str], cache: Path, tmp_path: Path) -> None:
     bare = environ | {"PATH": str(tmp_path)}
-    kernels.prepare(bare)
+    jit_cache.prepare(bare)
     assert Path(bare["TEMPDIR"]).parent == cache.parent
     assert (Path(bare["TEMPDIR"]) == cache) == (shutil.which("g++") is None)
 
 
 def test_a_child_process_follows_its_own_mlx(environ: dict[str, str], cache: Path) -> None:
     child = environ | {"TEMPDIR": str(cache.parent / "0.1-another")}
-    kernels.prepare(child)
+    jit_cache.prepare(child)
     assert child["TEMPDIR"] == str(cache)
 
 
@@ -210,7 +210,7 @@ def test_a_rank_gets_a_directory_of_its_own_with_all_whole_kernels(rank: dict[st
     put(cache, "tmp_0123abcd.so")
     put(cache, "f.ptx")
     put(cache, "f.txt")
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     private = Path(rank["TMPDIR"])
     assert private == Path(rank["ALLHANDS_RUN_DIR"], "tmp-3")
     assert private.stat().st_mode & 0o777 == 0o700
@@ -232,28 +232,28 @@ def test_kernels_are_copied_where_they_cannot_be_linked(
 
     monkeypatch.setattr(os, "link", link)
     put(cache, "liba.so")
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     assert tried == ["liba.so"]
     assert Path(rank["TMPDIR"], "mlx", VERSION, "cpu", "liba.so").read_bytes() == LIBRARY.read_bytes()
 
 
 def test_a_run_directory_that_others_can_write_to_is_not_used(rank: dict[str, str], cache: Path) -> None:
     Path(rank["ALLHANDS_RUN_DIR"]).chmod(0o777)
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     assert "TMPDIR" not in rank
     assert rank["TEMPDIR"] == str(cache)
 
 
 def test_a_rank_works_without_a_cache(rank: dict[str, str]) -> None:
     rank["ALLHANDS_KERNEL_CACHE"] = "/proc/nowhere"
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "liba.so")
-    assert kernels.publish(rank) == 0
+    assert jit_cache.publish(rank) == 0
 
 
 def test_what_is_whole_and_new_is_published_once(rank: dict[str, str], cache: Path) -> None:
     put(cache, "libold.so")
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     private = Path(rank["TMPDIR"])
     put(private, "liba.so")
     put(private, "libtorn.so", part=0.9)
@@ -262,37 +262,37 @@ def test_what_is_whole_and_new_is_published_once(rank: dict[str, str], cache: Pa
     put(private, "f.ptx")
     put(private, "f.txt")
     put(private, "unlisted.ptx")
-    assert kernels.publish(rank) == 2
+    assert jit_cache.publish(rank) == 2
     assert names(cache) == {"libold.so", "liba.so"}
     assert names(cache, "ptx") == {"f.ptx", "f.txt"}
     published = cache / "mlx" / VERSION / "cpu" / "liba.so"
     assert published.read_bytes() == LIBRARY.read_bytes()
     assert published.stat().st_nlink == 1  # what the rank does to its own file does not reach it
-    assert kernels.publish(rank) == 0
+    assert jit_cache.publish(rank) == 0
     time.sleep(0.9)
-    assert kernels.publish(rank) == 1
+    assert jit_cache.publish(rank) == 1
     assert names(cache) == {"libold.so", "liba.so", "libyoung.so"}
 
 
 def test_only_ranks_publish(environ: dict[str, str], rank: dict[str, str], cache: Path) -> None:
     put(cache, "liba.so")
-    assert kernels.publish(environ) == 0
-    assert kernels.publish(rank) == 0  # not prepared
+    assert jit_cache.publish(environ) == 0
+    assert jit_cache.publish(rank) == 0  # not prepared
 
 
 def test_a_rank_that_starts_at_once_gets_what_was_just_published(rank: dict[str, str], cache: Path) -> None:
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "liba.so")
-    assert kernels.publish(rank) == 1
+    assert jit_cache.publish(rank) == 1
     following = rank | {"ALLHANDS_RANK": "4"}
-    kernels.prepare(following)
+    jit_cache.prepare(following)
     assert names(Path(following["TMPDIR"])) == {"liba.so"}
     shutil.rmtree(cache / "mlx")
-    assert kernels.publish(following) == 0
+    assert jit_cache.publish(following) == 0
 
 
 def test_nothing_is_published_by_halves(rank: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.prepare(rank)
+    jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "liba.so")
     synced: list[int] = []
 
@@ -301,7 +301,7 @@ def test_nothing_is_published_by_halves(rank: dict[str, str], cache: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert kernels.publish(rank) == 0
+    assert jit_cache.publish(rank) == 0
     assert len(synced) == 1
     assert names(cache) == set()
 
@@ -312,14 +312,14 @@ def test_the_oldest_kernels_go_when_there_are_too_many(
     for age_s in range(10, 20):
         put(cache, f"lib{age_s}.so", age_s=age_s)
     put(cache, "tmp_0123abcd.so", age_s=7200)
-    monkeypatch.setattr(kernels, "_MAX_FILES", 4)
-    kernels.prepare(rank)
+    monkeypatch.setattr(jit_cache, "_MAX_FILES", 4)
+    jit_cache.prepare(rank)
     put(Path(rank["TMPDIR"]), "libnew.so")
-    assert kernels.publish(rank) == 1
+    assert jit_cache.publish(rank) == 1
     assert names(cache) == {"libnew.so", "lib10.so", "lib11.so", "lib12.so"}
-    monkeypatch.setattr(kernels, "_MAX_BYTES", 2 * LIBRARY.stat().st_size)
+    monkeypatch.setattr(jit_cache, "_MAX_BYTES", 2 * LIBRARY.stat().st_size)
     put(Path(rank["TMPDIR"]), "libnewer.so")
-    assert kernels.publish(rank) == 1  # those that are gone do not come back
+    assert jit_cache.publish(rank) == 1  # those that are gone do not come back
     assert names(cache) == {"libnew.so", "libnewer.so"}
 
 
@@ -328,26 +328,26 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The variables that this process was started with, of which MLX is not known to have read any."""
     begun = dict[str, str]()
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(kernels, "_switched_off", set[str]())
-    monkeypatch.setattr(kernels, "_environ_at_start", lambda: begun)
+    monkeypatch.setattr(jit_cache, "_switched_off", set[str]())
+    monkeypatch.setattr(jit_cache, "_environ_at_start", lambda: begun)
     return begun
 
 
 def test_a_person_s_own_launching_is_kept(started: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"MLX_MAX_OPS_PER_BUFFER": "7"}
-    assert kernels.launch_directly(environ, untouched=True)
+    assert jit_cache.launch_directly(environ, untouched=True)
     assert (environ["MLX_MAX_OPS_PER_BUFFER"], environ["MLX_USE_CUDA_GRAPHS"]) == ("7", "0")
     # MLX ends a process that has planned attention for more shapes than twice what it keeps.
     assert environ["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
     assert int(environ["MLX_CUDA_SDPA_CACHE_SIZE"]) == int(environ["MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"]) >= 1024
     assert "MLX_CUDA_USE_CUDNN_SDPA" not in environ
     asked = {"MLX_CUDA_USE_CUDNN_SDPA": "1"}  # the option says more clearly what is wanted
-    assert kernels.launch_directly(asked, untouched=True, deterministic=True)
+    assert jit_cache.launch_directly(asked, untouched=True, deterministic=True)
     assert asked["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     # Metal would cut its commands by one of them.
     monkeypatch.setattr(sys, "platform", "darwin")
     elsewhere: dict[str, str] = {}
-    kernels.launch_directly(elsewhere, untouched=True)
+    jit_cache.launch_directly(elsewhere, untouched=True)
     assert elsewhere == {}
 
 
@@ -366,18 +366,18 @@ def test_kernels_run_in_order_only_if_mlx_was_told_before_its_first(
 ) -> None:
     """What is computed in the memory of its input would be read too early in a graph."""
     started.update(begun)
-    assert not kernels.launches_directly()
-    kernels.launch_directly(dict(own), untouched=untouched)
-    assert kernels.launches_directly() is expected
+    assert not jit_cache.launches_directly()
+    jit_cache.launch_directly(dict(own), untouched=untouched)
+    assert jit_cache.launches_directly() is expected
     # A second training of the process knows what MLX has read.
-    kernels.launch_directly(dict(own), untouched=False)
-    assert kernels.launches_directly() is expected
+    jit_cache.launch_directly(dict(own), untouched=False)
+    assert jit_cache.launches_directly() is expected
 
 
 def test_sums_in_order_cannot_be_asked_for_after_the_first(started: dict[str, str]) -> None:
-    assert not kernels.launch_directly({}, untouched=False, deterministic=True)
+    assert not jit_cache.launch_directly({}, untouched=False, deterministic=True)
     started["MLX_CUDA_USE_CUDNN_SDPA"] = "0"
-    assert kernels.launch_directly({}, untouched=False, deterministic=True)
+    assert jit_cache.launch_directly({}, untouched=False, deterministic=True)
 
 
 def test_the_variables_of_the_start_are_known(tmp_path: Path) -> None:

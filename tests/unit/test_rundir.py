@@ -18,7 +18,7 @@ from allhands.config.schema import build_config
 from allhands.errors import ModelError
 from allhands.run.preparing import RunContext, starting_weights
 
-FILES = ("metrics.jsonl", "loss.png", "0000100_adapters.safetensors", "0000200_adapters.safetensors")
+FILES = ("metrics.jsonl", "loss.png", "0000200_adapters.safetensors", "0000400_adapters.safetensors")
 ANSWERS = "answers.json"
 ADAPTER = ("adapters.safetensors", "adapter_config.json")
 
@@ -126,8 +126,8 @@ def test_of_a_branch_that_is_left_the_numbered_adapters_are_kept_too(run: Path) 
     make_room(run, restored(checkpoint_path(run, 100), 100), "new")
     assert [path.name for path in checkpoints_in(run)] == ["step-0000100"]
     assert names(run / "checkpoints.1") == ["step-0000200"]
-    assert names(run / "adapters.1") == ["0000200_adapters.safetensors"]
-    assert (run / "0000100_adapters.safetensors").exists()
+    assert names(run / "adapters.1") == ["0000400_adapters.safetensors"]
+    assert (run / "0000200_adapters.safetensors").exists()
     assert (run / "metrics.jsonl").exists()
 
 
@@ -171,7 +171,7 @@ def test_one_that_has_another_name_already_is_not_kept_again(run: Path) -> None:
 # --- weights to start from that were set aside -------------------------------------------------------
 
 
-STARTS = ("0000100_adapters.safetensors", "best/adapters.safetensors", "checkpoints/step-0000200/adapters.safetensors")
+STARTS = ("0000200_adapters.safetensors", "best/adapters.safetensors", "checkpoints/step-0000200/adapters.safetensors")
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -285,3 +285,15 @@ def test_what_goes_into_a_pipe_has_no_blanks_at_the_ends_and_no_broken_sentence(
     said = (done.stdout + done.stderr).splitlines()
     assert [line for line in said if line != line.rstrip()] == []
     assert [line for line in said if line.endswith((" the", " a", " of", " and", " for", ","))] == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_line_of_a_service_is_written_at_once_where_python_is_asked_for_that(number: int) -> None:
+    """As images for containers do; what lies in a buffer is lost with the process, and threads may garble it."""
+    code = (
+        "import os, sys; from allhands.io.terminal import keep_going\n"
+        f"stream = keep_going((sys.stdout, sys.stderr)[{number - 1}]); print('said', file=stream); os._exit(0)"
+    )
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60)
+    assert (done.stdout, done.stderr)[number - 1] == "said\n"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from allhands.observe import trackers as reporting
+from allhands.observe import trackers
 
 
 def test_a_server_that_does_not_answer_does_not_keep_training_from_beginning(
@@ -27,10 +27,10 @@ def test_a_server_that_does_not_answer_does_not_keep_training_from_beginning(
 
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setattr(reporting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(trackers, "_PATIENCE_S", 0.2)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        assert reporting.start_trackers(["mlflow"], None, tmp_path, {}) == []
+        assert trackers.start_trackers(["mlflow"], None, tmp_path, {}) == []
     assert time.monotonic() - began < 5
     assert "mlflow cannot be started (it does not answer" in caplog.text
     assert "the run goes on without it" in caplog.text

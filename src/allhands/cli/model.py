@@ -78,7 +78,7 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
         tokens, largest = int(sets.train.work.max()) + 1, sets.largest_token
     mx.random.seed(config.seed)
     make_trainable(loaded.model, config)
-    cpu_native = accelerator.cpu_native and config.compile != "on"
+    cpu_native = accelerator.runs_natively(config.compile)
     kernels = own_choices(accelerator, cpu_native=cpu_native)
     console.print(f"mlx_lm's own model computes rows of 16 and {tokens} tokens, then a training step does ...")
     check = GradientCheck(

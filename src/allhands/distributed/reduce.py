@@ -159,7 +159,7 @@ def start_all_reduce(
                 sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
     for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
-        # The largest first: see Leaves.before_attention for what is computed first beside them.
+        # The largest first: see FlatParams.before_attention for what is computed first beside them.
         large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
         calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
         with _together([arrays[i] for i in bucket], stream, communicator) as totals:

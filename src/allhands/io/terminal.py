@@ -252,7 +252,9 @@ def keep_going(stream: TextIO) -> TextIO:
     """``stream`` as one into which writing never fails, for a command whose result is not its words."""
     stream.flush()
     raw = _Spoken(stream.fileno(), "w", closefd=False)
-    lines = stream.isatty() or bool(getattr(stream, "line_buffering", False))
+    # A line at a time, too, where Python was asked to write at once (PYTHONUNBUFFERED). With a buffer, threads that log
+    # at the same time may write what is no text: CPython before 3.11.10 and 3.12.4 does not lock it (its issue 119506).
+    lines = stream.isatty() or any(getattr(stream, name, False) for name in ("line_buffering", "write_through"))
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
     )

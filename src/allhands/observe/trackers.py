@@ -120,8 +120,8 @@ def tracked_values(event: Event) -> dict[str, float]:
     """
     if isinstance(event, TrainReport):
         return {
-            **_iteration(event),
             "train_loss": event.loss,
+            **_iteration(event),
             "learning_rate": event.learning_rate,
             "iterations_per_second": event.iterations_per_s,
             "tokens_per_second": event.trained_tokens_per_s,
@@ -132,7 +132,7 @@ def tracked_values(event: Event) -> dict[str, float]:
         }
     if isinstance(event, ValidReport):
         more = {f"val_{name}": value for name, value in event.metrics.items()}
-        return {**_iteration(event), "val_loss": event.loss, "val_time": event.duration_s, **more}
+        return {"val_loss": event.loss, **_iteration(event), "val_time": event.duration_s, **more}
     if isinstance(event, RunEnded) and event.test_loss is not None:
         return {"test_loss": event.test_loss}
     return {}

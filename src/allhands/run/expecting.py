@@ -35,7 +35,7 @@ def expected_bytes(
         largest: as :meth:`allhands.data.loader.Loader.largest` has it.
         present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
     """
-    native_way = accelerator.cpu_native and config.compile != "on" and native.available()
+    native_way = accelerator.runs_natively(config.compile) and native.available()
     blocks = blocks_of(loaded.config) if native_way or accelerator.kind == "cuda" else None
     tokens, cuts = largest
     if blocks is None or not tokens:

@@ -88,7 +88,7 @@ def _sizing(config: TrainConfig, sizing: Sizing) -> str:
 
 
 def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
-    if accelerator.cpu_native and config.compile != "on":
+    if accelerator.runs_natively(config.compile):
         return "eager (best on this processor)"
     return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
 

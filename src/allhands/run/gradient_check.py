@@ -453,7 +453,7 @@ class StartCheck:
         check = GradientCheck(
             loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
         )
-        cpu_native = accelerator.cpu_native and config.compile != "on"
+        cpu_native = accelerator.runs_natively(config.compile)
         return cls(check, memory, cpu_native=cpu_native, name=str(loaded.path))
 
     def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:

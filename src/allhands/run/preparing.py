@@ -159,7 +159,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mesh = surroundings.mesh
     told = (*told, *_launching(config))
     accelerator = detect()
-    kernels = own_choices(accelerator, cpu_native=accelerator.cpu_native and config.compile != "on")
+    kernels = own_choices(accelerator, cpu_native=accelerator.runs_natively(config.compile))
     checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
@@ -331,7 +331,7 @@ def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, sele
     return PassContext(
         accelerator,
         "train" if config.train else "evaluate",
-        at_once=accelerator.cpu_native and config.compile != "on",
+        at_once=accelerator.runs_natively(config.compile),
         longest=config.max_seq_length,
         seed=config.seed,
         grad_checkpoint=config.grad_checkpoint,

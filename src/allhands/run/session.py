@@ -322,7 +322,7 @@ class _Session:
 
     @property
     def _cpu_native(self) -> bool:
-        return self.ready.accelerator.cpu_native and self.config.compile != "on"
+        return self.ready.accelerator.runs_natively(self.config.compile)
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None

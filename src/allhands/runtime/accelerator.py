@@ -28,7 +28,7 @@ class Accelerator:
         name: for people.
         memory_bytes: of the device (of the host, for a CPU and for unified memory).
         cores: processor cores this process may use.
-        eager: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
+        cpu_native: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
         warning: what makes this device slower than it should be, with the remedy; or ``None``.
     """
 
@@ -38,6 +38,10 @@ class Accelerator:
     cores: int
     cpu_native: bool
     warning: str | None
+
+    def runs_natively(self, compile: str) -> bool:
+        """Whether steps run in the CPU's native way, given the value of ``--compile``."""
+        return self.cpu_native and compile != "on"
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
         """How shares of a batch are cut and padded here; ``compiled`` steps, and all of CUDA, meet few shapes."""
