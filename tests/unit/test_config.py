@@ -382,7 +382,8 @@ FULL: dict[str, Any] = {
     "rank_weights": [2.0, 1.0], "bucket_mb": 1.5, "start_timeout_s": 9.0, "log_level": "verbose", "compile": "off",
     "resume": "auto", "keep_last": 1, "keep_every": 5, "checkpoint_copies": 1, "non_finite": "skip",
     "hostfile": "hosts", "min_ranks": 1, "max_restarts": 7, "hang_timeout_s": 8.0, "stop_grace_s": 9.0,
-    "tag_output": True, "profile": True, "gradient_check": "on", "strategy": "zero1", "deterministic": True,
+    "tag_output": True, "profile": True, "gradient_check": "on", "deterministic": True,
+    "sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9,
 }  # fmt: skip
 
 
@@ -391,7 +392,7 @@ FULL: dict[str, Any] = {
     [
         TrainConfig(),
         TrainConfig.model_validate(FULL),
-        TrainConfig.model_validate({"packing": True, "isolate_documents": True}),
+        TrainConfig.model_validate({"packing": True, "isolate_documents": True, "strategy": "zero1"}),
         demo_config(Path("out dir"), "m", 1, 1, 60, 0),
         demo_config(Path("out"), "m", 2, 4, 9, 3),
     ],
@@ -406,8 +407,28 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 
 
 def test_the_round_trip_covers_every_field_but_two() -> None:
-    # iters excludes epochs, hosts a hostfile; config names a file; packing without mask_prompt has a case of its own.
-    assert set(TrainConfig.model_fields) - set(FULL) == {"iters", "config", "packing", "isolate_documents", "hosts"}
+    # iters excludes epochs, hosts a hostfile, sync_every a strategy; config names a file; packing without mask_prompt,
+    # and a strategy, have cases of their own.
+    missing = {"iters", "config", "packing", "isolate_documents", "hosts", "strategy"}
+    assert set(TrainConfig.model_fields) - set(FULL) == missing
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"sync_every": 20, "strategy": "zero1"}, "--strategy zero1"),
+        ({"sync_every": 20, "strategy": "data"}, "--strategy data"),
+        ({"outer_lr": 0.7}, "--outer-lr"),
+        ({"outer_momentum": 0.9, "sync_every": 1}, "--outer-momentum"),
+        ({"sync_every": 0}, "--sync-every"),
+        ({"sync_every": 2, "outer_momentum": 1.0}, "--outer-momentum"),
+        ({"diloco": True}, "sync_every"),
+    ],
+)
+def test_rounds_and_what_they_cannot_go_with(flags: dict[str, Any], named: str) -> None:
+    assert named in str(refused(flags))
+    kept = build_config({"sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9})
+    assert (kept.sync_every, kept.strategy) == (20, "auto")
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [2, -1], "[1, x]", "fast"])

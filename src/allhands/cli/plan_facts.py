@@ -27,6 +27,7 @@ from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.parallel.costs import PackedGradients
+from allhands.parallel.rounds import Rounds
 from allhands.plan.devices import Device
 from allhands.plan.outlook import Job
 from allhands.plan.speed import StepModel, fitted
@@ -128,6 +129,7 @@ def facts_of(
         doubt=measured.doubt if measured else "",
         about=_about(config, rows),
         again_s=_again_s(config, model.blocks, layers),
+        rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum) if config.sync_every > 1 else None,
         kind=kind,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
@@ -322,8 +324,9 @@ def _step(
     word = _word_of_gradients(config, model)
     bucket = bucket_bytes_for("nccl" if kind == "cuda" else "ring", config.bucket_mb)
     gradient = _trained(config, model, measured) * word
-    packed = _packed(config, model, kind)
-    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped=kind == "cuda", packed=packed)
+    every, packed = config.sync_every, _packed(config, model, kind)
+    overlapped = kind == "cuda" and every == 1
+    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every)
 
 
 def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | None:

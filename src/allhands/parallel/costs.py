@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from allhands.distributed.codecs import Codec
+from allhands.parallel.rounds import Rounds
 
 Method = Literal["lora", "dora", "full"]
 
@@ -73,6 +74,7 @@ class Memory:
         activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
         beside: what the process takes that is no array: room of the products with the head.
         renewed: of ``update`` the new values of what a rank updates.
+        trained: of ``weights`` those that are trained.
     """
 
     weights: int
@@ -84,6 +86,7 @@ class Memory:
     logits: int = 0
     beside: int = 0
     renewed: int = 0
+    trained: int = 0
 
     @property
     def arrays(self) -> int:
@@ -193,3 +196,24 @@ class DividedOptimizerCosts:
         if scatters:
             return Traffic(gathered=weight_bytes, scattered=gradient_bytes)
         return Traffic(all_reduced=gradient_bytes, gathered=weight_bytes)
+
+
+@dataclass(frozen=True)
+class LocalCosts:
+    """Every rank has everything, and the weights that the round began with; they travel once a round."""
+
+    rounds: Rounds = field(default_factory=Rounds)
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        # What the outer optimizer keeps is in float32, as long as there is no half precision here.
+        kept = memory.trained * (2 if self.rounds.momentum else 1)
+        alone = ranks == 1 and self.rounds.is_mean
+        return memory if alone else replace(memory, optimizer=memory.optimizer + kept)
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        every = self.rounds.every
+        if packed is not None:  # changes of weights are packed as gradients are
+            return Traffic(all_reduced=packed.all_reduced // every, gathered=packed.gathered // every)
+        return Traffic(all_reduced=weight_bytes // every)

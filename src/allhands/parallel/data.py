@@ -9,7 +9,7 @@ may keep and update a part of the optimizer's state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class DataParallel:
     """:class:`~allhands.parallel.base.Strategy`: passes first, then one exchange of everything."""
 
     overlaps = False
+    keeps_own_optimizer = False
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
         """``divides``: whether each rank keeps and updates a part of the optimizer's state, where that can be."""
@@ -93,6 +94,24 @@ class DataParallel:
     @property
     def communicator(self) -> Communicator:
         return self._exchanging.communicator
+
+    @property
+    def in_round(self) -> bool:
+        return False
+
+    @property
+    def steps_left(self) -> int:
+        return 0
+
+    def close_round(self) -> None:
+        pass
+
+    @property
+    def outer_state(self) -> Mapping[str, mx.array]:
+        return {}
+
+    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
+        pass
 
     def prepare(self, passes: Passes) -> None:
         if self._packing is not None:

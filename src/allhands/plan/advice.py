@@ -229,7 +229,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         f"on {at.several(offer.machines)} the training would be {as_fast(offer.speed_up)}: the link eats the rest",
         better,
         "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
-        "what exchanges rarely (local SGD, DiLoCo) is another training",
+        "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
     )
 
 

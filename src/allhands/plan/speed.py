@@ -16,6 +16,7 @@ from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
+_NUMBERS_BYTES = 64
 _SAME = 1e-9  # of logarithms
 
 
@@ -32,6 +33,7 @@ class StepModel:
         bucket_bytes: of one call, at most.
         overlapped: whether the exchange goes on beside the passes, but for one call.
         packed: how gradients travel; ``None``: as they are.
+        every: steps from one exchange to the next; in those between a few numbers travel.
     """
 
     serial_s: float
@@ -42,6 +44,7 @@ class StepModel:
     bucket_bytes: int
     overlapped: bool = False
     packed: PackedGradients | None = None
+    every: int = 1
 
     @property
     def alone_s(self) -> float:
@@ -98,11 +101,11 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Of all gradients, call by call."""
+    """Of all gradients, call by call; where there is one in several steps, its part of a step."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
-    return whole * _call_s(model, link, ranks, model.bucket_bytes) + (
-        _call_s(model, link, ranks, rest) if rest else 0.0
-    )
+    everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
+    everything += _call_s(model, link, ranks, rest) if rest else 0.0
+    return everything if model.every == 1 else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:

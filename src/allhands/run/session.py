@@ -46,6 +46,7 @@ from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
+from allhands.parallel.rounds import Rounds
 from allhands.run.datasets import size_notes
 from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -171,7 +172,8 @@ class _Session:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        self._codec(self._strategy(masters=False))  # raises where it is asked for and cannot be
+        # Raises where one is asked for and cannot be.
+        self._codec(self._strategy(masters=self._in_half and self.config.master_weights))
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -264,18 +266,26 @@ class _Session:
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
         """The optimizer, and the state of the loop, new or as the checkpoint has it."""
         config, restored = self.config, self.ready.restored
-        trained = trained_weights(self.ready.loaded.model)
-        half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
         state = LoopState() if restored is None else LoopState.from_json(restored.state)
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
-        return make_optimizer(config, updates, half=half), state
+        return make_optimizer(config, updates, half=self._in_half), state
+
+    @property
+    def _in_half(self) -> bool:
+        """Whether something is trained that has two bytes a number."""
+        trained = trained_weights(self.ready.loaded.model)
+        return any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
+        rows = load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy, step.strategy)
+        if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
+            self.outputs.say(
+                [f"note: the optimizer's state is the mean of those that {rows} ranks had each for itself"]
+            )
         graph, before = step.updater.graph, restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
         if lost := load_left_out(self.ready.loaded.model, graph, step.strategy, restored, changed):
@@ -309,6 +319,7 @@ class _Session:
             compiled=compiled,
             rules=rules,
             strategy=strategy,
+            rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum),
             codec=self._codec(strategy),
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -325,9 +336,8 @@ class _Session:
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
-        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
-        return chosen_strategy(*parts, masters=masters)
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
+        return chosen_strategy(self.config, self.ready.communicator, self.ready.loaded.model, wanted)
 
     def _codec(self, strategy: str) -> Codec | None:
         return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)

@@ -16,25 +16,25 @@ from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 _WORTH_IT = 1 << 26
 
 
-def chosen_strategy(
-    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds, *, masters: bool
-) -> str:
+def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds) -> str:
     """The name of the strategy by which ranks divide the work.
 
     Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway. Over the other
     back-ends weights travel besides, which only who has too little memory will want.
 
-    Args:
-        masters: whether the optimizer has float32 copies of trained weights.
-
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
+    if config.sync_every > 1:
+        if problem := STRATEGIES["local"].unfit(wanted):
+            hint = "leave it out" + (", or --no-master-weights in its place" if wanted.masters else "")
+            raise ConfigError(problem, where=f"--sync-every {config.sync_every}", hint=hint)
+        return "local"
     if communicator.size == 1:
         return "data"
     if config.strategy == "auto":
         trained = sum(array.size for array in trained_weights(model).values())
-        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, masters)
+        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, wanted.masters)
         return "zero1" if divided else "data"
     if problem := STRATEGIES[config.strategy].unfit(wanted):
         alike = ", ".join(ELEMENTWISE)

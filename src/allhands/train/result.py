@@ -102,9 +102,9 @@ def totals_of(values: Sequence[float], num_further: int) -> Totals:
     )
 
 
-def all_finite(totals: mx.array, norm: mx.array) -> bool:
+def all_finite(loss: mx.array, norm: mx.array) -> bool:
     """Whether the loss and the gradient are."""
-    return math.isfinite(number(totals[0])) and math.isfinite(number(norm))
+    return math.isfinite(number(loss)) and math.isfinite(number(norm))
 
 
 def divisor_of(reduced: Reduced) -> mx.array:

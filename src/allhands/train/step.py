@@ -24,6 +24,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
 from allhands.parallel.gradient import Computing
 from allhands.parallel.passes import Passes
+from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
@@ -39,6 +40,7 @@ class StepOptions:
         compiled: whether passes and updates are compiled where they are graphs.
         rules: what is done with the mean gradient.
         strategy: by its name.
+        rounds: of local steps, for a strategy that makes such.
         bucket_bytes: of an exchange: arrays travel together up to about so many.
         codec: how gradients are packed on the way; ``None``: they are not.
         overlap: whether gradients travel while others are computed; default: with NCCL.
@@ -54,6 +56,7 @@ class StepOptions:
     compiled: bool = True
     rules: Rules = field(default_factory=Rules)
     strategy: str = "data"
+    rounds: Rounds = field(default_factory=Rounds)
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -69,7 +72,8 @@ def make_step(
 ) -> TrainStep:
     """The step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
-    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat, options.codec)
+    rounds, inject = options.rounds, options.rules.inject_fault
+    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat, options.codec, rounds, inject)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
@@ -128,15 +132,18 @@ class TrainStep:
         if ahead is not None:
             ahead.after()
         further = len(self.options.objective.further)
-        result = result_of(reduced.totals, updated.norm, times, further, reduced.num_gathered)
+        norm = updated.norm if reduced.norm is None else reduced.norm
+        result = result_of(reduced.totals, norm, times, further, reduced.num_gathered)
         result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent)
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
+        coming_together = time.perf_counter()
         strategy.after_update(self._num_updates)
-        return result
+        waited = result.comm_s + time.perf_counter() - coming_together
+        return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def _faulted(self, mine: Gradients) -> Gradients:
         """``mine``, spoiled if a test asks for that."""
