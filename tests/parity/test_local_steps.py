@@ -170,7 +170,8 @@ def test_changes_of_weights_travel_packed(size: int, name: str) -> None:
 
     expected = reference(size, 6, lambda: optim.Adam(1e-3, eps=1e-5, bias_correction=True), rounds)
     start = {each: np.array(array) for each, array in flatten(network().trainable_parameters())}
-    found = run_ranks(size, one)
+    found: list[Any] = run_ranks(size, one)
+    assert not [each for each in found if isinstance(each, BaseException)]
     assert len({tuple((each, array.tobytes()) for each, array in weights.items()) for weights, _ in found}) == 1
     weights, left = found[0]
     off = sum(np.square(weights[each] - expected[-1][each]).sum() for each in weights) ** 0.5
