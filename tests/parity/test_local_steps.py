@@ -40,7 +40,8 @@ def batches_of(step: int, rank: int) -> list[Any]:
 
 
 def made(communicator: Any, optimizer: Any, rounds: Rounds | None, *, cpu_native: bool) -> TrainStep:
-    how: dict[str, Any] = {} if rounds is None else {"strategy": "local", "rounds": rounds}
+    # Weights travel in several pieces.
+    how: dict[str, Any] = {} if rounds is None else {"strategy": "local", "rounds": rounds, "bucket_bytes": 6000}
     return make_step(network(), optimizer(), communicator, StepOptions(cpu_native=cpu_native, compiled=False, **how))
 
 

@@ -11,7 +11,7 @@ SGD the step of data parallelism, whatever the lengths of the ranks' rows are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -27,7 +27,7 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Reduced
 
-# Weights travel in pieces of about so many bytes, so that over a slow link a rank is heard of now and then.
+# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now and then.
 _PIECE_BYTES = 8_000_000
 
 
@@ -126,7 +126,7 @@ class LocalSteps(DataParallel):
         own, tokens = self._tokens
         share = own / tokens if tokens else 1.0 / exchanging.size
         places = {name: place for place, name in enumerate(present)}
-        for names in _pieces(present):
+        for names in _pieces(present, min(_PIECE_BYTES, exchanging.bucket_bytes)):
             exchanging.heartbeat("reduce")
             exchanging.inject_fault("round")
             changes = [
@@ -170,15 +170,13 @@ class LocalSteps(DataParallel):
         self._momentum = dict(state)
 
 
-def _pieces(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:
-    """The names of neighbours that have about as many bytes as travel at once."""
-    names: list[str] = []
-    size = 0
+def _pieces(arrays: Mapping[str, mx.array], most: int) -> list[list[str]]:
+    """The names of neighbours that have up to ``most`` bytes together, or of one that has more."""
+    pieces, size = list[list[str]](), 0
     for name, array in arrays.items():
-        if names and size + array.nbytes > _PIECE_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
+        if not pieces or size + array.nbytes > most:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(name)
         size += array.nbytes
-    if names:
-        yield names
+    return pieces

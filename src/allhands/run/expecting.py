@@ -15,7 +15,8 @@ from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.model.load import LoadedModel
-from allhands.parallel.costs import PackedGradients, with_left_out
+from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
+from allhands.parallel.rounds import Rounds
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -58,10 +59,18 @@ def expected_bytes(
         packed=_packed(config, mesh, word),
     )
     if accelerator.kind == "cuda":
-        return with_left_out(on_gpu(blocks, work), work).arrays
+        return _of_rank(on_gpu(blocks, work), work, config, mesh).arrays
     later = WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
-    memory = with_left_out(on_cpu(blocks, work), work)
+    memory = _of_rank(on_cpu(blocks, work), work, config, mesh)
     return later + of_process(memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Memory:
+    """With what a rank keeps for the exchange, from one to the next."""
+    if config.sync_every > 1:
+        rounds = Rounds(config.sync_every, config.outer_lr, config.outer_momentum)
+        memory = LocalCosts(rounds).memory(memory, mesh.size)
+    return with_left_out(memory, work)
 
 
 def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | None:
