@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 BEYOND = "beyond mlx_lm"
@@ -35,7 +35,7 @@ class Verdict:
     Attributes:
         kind: ``right``, ``wrong``, ``refused`` (with a message), ``refused as ever`` (as is known of it),
             ``traceback``, ``died``, ``unjudged`` (there is nothing to compare with) or ``beyond mlx_lm`` (which cannot
-            compute it itself; ours says so or computes it).
+            compute it itself; ours says so or computes it), or ``unsteady`` (wrong at first, right when repeated).
         whole: largest difference of a batch's gradient, as a share of its norm.
         text: what is to be said of it.
         by_rounding: whether nothing is wrong but the size of a difference, where there is a judge of it.
@@ -114,6 +114,15 @@ def pooled(verdicts: Sequence[Verdict], dtype: str) -> Verdict:
     text = f"{len(apart)} draws: by the median {theirs:.2g} (mlx_lm) and {ours:.2g} (allhands) from float32"
     wholes = [verdict.whole for verdict in verdicts if verdict.whole is not None]
     return Verdict(first.name, first.run, kind, statistics.median(wholes), text, first.batches, by_rounding=True)
+
+
+def unsteady(verdict: Verdict, repeated: Sequence[Verdict]) -> Verdict:
+    """The verdict on a run that was ``repeated`` because it is wrong: told apart where that is not always so."""
+    right = sum(again.kind == "right" for again in repeated)
+    if not right:
+        return verdict
+    text = f"right in {right} of {len(repeated)} repetitions; at first {verdict.text}"
+    return replace(verdict, kind="unsteady", text=text)
 
 
 def compared_with_judge(verdicts: Iterable[Verdict]) -> str:

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
 
 import architectures  # noqa: E402
-from gradients_judge import BEYOND, Run, Verdict, grouped, judge, pooled  # noqa: E402
+from gradients_judge import BEYOND, Run, Verdict, grouped, judge, pooled, unsteady  # noqa: E402
 from gradients_rows import Lengths, save_data  # noqa: E402
 from harness import clean_environ, python_path  # noqa: E402
 
@@ -33,6 +33,7 @@ AGAIN = ("lora", "full", "4bit", "lora:last")
 FORMS = ("cpu", "graph")
 SEEDS = (1, 2, 3)  # of the weights
 DRAWN = (4, 5, 6, 7, 8, 9)  # where rounding alone may have made a difference
+REPEATS = 3  # of what is wrong
 ANSWER_S = 400.0
 
 
@@ -165,7 +166,12 @@ class Pair:
             for verdict in self._compare(name, doubted, seed):
                 drawn[verdict.run].append(verdict)
         settled |= {run: pooled(found, self._settings.dtype) for run, found in drawn.items()}
-        return list(settled.values())
+        wrong = [run for run, verdict in settled.items() if verdict.kind == "wrong" and not verdict.by_rounding]
+        repeated = [self._compare(name, wrong, seed) for _ in range(REPEATS)] if wrong else []
+        return [
+            unsteady(verdict, [v for found in repeated for v in found if v.run == verdict.run])
+            for verdict in settled.values()
+        ]
 
     def _compare(self, name: str, runs: list[Run], seed: int) -> list[Verdict]:
         settings, shape = self._settings, architectures.architecture(name)

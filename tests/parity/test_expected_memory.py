@@ -52,7 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peak_and_expected(run: Path) -> tuple[int, int]:
-    samples = [sample for sample in read_samples(run) if sample.role == "rank"]
+    samples = [sample for sample in read_samples(run) if sample.role == "rank" and sample.rank == 0]
     expected = {sample.estimated_bytes for sample in samples if sample.estimated_bytes}
     assert len(expected) == 1
     # The curves that are drawn at the end come on top of it.
@@ -93,6 +93,16 @@ def test_large_vocabularies(place: Path, tmp_path: Path, optimizer: str, head: s
     # Embeddings, and a head of its own, are half of the weights or more; muon leaves them to adamw.
     more = ("--vocabulary", "30000", head, "--optimizer", optimizer)
     peak, expected = pretrain(place, tmp_path / "run", *more)
+    assert expected == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.long
+@needs_native
+@pytest.mark.parametrize("more", [("--outer-momentum", "0.9"), ("--compress", "int8")], ids=["outer", "packed"])
+def test_what_ranks_keep_from_one_exchange_to_the_next(place: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    # Weights are much of it: a round's first ones, and the outer momentum or what packing left out, are as much again.
+    words = ("-n", "2", "--sync-every", "2", "--dims", "512", "--mlp-dims", "1536", "--iters", "4", "--save-every", "4")
+    peak, expected = pretrain(place, tmp_path / "run", *words, *more)
     assert expected == pytest.approx(peak, rel=0.1)
 
 

@@ -19,6 +19,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from allhands.data.loader import MicroBatch
 from allhands.distributed import shards
 from allhands.distributed.backend import connect
+from allhands.distributed.codecs import CODECS
 from allhands.kernels.fused import flat_params as leaves
 from allhands.kernels.fused.blocks import fuse
 from allhands.io.regions import Box
@@ -50,7 +51,7 @@ def whole(each, shape):
         row[each.region.start : each.region.stop] = each.array.view(mx.uint32)
     return group.all_sum(row).view(mx.float32).reshape(shape)
 
-def trained(overlap, ahead, poisoned, sole, shard, clipped):
+def trained(overlap, ahead, poisoned, sole, shard, clipped, compress="none"):
     mx.random.seed(2)
     model = Model(ModelArgs.from_dict(shape))
     fuse(model, 40)
@@ -59,7 +60,8 @@ def trained(overlap, ahead, poisoned, sole, shard, clipped):
     optimizer, faults = KernelAdamW(learning_rate=1e-2), []
     rules = Rules(max_grad_norm=clipped, inject_fault=lambda point: "nan" if point in faults else None)
     step = make_step(model, optimizer, group, StepOptions(cpu_native=False, rules=rules, bucket_bytes=20_000,
-                     overlap=overlap, non_finite="skip", strategy="zero1" if shard else "data"))
+                     overlap=overlap, non_finite="skip", strategy="zero1" if shard else "data",
+                     codec=CODECS.get(compress)))
     # The second step accumulates; rank 1 has nothing in the third.
     first, *more = [batch(number, sole) for number in range(7)]
     plan = [[first], more[:2], more[2:3] if rank == 0 else [], *([one] for one in more[3:])]
@@ -85,6 +87,9 @@ def trained(overlap, ahead, poisoned, sole, shard, clipped):
     if shard:
         sizes = [(kept[name].region.size if name in kept else 0, array.size) for name, array in state]
         assert sum(mine for mine, _ in sizes) < 0.6 * sum(size for _, size in sizes)
+    # What is left out is every rank's own: of both, so that both tell the same.
+    left = [] if compress == "none" else [group.all_gather(each) for each in step.strategy.left if each is not None]
+    state += [("left out", each) for each in left]
     moments = hashlib.sha256(b"".join(np.array(v).tobytes() for _, v in state)).hexdigest()
     digest = hashlib.sha256(b"".join(np.array(v).tobytes() for _, v in flatten(model.parameters()))).hexdigest()
     return [found, [digest, moments, len(state)], begun]
@@ -94,6 +99,8 @@ os._exit(0)
 """
 
 
+# Of what travels packed: whether it overlaps and hands out ahead, lone batches, a divided optimizer.
+PACKED = ((False, False, False), (False, False, True), (True, False, False), (True, True, False), (True, True, True))
 # Whether it overlaps, hands out ahead, is poisoned, is told of lone batches, divides the optimizer; the clipped norm.
 CASES: list[tuple[Any, ...]] = [
     *((overlap, ahead, False, False, False, 1.0) for overlap in (False, True) for ahead in (False, True)),
@@ -107,6 +114,20 @@ CASES: list[tuple[Any, ...]] = [
     ),
     (True, True, False, True, True, 1.0),
 ]
+
+
+PACKED_CASES: list[tuple[Any, ...]] = [
+    (overlap, overlap, poisoned, sole, shard, None, compress)
+    for compress in ("bf16", "int4")
+    for overlap, sole, shard in PACKED
+    for poisoned in (False, True)
+]
+
+
+@cache
+def packed_cases() -> dict[tuple[Any, ...], Any]:
+    """As :func:`all_cases`."""
+    return told_by_two(PROGRAM, PACKED_CASES)
 
 
 @cache
@@ -188,6 +209,27 @@ def test_ranks_that_keep_a_part_of_the_optimizer_clip_by_the_norm_of_all() -> No
     assert min(step[3] for step in expected) > 1.0, "else nothing is clipped"
     assert [step[:4] for step in steps] == [pytest.approx(step[:4], rel=1e-5) for step in expected]
     assert steps != ran(True, True, False, True, True, None)[0]
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int4"])
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize(("overlap", "sole", "shard"), PACKED[1:])
+def test_packed_gradients_are_the_same_whenever_they_travel(
+    overlap: bool, sole: bool, shard: bool, poisoned: bool, compress: str
+) -> None:
+    """Weights, optimizer and what is left out: also after an update that was left out, when one ahead was begun."""
+    steps, weights, _ = packed_cases()[overlap, overlap, poisoned, sole, shard, None, compress]
+    expected, reference, _ = packed_cases()[False, False, poisoned, False, False, None, compress]
+    assert weights == reference
+    assert [step[:3] for step in steps] == [step[:3] for step in expected]
+    assert [bool(step[4]) for step in steps] == [bool(step[4]) for step in expected]
+    # It is not what it is unpacked.
+    plain, exact, _ = ran(False, False, poisoned, clipped=None)
+    assert weights[0] != exact[0]
+    # What is not finite is seen in the same steps.
+    assert [bool(step[4]) for step in steps] == [bool(step[4]) for step in plain]
+    known = [place for place, step in enumerate(plain) if not step[4]]
+    assert [expected[i][0] for i in known] == pytest.approx([plain[i][0] for i in known], rel=0.05)
 
 
 ORDER = """

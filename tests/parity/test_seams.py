@@ -111,7 +111,7 @@ def test_replicas_part_between_rounds_and_are_equal_after_each(local: Any) -> No
     assert alone[0] == mine[0]  # of the first rank's batch alone, divided by its own tokens
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if entry.exact])
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cpu_native: bool) -> None:
     if STRATEGIES[name].unfit(TrainingNeeds("adamw", cpu_native)):

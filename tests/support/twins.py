@@ -51,9 +51,10 @@ class ThreadCommunicator:
 
     def all_sum(self, array: mx.array) -> mx.array:
         self.calls.append(("all_sum", array.shape))
-        everyone = self.table.exchange(self.rank, np.array(array))
+        short = array.dtype == mx.bfloat16  # which NumPy does not have
+        everyone = self.table.exchange(self.rank, np.array(array.astype(mx.float32) if short else array))
         assert len({(one.shape, one.dtype) for one in everyone}) == 1, "unequal shapes in a sum"
-        return mx.array(np.sum(everyone, axis=0, dtype=everyone[0].dtype))
+        return mx.array(np.sum(everyone, axis=0, dtype=everyone[0].dtype)).astype(array.dtype)
 
     def all_gather(self, array: mx.array) -> mx.array:
         self.calls.append(("all_gather", array.shape))

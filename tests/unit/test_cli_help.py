@@ -107,7 +107,14 @@ OWN = {"", ".__main__", ".cli", ".cli.commands", ".cli.main", ".cli.parser", ".c
 OWN |= {".io", ".io.paths", ".io.terminal"}
 OWN |= {".runtime", *(f".runtime.{name}" for name in ("blas", "jit_cache", "versions", "without_torch"))}
 # What options are made from.
-OPTIONS = {".cli.option_groups", ".cli.options", ".config.problems", ".config.schema", ".config.values"}
+OPTIONS = {
+    ".cli.option_groups",
+    ".cli.options",
+    ".config.combinations",
+    ".config.problems",
+    ".config.schema",
+    ".config.values",
+}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=" ".join)

@@ -12,7 +12,7 @@ from benchmark_scripts import scripts_on_the_path
 with scripts_on_the_path():
     import gradients
     import records
-    from gradients_judge import BEYOND, REFUSED, Run, compared_with_judge, judge, pooled
+    from gradients_judge import BEYOND, REFUSED, Run, compared_with_judge, judge, pooled, unsteady
     from gradients_workers import Settings
 
 LORA, AGAIN = Run("lora", False, "cpu"), Run("lora", True, "graph")
@@ -50,6 +50,16 @@ def test_each_batch_counts_as_a_whole_and_in_each_array(changed: dict[str, Any],
     found = verdict(ours(**changed))
     assert (found.kind, found.is_good) == ("wrong", False)
     assert text in found.text
+
+
+def test_what_is_wrong_only_once_is_told_apart_and_is_not_right() -> None:
+    right, wrong = verdict(ours()), verdict(ours(short=batch(5.1)))
+    assert unsteady(wrong, [wrong, wrong]) == wrong
+    found = unsteady(wrong, [right, wrong, right])
+    assert (found.kind, found.is_good) == ("unsteady", False)
+    assert "2 of 3" in found.text
+    assert wrong.text in found.text
+    assert unsteady(right, []) == right
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ NO_PATHS = {
     # of training: words, and JSON, of which the configuration knows the paths
     *("fine_tune_type", "optimizer", "optimizer_config", "lr_schedule", "weight_decay_on", "non_finite"),
     *("lora_parameters", "compile", "clear_cache_threshold", "hf_dataset", "report_to", "project_name"),
-    *("rank_weights", "strategy", "sample_prompts", "log_level", "gradient_check"),
+    *("rank_weights", "strategy", "compress", "sample_prompts", "log_level", "gradient_check"),
 }
 # Paths on other computers: what ~ is, they know.
 THERE = {

@@ -176,4 +176,8 @@ def test_larger_batches_are_offered_on_the_computers_whose_numbers_are_told() ->
     assert "0.8" in found.reasons[0] or "1.2" in found.reasons[0]
     assert not any("2 machines" in reason for reason in found.reasons)
     # And not where no number of computers gains enough.
-    assert advise(replace(few, larger=replace(four, accumulated=1.2))).outcome == "faster link"
+    slow = replace(few, larger=replace(four, accumulated=1.2))
+    assert advise(slow).outcome == "faster link"
+    # Packed gradients are told to whom has none.
+    assert "--compress" in " ".join(advise(slow).reasons)
+    assert "--compress" not in " ".join(advise(replace(slow, packed=True)).reasons)

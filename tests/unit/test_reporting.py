@@ -377,6 +377,7 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
         "step",
         "loss",
         "all-reduce",
+        "gradients on the way",
         "optimizer",
     ]
     # Of each operation's form tests/unit/test_choices.py has more.

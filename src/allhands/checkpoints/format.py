@@ -21,6 +21,8 @@ from allhands.io.regions import ITEM_BYTES, Box, Flat, Region, Shape
 FORMAT = 3
 WEIGHTS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+# What packing has left out of gradients, where they travel packed: each array has a row for every rank.
+LEFT_FILE = "left-out.safetensors"
 
 
 @dataclass(frozen=True)

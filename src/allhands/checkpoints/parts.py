@@ -91,7 +91,8 @@ class Ownership:
     def common(self, groups: Groups) -> dict[str, ShardedState]:
         """What all ranks hold, by file."""
         divided = {array.name for arrays in self.by_rank for array in arrays}
-        return _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
+        found = _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
+        return {file: state for file, state in found.items() if state}
 
     def files(self, rank: int) -> list[str]:
         """The files of a rank's part."""

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 
 from allhands.checkpoints.arrays import StoredArrayReader, local_arrays, require_same, shared_arrays
 from allhands.checkpoints.finding import find, find_latest, kept_aside, latest, survey
-from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE
+from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
 from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
 from allhands.checkpoints.writing import sweep
@@ -35,6 +35,7 @@ from allhands.observe.metrics import read_metrics
 
 AUTO = "auto"
 _SEEN = ".seen-"
+_FILES = (WEIGHTS_FILE, OPTIMIZER_FILE, LEFT_FILE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Restored:
         run_id: of the run that wrote it.
         own: whether it is one of this run's directory on rank 0, and not set aside there. The path does not tell it
             to other computers, which may have that directory elsewhere.
+        left: what packing has left out of each rank's gradients, to be read.
     """
 
     state: dict[str, Any]
@@ -56,6 +58,7 @@ class Restored:
     place: str
     run_id: str = ""
     own: bool = False
+    left: dict[str, StoredArrayReader] = field(default_factory=dict[str, StoredArrayReader])
 
 
 def find_checkpoint(
@@ -179,11 +182,11 @@ def receive(
     if everywhere:
         assert own is not None
         state: Any = own.state
-        weights, optimizer = (local_arrays(own, file) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
+        weights, optimizer, left = (local_arrays(own, file) for file in _FILES)
     else:
         state = hand_out_json(communicator, None if checkpoint is None else dict(checkpoint.state))
-        weights, optimizer = (shared_arrays(communicator, checkpoint, f) for f in (WEIGHTS_FILE, OPTIMIZER_FILE))
-    return Restored(dict(state), weights, optimizer, told["path"], told["run_id"], told["own"])
+        weights, optimizer, left = (shared_arrays(communicator, checkpoint, file) for file in _FILES)
+    return Restored(dict(state), weights, optimizer, told["path"], told["run_id"], told["own"], left)
 
 
 def restore_weights(model: nn.Module, restored: Restored, progress: Callable[[], None] = lambda: None) -> None:

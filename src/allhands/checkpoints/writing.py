@@ -16,6 +16,7 @@ from typing import Any
 
 from allhands.checkpoints.format import (
     FORMAT,
+    LEFT_FILE,
     StoredArray,
     StoredFile,
     StoredSlice,
@@ -218,7 +219,7 @@ def _make_parent(target: Path) -> None:
 
 def _refuse_others(target: Path, names: Collection[str]) -> None:
     """A directory is replaced whole, so nothing of a person's may be in it."""
-    known = set(names)
+    known = {*names, LEFT_FILE}  # of which there are only ranks' own
     with suppress(CheckpointError):
         known |= set(described(target).files)
     others = [name for name in others_in(target, known) if _OF_RANK.sub(r"\1", name) not in known]

@@ -216,6 +216,8 @@ def _heading(
     shares = history.train[-1].shares if history is not None and history.train else ()
     if len(set(shares)) > 1:
         words.append(f"shares {format_shares(shares)}")
+    if history is not None and history.train and (sent := history.train[-1].sent_bytes):
+        words.append(f"{format_size(sent)} sent by a rank in a step")
     return ", ".join(words)
 
 

@@ -252,6 +252,8 @@ def link_between(
                 f"--link {asked.link} is not used: one computer is planned for. Name the others ({named}), or say how "
                 "many of this kind are imagined: --machines 1,2,4"
             )
+        if config.compress != "none":
+            notes.append(f"--compress {config.compress} has no effect: one computer exchanges nothing")
         return None
     found = link_of(asked.link or _DEFAULT_LINK)
     if not asked.link:

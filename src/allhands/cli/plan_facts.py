@@ -22,9 +22,12 @@ from allhands.cli.plan_computers import (
 from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
+from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
+from allhands.parallel.costs import PackedGradients
+from allhands.parallel.rounds import Rounds
 from allhands.plan.devices import Device
 from allhands.plan.outlook import Job
 from allhands.plan.speed import StepModel, fitted
@@ -126,6 +129,7 @@ def facts_of(
         doubt=measured.doubt if measured else "",
         about=_about(config, rows),
         again_s=_again_s(config, model.blocks, layers),
+        rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum) if config.sync_every > 1 else None,
         kind=kind,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
@@ -320,7 +324,22 @@ def _step(
     word = _word_of_gradients(config, model)
     bucket = bucket_bytes_for("nccl" if kind == "cuda" else "ring", config.bucket_mb)
     gradient = _trained(config, model, measured) * word
-    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped=kind == "cuda")
+    every, packed = config.sync_every, _packed(config, model, kind)
+    overlapped = kind == "cuda" and every == 1
+    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every)
+
+
+def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | None:
+    """How gradients travel, if not as they are."""
+    if config.compress == "none":
+        return None
+    backend, codec, word = (
+        "nccl" if kind == "cuda" else "ring",
+        CODECS[config.compress],
+        _word_of_gradients(config, model),
+    )
+    require_gain(codec, backend, max(2, config.num_ranks), word)
+    return PackedGradients(codec, backend, word)
 
 
 def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str], object], notes: list[str]) -> _Rows:
@@ -410,6 +429,7 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
         accumulated=share > most or config.grad_accumulation_steps > 1,
         masters=masters,
         batch_tokens=share,
+        packed=_packed(config, model, kind),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from allhands.io.formatting import format_bytes, format_duration
+from allhands.io.formatting import format_bytes, format_duration, format_size
 from allhands.io.terminal import console_for, print_table
 from allhands.plan.computers import largest
 from allhands.plan.strategies import Way
@@ -170,7 +170,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
 
 
 def _sent(way: Way) -> str:
-    return format_bytes(way.sent_bytes) if way.sent_bytes else "-"
+    return format_size(way.sent_bytes) if way.sent_bytes else "-"
 
 
 def _there_is(job: Job) -> str:

@@ -56,8 +56,13 @@ _SHARDED = (
     "[[strategy: zero1]] the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
 )
 _EXCHANGE = (
-    "gradients are exchanged whole, once a step: larger batches or [[grad_accumulation_steps]] exchange less often, "
-    "and allhands plan says whether the link is fast enough"
+    "gradients are exchanged once a step: larger batches or [[grad_accumulation_steps]] exchange less often, "
+    "[[compress: int8]] fewer bytes, and allhands plan says whether the link is fast enough"
+)
+_COMPRESS = "use [[compress: int8]], or bf16 or int4: gradients in fewer bytes, what rounding leaves out sent later"
+_ROUNDS = (
+    "ranks average their weights every so many steps with [[sync_every: 50]]; DiLoCo's outer step is that with "
+    "[[outer_lr: 0.7]] and [[outer_momentum: 0.9]]"
 )
 _TYPES = (
     "a model computes in its weights' type: allhands model get MODEL --dtype bfloat16 --out DIR, then [[model: DIR]]"
@@ -97,8 +102,8 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline", "pp", "pp_size"), _SHARDED),
     **dict.fromkeys(("context_parallel", "context_parallel_size", "sequence_parallel", "expert_parallel"), _SHARDED),
     **dict.fromkeys(("fsdp", "fsdp_config", "zero", "zero_stage", "deepspeed", "deepspeed_config"), _SHARDED),
-    **dict.fromkeys(("compression", "gradient_compression", "grad_compression", "powersgd", "topk"), _EXCHANGE),
-    **dict.fromkeys(("local_sgd", "local_steps", "diloco", "sync_every"), _EXCHANGE),
+    **dict.fromkeys(("compression", "gradient_compression", "grad_compression", "powersgd", "topk"), _COMPRESS),
+    **dict.fromkeys(("local_sgd", "local_steps", "diloco"), _ROUNDS),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "amp"), _TYPES),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), _ADAM),
     **dict.fromkeys(("num_gpus", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
+from allhands.config.combinations import refuse_combinations
 from allhands.config.problems import canonical_key, explained, place_in_yaml
 from allhands.config.values import LocalPath, expanded_in, parse_json, parse_size, parse_weights
 from allhands.errors import ConfigError
@@ -281,6 +282,24 @@ class TrainConfig(_Strict):
         description="How ranks divide the work: data (each updates everything) or zero1 (each keeps and updates a "
         "part of the optimizer's state); auto: zero1 with NCCL and float32 copies, else data.",
     )
+    compress: Literal["none", "bf16", "int8", "int4"] = Field(
+        "none",
+        description="Gradients on the way between ranks, for slow links: bf16 is half of float32's bytes, int8 0.28, "
+        "int4 0.16; what rounding leaves out is sent later (int8, int4). Changes the result a little.",
+    )
+    sync_every: int = Field(
+        1,
+        ge=1,
+        le=10**6,
+        description="Steps that ranks take by themselves before their weights are averaged: for slow links, changes "
+        "the result. 1: gradients are summed in each step.",
+    )
+    outer_lr: float = Field(
+        1.0, gt=0, description="With --sync-every: learning rate of the outer step. 1 averages; DiLoCo takes 0.7."
+    )
+    outer_momentum: float = Field(
+        0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
@@ -372,31 +391,7 @@ class TrainConfig(_Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
-        if self.iters is not None and self.epochs is not None:
-            raise ValueError("--iters and --epochs: give one of the two")
-        if self.train_on != "assistant" and not self.mask_prompt:
-            raise ValueError("--train-on has an effect only with --mask-prompt: add it")
-        if self.packing and self.mask_prompt:
-            raise ValueError("--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt")
-        if self.isolate_documents and not self.packing:
-            raise ValueError("--isolate-documents has an effect only with --packing: add it")
-        if self.early_stopping_patience is not None and self.val_batches == 0:
-            raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
-        if self.test and self.test_batches == 0:
-            raise ValueError("--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all")
-        if self.lr_schedule is not None and self.lr_schedule.warmup and self.warmup_steps:
-            raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
-        if self.weight_decay is not None and self.optimizer == "adam":
-            raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
-        if self.keep_last == 0 and (self.max_restarts or self.min_ranks):
-            raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
-        if self.hosts is not None and self.hostfile is not None:
-            raise ValueError("--hosts and --hostfile: give one of the two")
-        if self.project_name is not None and not self.report_to:
-            raise ValueError("--project-name has an effect only with --report-to: add it")
-        unknown = set(self.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
-        if unknown:
-            raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
+        refuse_combinations(self)
         return self
 
     @property

@@ -78,6 +78,9 @@ class ExchangeStream:
     Two collectives on two streams of a ring run at once and take each other's bytes: the sums are wrong, and nothing
     says so. MPI, as MLX starts it, allows one thread only, and a stream of the CPU is a thread. So the first stream
     that is used stays the one, whatever MLX's default is later, until :meth:`release`.
+
+    Attributes:
+        sent_bytes: that this process has been asked to send so far, over all groups.
     """
 
     def __init__(self, device: DeviceKind) -> None:
@@ -86,6 +89,7 @@ class ExchangeStream:
         self._device = device
         self._used: mx.Stream | None = None
         self._thread = 0
+        self.sent_bytes = 0
 
     def restart(self, *, apart: bool) -> None:
         """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
@@ -167,27 +171,36 @@ class MlxGroup:
             self.exchange.take(self.stream)
 
     def all_sum(self, array: mx.array) -> mx.array:
+        self._count(array, 2 / self.size)
         return mx.distributed.all_sum(array, group=self.group, stream=self.exchange.take(self.stream))
 
     def all_gather(self, array: mx.array) -> mx.array:
+        self._count(array)
         return mx.distributed.all_gather(array, group=self.group, stream=self.exchange.take(self.stream))
 
     def all_max(self, array: mx.array) -> mx.array:
+        self._count(array, 2 / self.size)
         return mx.distributed.all_max(array, group=self.group, stream=self.exchange.take(self.stream))
 
     def sum_scatter(self, array: mx.array) -> mx.array:
         """See :func:`sum_scatter`; where the back-end has it."""
+        self._count(array, 1 / self.size)
         return mx.distributed.sum_scatter(array, group=self.group, stream=self.exchange.take(self.stream))
 
     def send(self, array: mx.array, peer: int) -> mx.array:
         """``array``, sent to a rank when it is computed; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
+        self.exchange.sent_bytes += array.nbytes
         return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
         """What a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
+
+    def _count(self, array: mx.array, part: float = 1.0) -> None:
+        """Note what a ring sends for ``array``: a part of it to each of the others."""
+        self.exchange.sent_bytes += round((self.size - 1) * part * array.nbytes)
 
     def split(self, members: Sequence[int]) -> MlxGroup:
         """The group of some ranks, in this order; called by all ranks together, each with those that it is among.
@@ -223,6 +236,12 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
     if stream is None or not isinstance(communicator, MlxGroup):
         return communicator
     return MlxGroup(communicator.group, communicator.backend, stream)
+
+
+def sent_bytes(communicator: Communicator) -> int:
+    """What this process has been asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
+    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
 
 
 def finish_exchanges(communicator: Communicator) -> None:

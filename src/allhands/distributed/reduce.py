@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from allhands.distributed.backend import Communicator, on_stream, sum_scatter
+from allhands.distributed.packed import Left, Packing
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten, unflatten
 
@@ -57,10 +58,34 @@ def sum_over_ranks(
     if communicator.size == 1:
         return list(arrays), everything[0]
     sums: list[mx.array] = list(everything)
-    for bucket in _buckets(everything, range(len(everything)), bucket_bytes):
+    for bucket in buckets(everything, range(len(everything)), bucket_bytes):
         total = communicator.all_sum(_end_to_end(everything, bucket)).reshape(-1)
         _take_apart(total, everything, bucket, sums)
     return sums[1:], sums[0]
+
+
+def packed_sum_over_ranks(
+    packing: Packing,
+    arrays: Sequence[mx.array],
+    left: Sequence[Left],
+    scalars: Sequence[float | mx.array] = (),
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[list[mx.array], mx.array, list[Left]]:
+    """As :func:`sum_over_ranks`, of arrays that travel packed; a bucket is computed before the next one is begun.
+
+    Args:
+        left: what packing has left out of each array in the last exchange; in this one, it is returned last.
+    """
+    sums, new, totals = list(arrays), list(left), _as_array(scalars)
+    beside: mx.array | None = totals
+    for bucket in buckets(arrays, range(len(arrays)), bucket_bytes):
+        done = packing.sum([arrays[i] for i in bucket], [left[i] for i in bucket], beside)
+        mx.eval(done.sums, [each for each in done.left if each is not None])
+        for i, total, more in zip(bucket, done.sums, done.left, strict=True):
+            sums[i], new[i] = total, more
+        totals, beside = totals if done.scalars is None else done.scalars, None
+    return sums, totals if beside is None else packing.communicator.all_sum(totals), new
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
@@ -106,11 +131,13 @@ class PendingReduce:
         arrays: as :func:`sum_over_ranks` gives them; of what is divided this rank's part.
         computed: arrays that are there once everything of this rank's is computed.
         lookups: of all ranks, still to be added.
+        left: what packing has left out of each array of this rank's, where they travel packed.
     """
 
     arrays: list[mx.array]
     computed: list[mx.array]
     lookups: Lookups | None = None
+    left: list[Left] = field(default_factory=list[Left])
 
 
 def start_all_reduce(
@@ -122,6 +149,8 @@ def start_all_reduce(
     shards: Shards | None = None,
     lookups: Lookups | None = None,
     cuts: Collection[int] = (),
+    packing: Packing | None = None,
+    left: Sequence[Left] = (),
 ) -> PendingReduce:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
@@ -137,49 +166,79 @@ def start_all_reduce(
         shards: of ``arrays``: which of them are only wanted in part. Those go first.
         lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
         cuts: of ``arrays``, those before which a bucket rather ends than later.
+        packing: how arrays travel that need not be whole on the way; then ranks add up all of what is divided, too.
+        left: what it has left out of each of ``arrays`` in the last exchange.
     """
-    sums: list[mx.array] = list(arrays)
+    sums, new = list(arrays), list(left)
     computed: list[mx.array] = []
     order = list(range(len(arrays) - 1, -1, -1))
     if lookups is not None:
         order.remove(lookups.index)
         order[:0] = [lookups.index] if lookups.besides else []
         # These are there before anything is computed.
-        with _beside([lookups.ids], stream) as gathered:
+        with beside([lookups.ids], stream) as gathered:
             gathered.append(communicator.all_gather(lookups.ids))
         lookups = replace(lookups, ids=gathered[0])
         if shards is not None and shards.divided[lookups.index]:
             sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
-    if shards is not None:
-        for bucket in _buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
-            with _together([arrays[i] for i in bucket], stream, communicator) as totals:
+    if shards is not None and packing is None:
+        for bucket in buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
+            with together([arrays[i] for i in bucket], stream, communicator) as totals:
                 # Each by itself: those that are divided are large, and to put them together would be to copy them.
                 totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
             computed = [arrays[bucket[-1]]]
             for i, total in zip(bucket, totals, strict=True):
                 sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
-    for bucket in _buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
-        # The largest first: see FlatParams.before_attention for what is computed first beside them.
-        large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
-        calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
-        with _together([arrays[i] for i in bucket], stream, communicator) as totals:
-            # Putting small ones together is done there, too: that does not hold up the backward pass.
-            totals += [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
+    for bucket in buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
+        if packing is None:
+            _sum_bucket(communicator, arrays, bucket, stream, sums)
+        else:
+            _sum_packed_bucket(packing, arrays, bucket, stream, sums, new)
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
-        for call, total in zip(calls, totals, strict=True):
-            _take_apart(total, arrays, call, sums)
+    if shards is not None and packing is not None:
+        sums = [mx.contiguous(shards.part(i, sums[i])) if i in order else sums[i] for i in range(len(sums))]
     if lookups is not None:
-        with _beside([lookups.rows], stream) as gathered:
+        with beside([lookups.rows], stream) as gathered:
             gathered.append(communicator.all_gather(lookups.rows))
         computed = [*computed[-1:], lookups.rows]
         lookups = replace(lookups, rows=gathered[0])
-    return PendingReduce(sums, computed, lookups)
+    return PendingReduce(sums, computed, lookups, new)
+
+
+def _sum_bucket(
+    communicator: Communicator, arrays: Sequence[mx.array], bucket: list[int], stream: Any, into: list[mx.array]
+) -> None:
+    """Begin to add up a bucket's arrays over ranks."""
+    # The largest first: see FlatParams.before_attention for what is computed first beside them.
+    large = sorted((i for i in bucket if arrays[i].nbytes >= _ALONE_BYTES), key=lambda i: -arrays[i].nbytes)
+    calls = [call for call in (*([i] for i in large), [i for i in bucket if i not in large]) if call]
+    with together([arrays[i] for i in bucket], stream, communicator) as totals:
+        # Putting small ones together is done there, too: that does not hold up the backward pass.
+        totals += [communicator.all_sum(_end_to_end(arrays, call)).reshape(-1) for call in calls]
+    for call, total in zip(calls, totals, strict=True):
+        _take_apart(total, arrays, call, into)
+
+
+def _sum_packed_bucket(
+    packing: Packing,
+    arrays: Sequence[mx.array],
+    bucket: list[int],
+    stream: Any,
+    into: list[mx.array],
+    left: list[Left],
+) -> None:
+    """The same of a bucket that travels packed; what is left out is computed there, too, and put into ``left``."""
+    with together([arrays[i] for i in bucket], stream, packing.communicator) as totals:
+        done = packing.sum([arrays[i] for i in bucket], [left[i] for i in bucket])
+        totals += [*done.sums, *(each for each in done.left if each is not None)]
+    for i, total, more in zip(bucket, done.sums, done.left, strict=True):
+        into[i], left[i] = total, more
 
 
 @contextmanager
-def _beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
+def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]:
     """Hand out ``arrays``, then what is made on ``stream`` and put into the list: in a call of MLX's each.
 
     What is made is computed in the order of the list: MLX begins with the last array that it is given.
@@ -193,8 +252,8 @@ def _beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]
 
 
 @contextmanager
-def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
-    """As :func:`_beside`, but ranks meet in between, and what is computed next waits for that.
+def together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
+    """As :func:`beside`, but ranks meet in between, and what is computed next waits for that.
 
     A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
     kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
@@ -203,9 +262,9 @@ def _together(arrays: Sequence[mx.array], stream: Any, communicator: Communicato
     """
     zero = mx.zeros((1,))
     here = mx.depends([zero], arrays)[0]
-    with _beside([*arrays, here], stream) as met:
+    with beside([*arrays, here], stream) as met:
         met.append(communicator.all_sum(here))
-    with _beside([], stream) as made:
+    with beside([], stream) as made:
         yield made
     mx.async_eval(mx.depends([zero], met))
 
@@ -220,13 +279,13 @@ def start_all_gather(
     """
     wholes = list(parts)
     divided = [i for i in range(len(parts)) if shards.divided[i]]
-    for bucket in _buckets(parts, divided, max(bucket_bytes // communicator.size, 1)):
+    for bucket in buckets(parts, divided, max(bucket_bytes // communicator.size, 1)):
         if stream is None:
             mx.eval([parts[i] for i in bucket])
             wholes_of = [shards.whole(i, communicator, parts[i]) for i in bucket]
             mx.eval(wholes_of)
         else:
-            with _beside([parts[i] for i in bucket], stream) as wholes_of:
+            with beside([parts[i] for i in bucket], stream) as wholes_of:
                 wholes_of += [shards.whole(i, communicator, parts[i]) for i in bucket]
         for i, whole in zip(bucket, wholes_of, strict=True):
             wholes[i] = whole
@@ -235,7 +294,7 @@ def start_all_gather(
 
 def start_sum(communicator: Communicator, scalars: Sequence[float | mx.array], *, stream: Any) -> mx.array:
     """(len(scalars),) float32 sums over all ranks, after everything that was begun on the stream."""
-    with _beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
+    with beside([value for value in scalars if isinstance(value, mx.array)], stream) as totals:
         totals.append(communicator.all_sum(_as_array(scalars)))
     return totals[0]
 
@@ -271,7 +330,7 @@ def barrier(communicator: Communicator) -> None:
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
-def _buckets(
+def buckets(
     arrays: Sequence[mx.array],
     order: Sequence[int],
     bucket_bytes: int,

@@ -7,21 +7,24 @@ A step is: the strategy computes this rank's sums (:meth:`Strategy.gradients`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
+from allhands.distributed.codecs import Codec
+from allhands.distributed.packed import Left
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.passes import Passes
 from allhands.parallel.registry import STRATEGIES
+from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Reduced, Times
 
 
@@ -34,12 +37,18 @@ class Exchanging:
         bucket_bytes: arrays travel together up to about so many.
         cpu_native: whether operations compute when they are called.
         heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
+        codec: how gradients are packed on the way; ``None``: they are not.
+        rounds: of local steps, for a strategy that makes such.
+        inject_fault: is asked before each exchange at the end of a round whether to fail on purpose.
     """
 
     communicator: Communicator
     bucket_bytes: int = BUCKET_BYTES
     cpu_native: bool = False
     heartbeat: Callable[[str], None] = lambda phase: None
+    codec: Codec | None = None
+    rounds: Rounds = field(default_factory=Rounds)
+    inject_fault: Callable[[Literal["round"]], object] = lambda point: None
 
     @property
     def size(self) -> int:
@@ -53,7 +62,11 @@ class Strategy(Protocol):
         name: of ``--strategy``.
         communicator: the ranks that it divides the work over.
         shards: what each rank keeps and updates of the flat weights; ``None``: everything.
+        left: of each trained array, in the passes' order, what packing has left out of this rank's gradients after the
+            last update: every rank's own, and part of a checkpoint. Empty where nothing is packed.
     """
+
+    left: list[Left]
 
     @property
     def name(self) -> str: ...
@@ -72,6 +85,34 @@ class Strategy(Protocol):
     @property
     def sees_passes(self) -> bool:
         """Whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out."""
+        ...
+
+    @property
+    def keeps_own_optimizer(self) -> bool:
+        """Whether the optimizer's state is another one on each rank."""
+        ...
+
+    @property
+    def in_round(self) -> bool:
+        """Whether the weights are this rank's own for now, and no result: not to be validated or saved."""
+        ...
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the weights are those of all ranks again; 0 where they are."""
+        ...
+
+    def close_round(self) -> None:
+        """Make the weights those of all ranks, if they are not; called on all ranks together, after a step."""
+        ...
+
+    @property
+    def outer_state(self) -> Mapping[str, mx.array]:
+        """What is kept from round to round besides the weights, by their names; the same on all ranks."""
+        ...
+
+    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
+        """Take what :attr:`outer_state` was, with the same names."""
         ...
 
     def place(self, leaves: FlatParams | None) -> Shards | None:

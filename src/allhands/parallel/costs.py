@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from allhands.distributed.codecs import Codec
+from allhands.parallel.rounds import Rounds
+
 Method = Literal["lora", "dora", "full"]
+
+_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Work:
         by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
         row_tokens: of the longest row, than which no micro-batch can be smaller.
+        packed: how gradients travel where ranks exchange any; ``None``: as they are.
     """
 
     method: Method
@@ -38,6 +44,7 @@ class Work:
     batch_tokens: int = 0
     by_adam_bytes: int = 0
     row_tokens: int = 1
+    packed: PackedGradients | None = None
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with an equal share of the batch."""
@@ -67,6 +74,7 @@ class Memory:
         activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
         beside: what the process takes that is no array: room of the products with the head.
         renewed: of ``update`` the new values of what a rank updates.
+        trained: of ``weights`` those that are trained.
     """
 
     weights: int
@@ -78,11 +86,19 @@ class Memory:
     logits: int = 0
     beside: int = 0
     renewed: int = 0
+    trained: int = 0
 
     @property
     def arrays(self) -> int:
         """The peak of all arrays."""
         return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
+
+
+def with_left_out(memory: Memory, work: Work) -> Memory:
+    """Of one of several ranks: with what it keeps because packing has left it out of gradients."""
+    if work.packed is None:
+        return memory
+    return replace(memory, optimizer=memory.optimizer + work.packed.left_bytes(work.trained_bytes))
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,34 @@ class Traffic:
         return (2 * self.all_reduced + self.gathered + self.scattered) * (ranks - 1) // ranks
 
 
+@dataclass(frozen=True)
+class PackedGradients:
+    """Gradients that travel packed (``--compress``).
+
+    Attributes:
+        item_bytes: of a number as it is added up.
+    """
+
+    codec: Codec
+    backend: str
+    item_bytes: int = _FLOAT
+
+    def traffic(self, gradient_bytes: int, ranks: int) -> Traffic:
+        """Of a step of so many ranks, whose gradients would be so many bytes as they are."""
+        packed = self.codec.packed_bytes(gradient_bytes // self.item_bytes)
+        if self.codec.route(self.backend, ranks, self.item_bytes) == "gather":
+            return Traffic(gathered=ranks * packed)
+        return Traffic(all_reduced=packed)
+
+    def all_reduced(self, gradient_bytes: int, ranks: int) -> int:
+        """Bytes of a sum over ranks that takes as long."""
+        return self.traffic(gradient_bytes, ranks).sent(ranks) * ranks // (2 * (ranks - 1)) if ranks > 1 else 0
+
+    def left_bytes(self, gradient_bytes: int) -> int:
+        """Of what a rank keeps because packing has left it out."""
+        return gradient_bytes // self.item_bytes * _FLOAT if self.codec.grouped else 0
+
+
 class Costs(Protocol):
     """The costs of a strategy, without loading anything."""
 
@@ -112,12 +156,15 @@ class Costs(Protocol):
         """A rank's, of what it would hold if it had everything."""
         ...
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
         """Of a step.
 
         Args:
             gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.
             scatters: whether the back-end has a reduce-scatter.
+            packed: of gradients that travel packed, which this strategy can do, in place of ``gradient_bytes``.
         """
         ...
 
@@ -128,8 +175,10 @@ class DataCosts:
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return memory
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
-        return Traffic(all_reduced=gradient_bytes)
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        return packed or Traffic(all_reduced=gradient_bytes)
 
 
 class DividedOptimizerCosts:
@@ -139,7 +188,32 @@ class DividedOptimizerCosts:
         update = memory.update - memory.renewed * (ranks - 1) // ranks
         return replace(memory, optimizer=memory.optimizer // ranks, update=update)
 
-    def traffic(self, gradient_bytes: int, weight_bytes: int, *, scatters: bool) -> Traffic:
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        if packed is not None:  # every rank adds up all of them
+            return replace(packed, gathered=packed.gathered + weight_bytes)
         if scatters:
             return Traffic(gathered=weight_bytes, scattered=gradient_bytes)
         return Traffic(all_reduced=gradient_bytes, gathered=weight_bytes)
+
+
+@dataclass(frozen=True)
+class LocalCosts:
+    """Every rank has everything, and the weights that the round began with; they travel once a round."""
+
+    rounds: Rounds = field(default_factory=Rounds)
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        # What the outer optimizer keeps is in float32, as long as there is no half precision here.
+        kept = memory.trained * (2 if self.rounds.momentum else 1)
+        alone = ranks == 1 and self.rounds.is_mean
+        return memory if alone else replace(memory, optimizer=memory.optimizer + kept)
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        every = self.rounds.every
+        if packed is not None:  # changes of weights are packed as gradients are
+            return Traffic(all_reduced=packed.all_reduced // every, gathered=packed.gathered // every)
+        return Traffic(all_reduced=weight_bytes // every)

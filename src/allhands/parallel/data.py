@@ -9,7 +9,7 @@ may keep and update a part of the optimizer's state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
     PendingReduce,
+    packed_sum_over_ranks,
     start_all_gather,
     start_all_reduce,
     start_sum,
@@ -71,6 +73,7 @@ class DataParallel:
     """:class:`~allhands.parallel.base.Strategy`: passes first, then one exchange of everything."""
 
     overlaps = False
+    keeps_own_optimizer = False
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
         """``divides``: whether each rank keeps and updates a part of the optimizer's state, where that can be."""
@@ -80,6 +83,10 @@ class DataParallel:
         self.ahead: Ahead | None = None
         self._sees_passes = False
         self._stream: Any = None  # of the exchange; None: everything is computed before and after it
+        codec = exchanging.codec if exchanging.size > 1 else None
+        self._packing = None if codec is None else Packing(exchanging.communicator, codec)
+        self.left: list[Left] = []
+        self._left_next: list[Left] = []  # once the update is taken that these gradients are for
 
     @property
     def name(self) -> str:
@@ -93,9 +100,29 @@ class DataParallel:
     def sees_passes(self) -> bool:
         return self._sees_passes
 
+    @property
+    def in_round(self) -> bool:
+        return False
+
+    @property
+    def steps_left(self) -> int:
+        return 0
+
+    def close_round(self) -> None:
+        pass
+
+    @property
+    def outer_state(self) -> Mapping[str, mx.array]:
+        return {}
+
+    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
+        pass
+
     def prepare(self, passes: Passes) -> None:
         # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
         self._sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
+        if self._packing is not None:
+            self.left = self._packing.nothing_left(passes.trained())
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
         communicator = self._exchanging.communicator
@@ -128,7 +155,12 @@ class DataParallel:
         arrays = [grad for _, grad in mine.grads]
         size = exchanging.bucket_bytes
         every = [*numbers, *_places(extra, exchanging.communicator)]
-        sums, totals = sum_over_ranks(exchanging.communicator, arrays, every, bucket_bytes=size)
+        if self._packing is None:
+            sums, totals = sum_over_ranks(exchanging.communicator, arrays, every, bucket_bytes=size)
+        else:
+            exchanging.heartbeat("reduce")
+            found = packed_sum_over_ranks(self._packing, arrays, self.left, every, bucket_bytes=size)
+            sums, totals, self._left_next = found
         if (shards := self.shards) is not None:
             # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
             squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
@@ -148,7 +180,8 @@ class DataParallel:
         return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
 
     def after_update(self, step: int) -> None:
-        pass
+        # Not before: what an update that is left out would have sent is not to be made up for.
+        self.left = self._left_next
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Putting a pass together takes the host a while, in which a device would have nothing to do."""
@@ -206,9 +239,10 @@ class OverlappedData(DataParallel):
         self._exposed = _Exposed()
 
     def prepare(self, passes: Passes) -> None:
+        super().prepare(passes)
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
-        self._apart = passes.rows_apart(self._exchanging.size)
+        self._apart = passes.rows_apart(self._exchanging.size, self._exchanging.codec)
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
         return passes.run(batch, self._apart if batch.sole else None)
@@ -223,18 +257,21 @@ class OverlappedData(DataParallel):
         computed = self._run(passes, batch)
         # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
         computed = replace(computed, grads=tree_map(mx.contiguous, computed.grads))
-        return computed, self._start([grad for _, grad in flatten(computed.grads)], computed.lookups)
+        arrays = [grad for _, grad in flatten(computed.grads)]
+        return computed, self._start(arrays, computed.lookups, self._left_next)
 
-    def _start(self, arrays: list[mx.array], lookups: Lookups | None) -> PendingReduce:
+    def _start(self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]) -> PendingReduce:
         """Let gradients travel as they are computed."""
         exchanging = self._exchanging
         how: Any = {"bucket_bytes": exchanging.bucket_bytes, "stream": self._stream, "shards": self.shards}
+        how |= {"packing": self._packing, "left": left}
         pending = start_all_reduce(exchanging.communicator, arrays, lookups=lookups, cuts=self._cuts, **how)
         return with_lookups(pending, self.shards)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         communicator, shards = self._exchanging.communicator, self.shards
-        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups)
+        pending = mine.pending or self._start([grad for _, grad in mine.grads], mine.lookups, self.left)
+        self._left_next = pending.left
         every = list(numbers)
         if shards is not None:
             # Of what all ranks have, only the first one's.

@@ -8,12 +8,14 @@ first, and travels beside the whole pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import Lookups, PendingReduce
 from allhands.distributed.shards import Shards
 from allhands.kernels.fused.embedding import Apart, OrderedEmbedding, add_in_order
@@ -35,6 +37,7 @@ class TravellingLookups:
         self._gradient = gradient
         self._num_ranks = num_ranks
         self._first = first
+        self.codec: Codec | None = None  # how the table's gradient would travel
         (self._num_rows, self._width), self._dtype = table.weight.shape, table.weight.dtype
 
     @staticmethod
@@ -56,8 +59,13 @@ class TravellingLookups:
         return TravellingLookups(table, index, gradient, num_ranks, first=0 if computing.dropout is None else 1)
 
     def fits(self, batch: MicroBatch) -> bool:
-        """Whether all ranks' rows are fewer than the table's; decided by what every rank knows."""
-        return batch.sole and self._num_ranks * batch.most < self._num_rows
+        """Whether all ranks' rows are fewer than the table's; decided by what every rank knows.
+
+        They travel as they are: of a table that is packed, fewer bytes than it takes.
+        """
+        packed = self.codec is not None and self.codec.packs((self._num_rows, self._width), self._dtype.size)
+        part = min(1.0, 2 * self.codec.bits / (8 * self._dtype.size)) if packed and self.codec else 1.0
+        return batch.sole and self._num_ranks * batch.most < part * self._num_rows
 
     def __call__(self, batch: MicroBatch, arguments: Sequence[mx.array]) -> tuple[mx.array, list[mx.array], Lookups]:
         """Loss, gradients without what the rows contribute, and the rows, as many on each rank."""
@@ -82,4 +90,4 @@ def with_lookups(pending: PendingReduce, shards: Shards | None) -> PendingReduce
     table = total.reshape(-1, rows.shape[1])
     added = add_in_order(table, ids, rows, onto=lookups.besides)
     arrays[lookups.index] = added.reshape(total.shape)
-    return PendingReduce(arrays, pending.computed)
+    return replace(pending, arrays=arrays, lookups=None)

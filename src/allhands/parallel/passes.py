@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import Lookups
 from allhands.io.trees import flatten
 from allhands.kernels.fused import kernels
@@ -116,9 +117,15 @@ class Passes:
                 mx.async_eval(total, grads)
                 mx.eval(before)
         if grads is None:
-            trained = self.model.trainable_parameters() if self.flat is None else self.flat.weights()
-            grads = tree_map(mx.zeros_like, trained)
+            grads = tree_map(mx.zeros_like, self._trained())
         return Gradients(total, flatten(grads), counts, lookups)
+
+    def _trained(self) -> Any:
+        return self.model.trainable_parameters() if self.flat is None else self.flat.weights()
+
+    def trained(self) -> list[mx.array]:
+        """What is trained, in the order of its gradients."""
+        return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
         """The gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
@@ -128,6 +135,12 @@ class Passes:
         )
         return lambda batch: gradient(*self.arguments(batch))
 
-    def rows_apart(self, num_ranks: int) -> TravellingLookups | None:
-        """Passes whose look-ups of a trained table are apart; ``None`` where there is no such table."""
-        return TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing)
+    def rows_apart(self, num_ranks: int, codec: Codec | None = None) -> TravellingLookups | None:
+        """Passes whose look-ups of a trained table are apart; ``None`` where there is no such table.
+
+        ``codec``: how the table's gradient would travel otherwise.
+        """
+        found = TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing)
+        if found is not None:
+            found.codec = codec
+        return found

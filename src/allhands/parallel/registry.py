@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts
+from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts, LocalCosts
 
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
@@ -22,11 +22,13 @@ class TrainingNeeds:
         optimizer: by name.
         cpu_native: whether operations compute when they are called (Linux CPUs).
         wants_gradients: whether somebody looks at whole gradients.
+        masters: whether the optimizer has float32 copies of trained weights.
     """
 
     optimizer: str
     cpu_native: bool
     wants_gradients: bool = False
+    masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Entry:
             gradients travel while others are computed.
         unfit: why a training cannot use it; empty if it can.
         flags: what switches it on.
+        packs: whether gradients can travel in another form than that in which they are added up (``--compress``).
+        exact: whether it trains as one process does; what does not is only used, and planned, where it was asked for.
     """
 
     title: str
@@ -47,6 +51,8 @@ class Entry:
     maker: str
     unfit: Callable[[TrainingNeeds], str] = lambda wanted: ""
     flags: str = ""
+    packs: bool = False
+    exact: bool = True
 
 
 def _undividable(wanted: TrainingNeeds) -> str:
@@ -58,13 +64,31 @@ def _undividable(wanted: TrainingNeeds) -> str:
     return next((problem for problem, here in problems.items() if here), "")
 
 
+def _not_local(wanted: TrainingNeeds) -> str:
+    problems = {
+        "the optimizer has float32 copies of weights, which ranks would not average": wanted.masters,
+        "a callback looks at the gradients of whole batches, which no rank has": wanted.wants_gradients,
+    }
+    return next((problem for problem, here in problems.items() if here), "")
+
+
 STRATEGIES = {
-    "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain"),
+    "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain", packs=True),
     "zero1": Entry(
         "optimizer divided",
         DividedOptimizerCosts(),
         "allhands.parallel.data:divided_optimizer",
         _undividable,
         "--strategy zero1",
+        packs=True,
+    ),
+    "local": Entry(
+        "local steps",
+        LocalCosts(),
+        "allhands.parallel.local:local_steps",
+        _not_local,
+        "--sync-every",
+        packs=True,
+        exact=False,
     ),
 }

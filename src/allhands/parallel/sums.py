@@ -55,6 +55,8 @@ class Reduced:
         computed: arrays that are there once this rank's own passes are done, where the exchange goes on beside them.
         divisor: () what gradients are divided by; ``None``: the trained tokens among ``totals``.
         num_gathered: how many of ``totals``, the last ones, are the ranks' extra numbers.
+        norm: () what is told as the gradient's norm where each rank updates by gradients of its own; not finite if any
+            rank's gradient is not, and then none updates.
     """
 
     grads: list[Named]
@@ -63,6 +65,12 @@ class Reduced:
     computed: tuple[mx.array, ...] = ()
     divisor: mx.array | None = None
     num_gathered: int = 0
+    norm: mx.array | None = None
+
+    @property
+    def loss(self) -> mx.array:
+        """() the summed loss; not finite, either, where :attr:`norm` is not."""
+        return self.totals[0] if self.norm is None else self.totals[0] + 0.0 * self.norm
 
 
 @dataclass(frozen=True)

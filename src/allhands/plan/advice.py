@@ -72,6 +72,7 @@ class Situation:
         faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
         one: the computer that is meant by one machine, where they differ.
         unable: computers that cannot hold their share, each with its figures.
+        packed: whether gradients travel in fewer bytes already.
         rows: of a batch; 0 if not known.
         kind: of processor.
         doubt: why nothing should be concluded; empty if all is well.
@@ -90,6 +91,7 @@ class Situation:
     adapters: bool = False
     one: str = ""
     unable: tuple[str, ...] = ()
+    packed: bool = False
     rows: int = 0
     kind: str = ""
     doubt: str = ""
@@ -226,7 +228,8 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         "stay on one machine until the link is faster",
         f"on {at.several(offer.machines)} the training would be {as_fast(offer.speed_up)}: the link eats the rest",
         better,
-        "what exchanges rarely (local SGD, DiLoCo) or compressed is another training: DeepSpeed and Horovod have it",
+        "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
+        "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
     )
 
 

@@ -326,6 +326,8 @@ def _divided_or_not(
     divided = choice == "zero1" or (choice == "auto" and can(backend, "overlap") and bool(config.get("master_weights")))
     found = [way for way in ways if (SHARD in way.flags or way.name == "optimizer divided") == divided]
     name = "optimizer divided" if divided else "data parallel"
+    if plan.options.get("sync_every", 1) > 1:
+        name = "local steps"
     return found if found and found[0].name == name else []
 
 

@@ -32,7 +32,8 @@ OPTIONS = (
     *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters", "mask_prompt"),
     "train_on",
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
-    *("bucket_mb", "strategy", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
+    *("bucket_mb", "strategy", "compress", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
+    *("sync_every", "outer_lr", "outer_momentum"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
     *("steps_per_eval", "val_batches"),
 )

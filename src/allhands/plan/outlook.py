@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allhands.io.formatting import format_bytes
+from allhands.parallel.rounds import Rounds
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
 from allhands.plan.links import ExchangeTimes, faster_than
@@ -57,6 +58,7 @@ class Job:
         doubt: why nothing should be concluded from what was measured; empty if all is well.
         about: what is trained, in a few words.
         again_s: of a step with activations computed again, by one without.
+        rounds: of local steps, if such were asked for.
         kind: of processor.
     """
 
@@ -87,6 +89,7 @@ class Job:
     doubt: str = ""
     about: str = ""
     again_s: float = 1.0
+    rounds: Rounds | None = None
     kind: str = ""
 
     def start_of(self, ranks: int) -> float:
@@ -240,6 +243,7 @@ def look_ahead(job: Job) -> Outlook:
         adapters=job.work is not None and job.work.method != "full",
         one=_shown_name(job, first),
         unable=_unable(job, groups[-1], memory, exact=fits_one),
+        packed=job.step.packed is not None,
         rows=job.batch_rows,
         kind=job.kind,
         doubt=job.doubt,
@@ -354,6 +358,7 @@ def _ways_of_team(job: Job, team: Sequence[Computer]) -> list[Way]:
             together=job.together,
             divides=not job.present_bytes,
             scatters=job.step.overlapped,
+            rounds=job.rounds,
         )
     )
 

@@ -11,10 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from allhands.parallel.costs import PackedGradients
 from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
 _MOST = 1024
+_NUMBERS_BYTES = 64
 _SAME = 1e-9  # of logarithms
 
 
@@ -30,6 +32,8 @@ class StepModel:
         gradient_bytes: that ranks exchange.
         bucket_bytes: of one call, at most.
         overlapped: whether the exchange goes on beside the passes, but for one call.
+        packed: how gradients travel; ``None``: as they are.
+        every: steps from one exchange to the next; in those between a few numbers travel.
     """
 
     serial_s: float
@@ -39,6 +43,8 @@ class StepModel:
     gradient_bytes: int
     bucket_bytes: int
     overlapped: bool = False
+    packed: PackedGradients | None = None
+    every: int = 1
 
     @property
     def alone_s(self) -> float:
@@ -95,9 +101,17 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Of all gradients, call by call."""
+    """Of all gradients, call by call; where there is one in several steps, its part of a step."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
-    return whole * link.seconds(model.bucket_bytes, ranks) + (link.seconds(rest, ranks) if rest else 0.0)
+    everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
+    everything += _call_s(model, link, ranks, rest) if rest else 0.0
+    return everything if model.every == 1 else everything / model.every + link.seconds(_NUMBERS_BYTES, ranks)
+
+
+def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
+    """Of one call, with so much of the gradients."""
+    packed = model.packed
+    return link.seconds(gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks)
 
 
 def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
@@ -116,7 +130,7 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
     exchange = exchange_s(model, link, ranks)
     exposed = exchange
     if model.overlapped:
-        last = link.seconds(min(model.bucket_bytes, model.gradient_bytes), ranks)
+        last = _call_s(model, link, ranks, min(model.bucket_bytes, model.gradient_bytes))
         exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
     step = turns * model.serial_s + compute + exposed
     own = turns * (model.serial_s + model.tokens * model.token_s) + exposed

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from allhands.parallel.costs import LocalCosts, with_left_out
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
+from allhands.parallel.rounds import Rounds
 from allhands.run.model_sizes import all_weights, expert_weights
 from allhands.run.training_memory import Blocks, Memory, Work
 
@@ -96,6 +98,7 @@ def ways_of_team(
     together: bool = False,
     divides: bool = True,
     scatters: bool = False,
+    rounds: Rounds | None = None,
 ) -> Iterator[Way]:
     """All ways that make sense for this work on several computers; as :func:`ways_of_one`.
 
@@ -105,23 +108,31 @@ def ways_of_team(
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
         scatters: whether the back-end has a reduce-scatter.
+        rounds: of local steps, where such were asked for: then these are all.
     """
+    plain = _DATA if rounds is None else _in_rounds(rounds)
     ranks, largest = len(shares), work.share(max(shares))
     start = f"-n {ranks}" if together else "--hostfile hosts.json"
+    start += f" --compress {work.packed.codec.name}" if work.packed is not None else ""
     wanted = TrainingNeeds(work.optimizer, cpu_native=not divides)
-    divided = not _ZERO1.unfit(wanted)
+    divided = rounds is None and not _ZERO1.unfit(wanted)
 
-    def way(name: str, more: str, change: _Change, entry: Entry = _DATA, *, combined: bool = False) -> Way:
+    def way(name: str, more: str, change: _Change, entry: Entry = plain, *, combined: bool = False) -> Way:
         """All ranks with the same flags, each with its share."""
         found = {share: change(work.share(share)) for share in {*shares}}
-        bytes_of = {share: entry.costs.memory(of(each), ranks).arrays + bucket_bytes for share, each in found.items()}
+        kept = {share: with_left_out(entry.costs.memory(of(each), ranks), each) for share, each in found.items()}
+        bytes_of = {share: each.arrays + bucket_bytes for share, each in kept.items()}
         changed = found[max(shares)]
-        made = _of(name, ranks, changed, entry.costs.memory(of(changed), ranks), bucket_bytes, combined=combined)
+        made = _of(name, ranks, changed, kept[max(shares)], bucket_bytes, combined=combined)
         before, then, after = more.partition(_THEN)
         flags = f"{before}{_THEN}{start} {after}" if QUANTISE in more else f"{start} {more}"
+        if rounds is not None and entry.flags not in flags:
+            flags = f"{flags.strip()} {entry.flags}"
         more = more if not then or after else before
         # Gradients travel in the type of what is trained.
-        traffic = entry.costs.traffic(work.trained_bytes, work.trained_bytes, scatters=scatters)
+        trained, packed = work.trained_bytes, work.packed
+        travels = packed.traffic(trained, ranks) if packed is not None and entry.packs else None
+        traffic = entry.costs.traffic(trained, trained, scatters=scatters, packed=travels)
         return replace(
             made,
             by_rank=tuple(bytes_of[share] for share in shares),
@@ -130,21 +141,29 @@ def ways_of_team(
             sent_bytes=traffic.sent(ranks),
         )
 
-    for entry in STRATEGIES.values():
+    for entry in (each for each in STRATEGIES.values() if each.exact) if rounds is None else (plain,):
         if not entry.unfit(wanted):
             yield way(entry.title, entry.flags, _same, entry)
     ways = [*_less(largest)]
     for name, flags, change in ways:
-        yield way(f"data parallel, {name}", flags, change, combined=True)
+        yield way(f"{plain.title}, {name}", flags, change, combined=True)
     for name, flags, change in ways if divided else ():
         yield way(f"divided, {name}", f"{SHARD} {flags}", change, _ZERO1, combined=True)
     if not quantised and work.method != "full":
-        yield way("4 bits, data parallel", f"{QUANTISE}{_THEN}", _in_four_bits)
+        yield way(f"4 bits, {plain.title}", f"{QUANTISE}{_THEN}", _in_four_bits)
         for name, flags, change in ways:
             yield way(
                 f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", partial(_both, _in_four_bits, change), combined=True
             )
     yield from _of_frameworks(work, blocks, ranks, bucket_bytes, of)
+
+
+def _in_rounds(rounds: Rounds) -> Entry:
+    """Local steps as they were asked for."""
+    flags = f"--sync-every {rounds.every}"
+    if not rounds.is_mean:
+        flags += f" --outer-lr {rounds.learning_rate:g} --outer-momentum {rounds.momentum:g}"
+    return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=flags)
 
 
 def _same(work: Work) -> Work:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.io.formatting import format_bytes, format_rate
+from allhands.io.formatting import format_bytes, format_rate, format_size
 from allhands.observe.metrics import RunHistory, TrainReport
 from allhands.observe.monitor import Sample
 from allhands.observe.monitor.board import key_of
@@ -19,7 +19,7 @@ from allhands.observe.plots import axis_top, cut_off, smooth, time_unit
 Floats = NDArray[np.float64]
 T = TypeVar("T", tuple[float, int], tuple[float, float, int])
 Kind = Literal["run", "rank", "director", "phase", "ink"]
-Unit = Literal["loss", "rate", "bytes", "small", "seconds"]
+Unit = Literal["loss", "rate", "bytes", "size", "small", "seconds"]
 
 _MOST_POINTS = 1500  # of a line
 _MOST_ROWS = 80  # of a table
@@ -115,6 +115,8 @@ def shown(value: float | None, unit: Unit) -> str:
     match unit:
         case "bytes":
             return format_bytes(value)
+        case "size":
+            return format_size(value)
         case "rate":
             return format_rate(value)
         case "small":
@@ -318,6 +320,8 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
         ("throughput", "Throughput", "tokens a second, all ranks", "rate", lambda one: one.tokens_per_s),
         ("step-time", "Time of a step", "seconds", "seconds", lambda one: one.step_time_s),
     ]
+    if any(one.sent_bytes for run in runs for one in run.train):
+        kinds.append(("sent", "Sent by a rank in a step", "sent", "size", lambda one: one.sent_bytes))
     for key, title, y_label, unit, value in kinds:
         lines = [
             Line(

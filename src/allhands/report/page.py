@@ -158,7 +158,7 @@ def _sections(
     yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
     bars = [step_parts(labels, histories)]
     bars += [phase_bars(label, *samples_of_starts(run), _phase) for label, run in zip(labels, runs, strict=True)]
-    speed = _some(charts, "throughput", "step-time")
+    speed = _some(charts, "throughput", "step-time", "sent")
     yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
     phases = [
         chart

@@ -14,11 +14,14 @@ from allhands.config.schema import TrainConfig
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
+from allhands.distributed.codecs import CODECS
 from allhands.distributed.mesh import Mesh
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.model.load import LoadedModel
+from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
+from allhands.parallel.rounds import Rounds
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -85,11 +88,28 @@ def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
+        packed=_packed(config, device.mesh, word),
     )
     if not accelerator.cpu_native:
-        return on_gpu(blocks, work).arrays
+        return _of_rank(on_gpu(blocks, work), work, config, device.mesh).arrays
     later = WRITING_BYTES if config.sample_prompts and device.mesh.data_rank == 0 else 0
-    return later + of_process(on_cpu(blocks, work), present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+    memory = _of_rank(on_cpu(blocks, work), work, config, device.mesh)
+    return later + of_process(memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Memory:
+    """With what a rank keeps for the exchange, from one to the next."""
+    if config.sync_every > 1:
+        rounds = Rounds(config.sync_every, config.outer_lr, config.outer_momentum)
+        memory = LocalCosts(rounds).memory(memory, mesh.size)
+    return with_left_out(memory, work)
+
+
+def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | None:
+    """How gradients of so many bytes a number travel, if not as they are."""
+    if config.compress == "none" or mesh.size == 1:
+        return None
+    return PackedGradients(CODECS[config.compress], "", word)
 
 
 def fitted_to_memory(

@@ -7,9 +7,12 @@ from typing import Any
 
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
+from allhands.distributed.codecs import CODECS
+from allhands.distributed.packed import Packing
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
 from allhands.kernels.selection import Choices, SizedOperation
+from allhands.model.adapters import trained_weights
 from allhands.model.split import split
 from allhands.run.operations import problems, sizes_of
 from allhands.runtime.accelerator import Accelerator
@@ -36,6 +39,7 @@ def choices(
         "step": _step(accelerator, config, compiled),
         "loss": _loss(model),
         "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
+        "gradients on the way": _carried(config, communicator, model),
         "optimizer": _optimizer(communicator, divided),
     }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
@@ -72,6 +76,27 @@ def _products(accelerator: Accelerator) -> str:
         return "on the GPU"
     status = preload_blas()
     return f"{status.state} ({status.reason})"
+
+
+def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str:
+    """In which form, and by which way."""
+    if communicator.size == 1:
+        return "none (one process)"
+    if config.compress == "none":
+        return "as they are added up"
+    codec, arrays = CODECS[config.compress], trained_weights(model).values()
+    packing = Packing(communicator, codec)
+    packed = [each for each in arrays if packing.packs(each)]
+    route = packing.route(max((each.dtype.size for each in packed), default=4))
+    more = ", what rounding leaves out is sent with the next ones" if codec.grouped else ""
+    return f"{codec.name}, {len(packed)} of {len(arrays)} arrays{more}; {_ROUTES[route]}"
+
+
+_ROUTES = {
+    "gather": "each rank adds up what all have packed",
+    "pass": "each rank packs the sum of its part and its neighbour's, and passes it on",
+    "sum": "the back-end adds up numbers of two bytes",
+}
 
 
 def _backend(config: TrainConfig, communicator: Communicator) -> str:

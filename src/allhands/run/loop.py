@@ -49,6 +49,7 @@ EndReason = Literal["finished", "stopped early", "interrupted", "failed"]
 # Updates in a row that may be left out: more are no accident of a few samples.
 MAX_SKIPPED_IN_ROW = 10
 _PEAKS = 4  # of a rank, in a report
+_ROUND_S = 10.0  # for which a stop waits for the end of a round
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,24 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         # Resumed after its end: what is missing in this directory is written.
         _save(parts, state, "last" if validated else "same")
         return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
+    settled, stops = state.iteration, False
     while state.iteration < parts.total:
-        before = state.iteration
+        before, begun = state.iteration, time.perf_counter()
         result = _update(parts, state)
         _note_skipped(parts, state, result)
         done = state.iteration == parts.total
-        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
         if _reports(parts, before, state.iteration):
             _report(parts, state, started, result.gathered)
-        if result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()):
+        asked = bool(result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()))
+        if done or (asked and not stops and not _waits_for_round(parts, state, time.perf_counter() - begun)):
+            parts.step.strategy.close_round()
+        stops = asked or stops
+        if parts.step.strategy.in_round:  # what is due now is due at its end
+            _tell_saved(parts, state, wait=False)
+            continue
+        before, settled = settled, state.iteration
+        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
+        if stops:
             raise Interrupted("stopped")
         sampled = state.validation_due
         if config.sample_every is not None:
@@ -162,6 +172,17 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         if not done:
             _tell_saved(parts, state, wait=False)
     return _ended(state, started, "finished")
+
+
+def _waits_for_round(parts: LoopParts, state: LoopState, step_s: float) -> bool:
+    """Whether a stop waits for the end of the round: on all ranks alike, and only if that is soon.
+
+    A run that goes on from there is the one that was not stopped. After a round that was closed before its end, which
+    loses nothing either, it is another.
+    """
+    strategy = parts.step.strategy
+    soon_s = min(_ROUND_S, parts.config.stop_grace_s / 4)
+    return strategy.in_round and not _any_rank(parts, state, strategy.steps_left * step_s > soon_s)
 
 
 def _regroup(parts: LoopParts, state: LoopState) -> None:
@@ -186,6 +207,7 @@ def _regroup(parts: LoopParts, state: LoopState) -> None:
 def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
     """Save what was trained; the error to raise, which says where it is. Called on all ranks together."""
     place = f"step {state.step} of {parts.total_steps(state)}"
+    parts.step.strategy.close_round()
     if isinstance(error, Interrupted):
         if state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")
@@ -361,6 +383,7 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         iteration=state.iteration,
         iterations_per_s=window.iterations / window.time_s,
         shares=parts.balance.shares(state.iteration - 1),
+        sent_bytes=window.sent_bytes / window.steps,
     )
     parts.sink.emit(report)
     for callback in _on_main(parts):

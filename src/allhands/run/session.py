@@ -22,6 +22,7 @@ from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
 from allhands.distributed.capabilities import can
+from allhands.distributed.codecs import Codec
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
@@ -45,6 +46,7 @@ from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
+from allhands.parallel.rounds import Rounds
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, make_balance, require_timed
 from allhands.run.datasets import size_notes
@@ -55,13 +57,13 @@ from allhands.run.outputs import Outputs, copies_of
 from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
-from allhands.run.strategy_choice import chosen_strategy
+from allhands.run.strategy_choice import chosen_codec, chosen_strategy
 from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.callbacks import Callback, checked, gradient_hook
 from allhands.train.evaluation import Evaluator
 from allhands.train.optim import has_schedule, make_optimizer, num_batches
-from allhands.train.sharded_state import load_optimizer, sharded_state
+from allhands.train.sharded_state import load_left_out, load_optimizer, sharded_state
 from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.updater import Rules
 
@@ -172,7 +174,8 @@ class _Session:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        self._strategy(masters=False)  # raises where it is asked for and cannot be
+        # Raises where one is asked for and cannot be.
+        self._codec(self._strategy(masters=self._in_half and self.config.master_weights))
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -197,6 +200,8 @@ class _Session:
         sink.emit(self._started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
+        if config.compress != "none" and self.mesh.size == 1:
+            notes.append(f"--compress {config.compress} has no effect: one rank exchanges nothing")
         self.outputs.say([f"note: {note}" for note in notes])
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
@@ -277,23 +282,36 @@ class _Session:
     def _optimizer(self, total: int) -> tuple[Any, LoopState]:
         """The optimizer, and the state of the loop, new or as the checkpoint has it."""
         config, restored = self.config, self.ready.restored
-        trained = trained_weights(self.ready.loaded.model)
-        half = any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
         state = LoopState() if restored is None else LoopState.from_json(restored.state)
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
-        return make_optimizer(config, updates, half=half), state
+        return make_optimizer(config, updates, half=self._in_half), state
+
+    @property
+    def _in_half(self) -> bool:
+        """Whether something is trained that has two bytes a number."""
+        trained = trained_weights(self.ready.loaded.model)
+        return any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy)
+        rows = load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy, step.strategy)
+        if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
+            self.outputs.say(
+                [f"note: the optimizer's state is the mean of those that {rows} ranks had each for itself"]
+            )
+        graph, before = step.updater.graph, restored.state.get("config", {}).get("compress", "none")
+        changed = f"--compress was {before}" if before != config.compress else ""
+        if lost := load_left_out(self.ready.loaded.model, graph, step.strategy, restored, changed):
+            self.outputs.say([f"note: what {before} had left out of the last gradients is dropped: {lost}"])
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
         # The arrays have their places now: nothing is read again.
         restored.weights.clear()
         restored.optimizer.clear()
+        restored.left.clear()
 
     def _step(self, optimizer: Any, state: LoopState, compiled: bool) -> TrainStep:
         config = self.config
@@ -311,11 +329,14 @@ class _Session:
             after_backward=self._after_backward(state),
             inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
+        strategy = self._strategy(masters=optimizer.masters)
         options = StepOptions(
             cpu_native=self._cpu_native,
             compiled=compiled,
             rules=rules,
-            strategy=self._strategy(masters=optimizer.masters),
+            strategy=strategy,
+            rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum),
+            codec=self._codec(strategy),
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
             non_finite=config.non_finite,
@@ -331,9 +352,11 @@ class _Session:
 
     def _strategy(self, *, masters: bool) -> str:
         hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked)
-        parts = (self.config, self.ready.communicator, self.ready.loaded.model, wanted)
-        return chosen_strategy(*parts, masters=masters)
+        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
+        return chosen_strategy(self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+
+    def _codec(self, strategy: str) -> Codec | None:
+        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)
 
     def _alike(self, sizing: Sizing) -> bool:
         """Whether all ranks cut their shares the same way; asked where that is of use."""
@@ -378,7 +401,7 @@ class _Session:
         """What saves on this rank: everything if it keeps files, else what only it holds."""
         ready = self.ready
         held = Held(
-            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph),
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )

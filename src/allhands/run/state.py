@@ -27,6 +27,7 @@ class ReportWindow:
     compute_s: float = 0.0
     grad_norm: float = 0.0
     further: tuple[float, ...] = ()
+    sent_bytes: int = 0
 
     def add(self, result: StepResult, iterations: int, time_s: float, wait_s: float) -> None:
         """Count one update of so many batches; of one that was left out only its time."""
@@ -36,6 +37,7 @@ class ReportWindow:
         self.compute_s += result.compute_s
         self.steps += 1
         self.iterations += iterations
+        self.sent_bytes += result.sent_bytes
         if result.skipped:
             return
         self.loss_sum += result.loss_sum

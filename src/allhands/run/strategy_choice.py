@@ -7,6 +7,7 @@ import mlx.nn as nn
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
+from allhands.distributed.codecs import CODECS, Codec, require_gain
 from allhands.errors import ConfigError
 from allhands.model.adapters import trained_weights
 from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
@@ -15,31 +16,52 @@ from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 _WORTH_IT = 1 << 26
 
 
-def chosen_strategy(
-    config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds, *, masters: bool
-) -> str:
+def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds) -> str:
     """The name of the strategy by which ranks divide the work.
 
     Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway. Over the other
     back-ends weights travel besides, which only who has too little memory will want.
 
-    Args:
-        masters: whether the optimizer has float32 copies of trained weights.
-
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
+    if config.sync_every > 1:
+        if problem := STRATEGIES["local"].unfit(wanted):
+            hint = "leave it out" + (", or --no-master-weights in its place" if wanted.masters else "")
+            raise ConfigError(problem, where=f"--sync-every {config.sync_every}", hint=hint)
+        return "local"
     if communicator.size == 1:
         return "data"
     if config.strategy == "auto":
         trained = sum(array.size for array in trained_weights(model).values())
-        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, masters)
+        divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, wanted.masters)
         return "zero1" if divided else "data"
     if problem := STRATEGIES[config.strategy].unfit(wanted):
         alike = ", ".join(ELEMENTWISE)
         hint = "add --compile on" if wanted.cpu_native else f"leave it out, or take one of {alike}"
         raise ConfigError(problem, where=f"--strategy {config.strategy}", hint=hint)
     return config.strategy
+
+
+def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:
+    """How gradients travel; ``None``: as they are, because nobody asked for another form or nothing travels.
+
+    Raises:
+        ConfigError: what was asked for saves nothing here, or the strategy has no such thing.
+    """
+    if config.compress == "none" or communicator.size == 1:
+        return None
+    codec = CODECS[config.compress]
+    if not STRATEGIES[strategy].packs:
+        able = " or ".join(name for name, entry in STRATEGIES.items() if entry.packs)
+        hint = f"leave it out, or take --strategy {able}"
+        raise ConfigError(
+            f"strategy {strategy} exchanges gradients as they are", where=f"--compress {codec.name}", hint=hint
+        )
+    # What gains nothing travels as it is, which is refused where it is everything.
+    item_bytes = max((array.dtype.size for array in trained_weights(model).values()), default=4)
+    require_gain(codec, communicator.backend, communicator.size, item_bytes)
+    return codec
 
 
 def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:

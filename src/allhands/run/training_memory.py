@@ -93,6 +93,7 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
         backward=int(values * held) + gradients,
         loss=int(values * forward) + chunk,
         update=update,
+        trained=work.trained_bytes,
         activations=int(values * held),
         logits=chunk,
         beside=int(1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT + 0.5 * head),
@@ -131,6 +132,7 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
         loss=int(values * held) + logits,
         update=gradients + renewed,
         renewed=renewed,
+        trained=work.trained_bytes,
         activations=int(values * held),
         logits=logits,
     )

@@ -38,6 +38,7 @@ class StepResult:
         further: the objective's further sums over the global batch, in its order.
         pace: tokens of this rank's passes and the seconds that they took; zeros where it had none, or they were not
             seen.
+        sent_bytes: that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
     """
 
     loss_sum: float
@@ -52,6 +53,7 @@ class StepResult:
     gathered: tuple[float, ...] = ()
     further: tuple[float, ...] = ()
     pace: tuple[float, float] = (0.0, 0.0)
+    sent_bytes: int = 0
 
 
 def result_of(
@@ -110,9 +112,9 @@ def totals_of(values: Sequence[float], num_further: int) -> Totals:
     )
 
 
-def all_finite(totals: mx.array, norm: mx.array) -> bool:
+def all_finite(loss: mx.array, norm: mx.array) -> bool:
     """Whether the loss and the gradient are."""
-    return math.isfinite(number(totals[0])) and math.isfinite(number(norm))
+    return math.isfinite(number(loss)) and math.isfinite(number(norm))
 
 
 def divisor_of(reduced: Reduced) -> mx.array:

@@ -1,27 +1,168 @@
-"""What a rank holds of weights and optimizer, as slices of arrays by name, whoever updates them; and back."""
+"""What a rank holds of weights and optimizer, as slices of arrays by name, whoever updates them; and back.
+
+Where each rank has an optimizer's state of its own, an array has a row for every rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from allhands.checkpoints.arrays import owned, owned_tree
-from allhands.checkpoints.format import OPTIMIZER_FILE, WEIGHTS_FILE, OwnedSlice, ShardedState
+from allhands.checkpoints.arrays import StoredArrayReader, owned, owned_tree
+from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, OwnedSlice, ShardedState
 from allhands.checkpoints.resuming import Restored, restore_optimizer
-from allhands.io.regions import Flat
+from allhands.distributed.packed import Left
+from allhands.io.regions import Box, Flat, Region, Shape, everything
+from allhands.io.trees import flatten
+from allhands.kernels.fused.flat_params import FlatParams
+from allhands.parallel.base import Strategy
 from allhands.train.graph_update import GraphUpdate
 
+# Before the names of arrays that have a row for every rank, and of a strategy's own.
+_ROWS, _OUTER = "each-rank/", "outer/"
 
-def sharded_state(model: nn.Module, optimizer: optim.Optimizer, graph: GraphUpdate | None) -> dict[str, ShardedState]:
+
+def sharded_state(
+    model: nn.Module, optimizer: optim.Optimizer, graph: GraphUpdate | None, strategy: Strategy | None = None
+) -> dict[str, ShardedState]:
     """The state of training on this rank, by the file that is called after the group of arrays."""
     divided = graph if graph is not None and graph.shards is not None else None
     state = owned_tree(optimizer.state) if divided is None else dict(_divided(divided))
-    return {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
+    if strategy is not None:
+        if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
+            state = dict(_in_rows(state, strategy.communicator.rank, strategy.communicator.size))
+        state |= {_OUTER + name: owned(array) for name, array in strategy.outer_state.items()}
+    found: dict[str, ShardedState] = {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
+    if strategy is not None and (left := dict(_left_out(model, graph, strategy))):
+        found[LEFT_FILE] = left
+    return found
+
+
+def _left_out(model: nn.Module, graph: GraphUpdate | None, strategy: Strategy) -> Iterator[tuple[str, OwnedSlice]]:
+    """What packing has left out of this rank's gradients, as its row of arrays that have one for each rank."""
+    ranks, rank = strategy.communicator.size, strategy.communicator.rank
+    for name, kept in _by_name(model, _places(graph, strategy), strategy.left):
+        row = Flat(rank * kept.size, (rank + 1) * kept.size)
+        yield name, owned(kept.reshape(-1), (ranks, *kept.shape), row)
+
+
+def _places(graph: GraphUpdate | None, strategy: Strategy) -> FlatParams | None:
+    """Where the trained arrays are, if what travels is where the gradients of passes are."""
+    return None if graph is None or strategy.keeps_own_optimizer else graph.leaves
+
+
+def _by_name(model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]) -> Iterator[tuple[str, mx.array]]:
+    """What there is of ``left`` by the names of the trained arrays."""
+    if leaves is None:
+        named = zip(flatten(model.trainable_parameters()), left, strict=False)
+        yield from ((name, kept) for (name, _), kept in named if kept is not None)
+        return
+    for chunk, kept in zip(leaves.chunks, left, strict=False):
+        if kept is not None:
+            yield from zip((place.name for place in chunk.places), chunk.parts(kept), strict=True)
+
+
+def load_left_out(
+    model: nn.Module, graph: GraphUpdate | None, strategy: Strategy, restored: Restored, changed: str = ""
+) -> str:
+    """Give a strategy what packing had left out of this rank's gradients; called on all ranks together.
+
+    Args:
+        changed: why it is not to have it, in words.
+
+    Returns:
+        Why it has none of that, in words; empty where it has it, or where there was none.
+    """
+    stored = restored.left
+    if not stored:
+        return ""
+    ranks, rank, leaves = strategy.communicator.size, strategy.communicator.rank, _places(graph, strategy)
+    wanted = {name: (ranks, *kept.shape) for name, kept in _by_name(model, leaves, strategy.left)}
+    if changed or not wanted:
+        return changed or "gradients travel as they are now"
+    before = next(iter(stored.values())).shape[0]
+    if before != ranks:
+        return f"it belongs to {before} ranks, and there are {ranks}"
+    if {name: each.shape for name, each in stored.items()} != wanted:
+        return "gradients travel in other arrays now"
+    found: dict[str, mx.array] = {}
+    for name, (_, *shape) in wanted.items():
+        size = math.prod(shape)
+        found[name] = stored[name].read(Flat(rank * size, (rank + 1) * size)).reshape(shape)
+    if leaves is None:
+        names = [name for name, _ in flatten(model.trainable_parameters())]
+        strategy.left = [found.get(name) for name in names]
+    else:
+        strategy.left = [
+            kept if kept is None else chunk.joined([found[place.name] for place in chunk.places])
+            for chunk, kept in zip(leaves.chunks, strategy.left, strict=True)
+        ]
+    return ""
+
+
+def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, OwnedSlice]]:
+    """This rank's own arrays as its rows of all ranks'; what belongs to no weight, such as the step, is common."""
+    for name, each in state.items():
+        if not each.shape:
+            yield name, each
+            continue
+        row = Box((rank, *[0] * len(each.shape)), (1, *each.shape))
+        yield _ROWS + name, OwnedSlice((size, *each.shape), each.dtype, row, each.get()[None])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """:class:`StoredArrayReader` of some rows of an array: of one of them, or of the mean of several."""
+
+    whole: StoredArrayReader
+    rows: range
+
+    @property
+    def shape(self) -> Shape:
+        return self.whole.shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    def read(self, region: Region | None = None) -> mx.array:
+        wanted = everything(self.shape) if region is None else region
+        found = [self._row(row, wanted) for row in self.rows]
+        if len(found) == 1 or not mx.issubdtype(found[0].dtype, mx.floating):
+            return found[0]
+        mean = sum((each.astype(mx.float32) for each in found[1:]), found[0].astype(mx.float32)) / len(found)
+        return mean.astype(found[0].dtype)
+
+    def _row(self, row: int, wanted: Region) -> mx.array:
+        size = math.prod(self.shape)
+        if isinstance(wanted, Flat):
+            return self.whole.read(Flat(row * size + wanted.start, row * size + wanted.stop))
+        return self.whole.read(Box((row, *wanted.start), (1, *wanted.shape))).reshape(wanted.shape)
+
+
+def _own_state(stored: Mapping[str, StoredArrayReader], strategy: Strategy) -> dict[str, StoredArrayReader]:
+    """What this rank takes of an optimizer's state: its row where there is one for each rank, else the mean."""
+    communicator, found = strategy.communicator, dict[str, StoredArrayReader]()
+    for name, each in stored.items():
+        if name.startswith(_ROWS):
+            same = strategy.keeps_own_optimizer and each.shape[0] == communicator.size
+            rows = range(communicator.rank, communicator.rank + 1) if same else range(each.shape[0])
+            found[name.removeprefix(_ROWS)] = _Rows(each, rows)
+        elif not name.startswith(_OUTER):
+            found[name] = each
+    return found
+
+
+def _load_outer_state(strategy: Strategy, stored: Mapping[str, StoredArrayReader]) -> None:
+    names = strategy.outer_state.keys()
+    if names and all(_OUTER + name in stored for name in names):
+        strategy.load_outer_state({name: stored[_OUTER + name].read() for name in names})
 
 
 def _divided(graph: GraphUpdate) -> Iterator[tuple[str, OwnedSlice]]:
@@ -55,15 +196,24 @@ def load_optimizer(
     graph: GraphUpdate | None,
     restored: Restored,
     progress: Callable[[], None] = lambda: None,
-) -> None:
+    strategy: Strategy | None = None,
+) -> int:
     """Give the optimizer its state, or where ranks have divided it this rank's part; called on all ranks together.
 
     Args:
         progress: called after each array.
+        strategy: is given what it keeps besides.
+
+    Returns:
+        How many ranks had a state of their own; 0: there was one.
     """
+    rows = max((each.shape[0] for name, each in restored.optimizer.items() if name.startswith(_ROWS)), default=0)
+    if strategy is not None:
+        _load_outer_state(strategy, restored.optimizer)
+        restored = replace(restored, optimizer=_own_state(restored.optimizer, strategy))
     if graph is None or graph.leaves is None:
         restore_optimizer(optimizer, restored, progress)
-        return
+        return rows
     state, stored = graph.flat_state(), restored.optimizer
     for index in range(len(graph.leaves.chunks)):
         kept: dict[str, mx.array] = state[str(index)]
@@ -77,3 +227,4 @@ def load_optimizer(
             kept[kind] = row.reshape(shape)
     others: dict[str, Any] = {name: stored[name].read() for name in state if not name.isdecimal()}
     graph.put_flat_state({**state, **others})
+    return rows

@@ -13,7 +13,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, sent_bytes
+from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.errors import NumericsError
@@ -23,6 +24,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
 from allhands.parallel.gradient import Computing
 from allhands.parallel.passes import Passes
+from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
@@ -38,7 +40,9 @@ class StepOptions:
         compiled: whether passes and updates are compiled where they are graphs.
         rules: what is done with the mean gradient.
         strategy: by its name.
+        rounds: of local steps, for a strategy that makes such.
         bucket_bytes: of an exchange: arrays travel together up to about so many.
+        codec: how gradients are packed on the way; ``None``: they are not.
         overlap: whether gradients travel while others are computed; default: with NCCL.
         dropout: of the model, as :func:`install_dropout` gave it.
         non_finite: whether a loss or gradient that is not finite is an error or leaves the update out.
@@ -52,7 +56,9 @@ class StepOptions:
     compiled: bool = True
     rules: Rules = field(default_factory=Rules)
     strategy: str = "data"
+    rounds: Rounds = field(default_factory=Rounds)
     bucket_bytes: int = BUCKET_BYTES
+    codec: Codec | None = None
     overlap: bool | None = None
     dropout: DropoutKeys | None = None
     non_finite: Literal["stop", "skip"] = "stop"
@@ -66,7 +72,8 @@ def make_step(
 ) -> TrainStep:
     """The step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
-    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat)
+    rounds, inject = options.rounds, options.rules.inject_fault
+    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat, options.codec, rounds, inject)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
@@ -106,7 +113,7 @@ class TrainStep:
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
         """
-        strategy, ahead = self.strategy, self.passes.run_ahead
+        strategy, ahead, sent = self.strategy, self.passes.run_ahead, sent_bytes(self.strategy.communicator)
         started = time.perf_counter()
         if ahead is not None:
             ahead.before(max((batch.inputs.size for batch in micro_batches), default=0))
@@ -129,16 +136,20 @@ class TrainStep:
         if ahead is not None:
             ahead.after()
         further = len(self.options.objective.further)
+        norm = updated.norm if reduced.norm is None else reduced.norm
         result = result_of(
-            reduced.totals, updated.norm, times, further, num_gathered=reduced.num_gathered, num_tokens=num_tokens
+            reduced.totals, norm, times, further, num_gathered=reduced.num_gathered, num_tokens=num_tokens
         )
+        result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent)
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
+        coming_together = time.perf_counter()
         strategy.after_update(self._num_updates)
-        return result
+        waited = result.comm_s + time.perf_counter() - coming_together
+        return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
         """The seconds of this rank's passes, where they are done when they have been handed out; else 0.

@@ -39,7 +39,7 @@ class Rules:
     max_grad_norm: float | None = None
     after_backward: Callable[[Any], Any] | None = None
     heartbeat: Callable[[str], None] = lambda phase: None
-    inject_fault: Callable[[Literal["reduce", "update"]], object] = lambda point: None
+    inject_fault: Callable[[Literal["reduce", "update", "round"]], object] = lambda point: None
 
     def begin(self) -> None:
         """To be called just before the update."""
@@ -119,7 +119,7 @@ class UpdateByHand:
             mean = given
         clipped, norm = clip(mean, rules.max_grad_norm)
         del mean
-        if all_finite(reduced.totals, norm):
+        if all_finite(reduced.loss, norm):
             rules.begin()
             self._optimizer.update(self._model, clipped)
             del clipped
@@ -145,7 +145,7 @@ class NativeUpdater:
             if given is not None:
                 sums, num_targets = flatten(given), 1.0
         norm = self._native.norm(sums) / num_targets
-        if all_finite(reduced.totals, mx.array(norm)):
+        if all_finite(reduced.loss, mx.array(norm)):
             rules.begin()
             clipped = 1.0 if rules.max_grad_norm is None else min(rules.max_grad_norm / (norm + 1e-6), 1.0)
             self._native(sums, clipped / num_targets)
@@ -171,7 +171,7 @@ class GraphUpdater:
         return None if self.graph.leaves is None else self.graph
 
     def __call__(self, reduced: Reduced) -> Updated:
-        graph, rules, sums, totals = self.graph, self._rules, reduced.grads, reduced.totals
+        graph, rules, sums = self.graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
             # Besides, and only as far as somebody looks at it.
@@ -181,5 +181,5 @@ class GraphUpdater:
                 sums, counted = graph.joined(given), mx.array(1.0)
         rules.inject_fault("update")
         exchange = None if reduced.squares is None else self._strategy.whole
-        norm = graph(sums, totals[0], counted, squares=reduced.squares, exchange=exchange)
+        norm = graph(sums, reduced.loss, counted, squares=reduced.squares, exchange=exchange)
         return Updated(norm, graph.arrays())

@@ -25,6 +25,7 @@ from allhands.io.formatting import (
     format_memory,
     format_rate,
     format_shares,
+    format_size,
 )
 from allhands.io.terminal import broken, print_line, row_width
 from allhands.observe.metrics.events import (
@@ -283,7 +284,8 @@ def profile_line(report: TrainReport) -> str:
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
     told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
-    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}"
+    sent = f"; sent {format_size(report.sent_bytes)}" if report.sent_bytes else ""
+    return f"  a step of {1e3 * report.step_time_s:.1f} ms: {told}{sent}"
 
 
 def _waiting(report: TrainReport) -> str:

@@ -66,7 +66,9 @@ class TrainReport:
     far held of MLX's memory when nothing was computed ahead of its use; it is empty where nothing ever is (on a CPU).
     ``shapes`` counts the different shapes of micro-batches of rank 0 so far, each of which cost some time when it came.
     ``metrics`` are those of the objective besides the loss, by name. ``iterations_per_s`` are batches: for whoever
-    counts as mlx_lm does. ``shares`` are the ranks' parts of a batch, which add up to 1; empty on one rank.
+    counts as mlx_lm does. ``sent_bytes`` is what rank 0 has sent in a step, the mean over the steps: of a sum over N
+    ranks 2 (N - 1) / N of its bytes, as a ring sends them. ``shares`` are the ranks' parts of a batch, which add up to
+    1; empty on one rank.
     """
 
     step: int
@@ -90,6 +92,7 @@ class TrainReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     iteration: int | None = None
     iterations_per_s: float = 0.0
+    sent_bytes: float = 0.0
     shares: tuple[float, ...] = ()
 
 
@@ -221,7 +224,7 @@ _READERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind 
 UNKNOWN: Mapping[str, Any] = {
     **dict.fromkeys(("learning_rate", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "epoch"), math.nan),
     "iteration": None,
-    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "iterations_per_s"), 0.0),
+    **dict.fromkeys(("data_wait_s", "comm_s", "compute_s", "iterations_per_s", "sent_bytes"), 0.0),
     **dict.fromkeys(("peak_memory_bytes", "peak_rss_bytes", "peak_mlx_bytes", "needed_bytes", "shares"), ()),
     **dict.fromkeys(("trained_tokens", "shapes"), 0),
     "metrics": {},

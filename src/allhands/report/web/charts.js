@@ -51,6 +51,10 @@ var allhandsCharts = (function () {
     if (unit === "bytes") {
       return Math.abs(value) < 999.5e6 ? Math.round(value / 1e6) + " MB" : digits(value / 1e9, 3) + " GB";
     }
+    if (unit === "size") {
+      if (value < 1e3) return value.toFixed(0) + " B";
+      return value < 999950 ? (value / 1e3).toFixed(1) + " kB" : shown("bytes", value);
+    }
     if (unit === "rate") return value < 9.95 ? value.toFixed(1) : value.toFixed(0);
     if (unit === "small") {
       return value !== 0 && Math.abs(value) < 1e-3 ? Number(value.toPrecision(3)).toExponential() : digits(value, 3);
@@ -74,7 +78,7 @@ var allhandsCharts = (function () {
     return function (u, values) {
       return values.map(function (value) {
         if (value === null) return "";
-        if (unit === "bytes") return shown("bytes", value);
+        if (unit === "bytes" || unit === "size") return shown(unit, value);
         if (unit === "small" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
         return short(value);
       });

@@ -1,0 +1,55 @@
+"""Which options of a training do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refuse_combinations(config: Any) -> None:
+    """See that options do not contradict each other, and that none is without effect.
+
+    Args:
+        config: of :class:`allhands.config.schema.TrainConfig`, which calls this.
+
+    Raises:
+        ValueError: some do, or one is.
+    """
+    if config.iters is not None and config.epochs is not None:
+        raise ValueError("--iters and --epochs: give one of the two")
+    if config.train_on != "assistant" and not config.mask_prompt:
+        raise ValueError("--train-on has an effect only with --mask-prompt: add it")
+    if config.packing and config.mask_prompt:
+        raise ValueError("--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt")
+    if config.isolate_documents and not config.packing:
+        raise ValueError("--isolate-documents has an effect only with --packing: add it")
+    if config.early_stopping_patience is not None and config.val_batches == 0:
+        raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
+    if config.test and config.test_batches == 0:
+        raise ValueError("--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all")
+    if config.lr_schedule is not None and config.lr_schedule.warmup and config.warmup_steps:
+        raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
+    if config.weight_decay is not None and config.optimizer == "adam":
+        raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
+    if config.keep_last == 0 and (config.max_restarts or config.min_ranks):
+        raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
+    if config.hosts is not None and config.hostfile is not None:
+        raise ValueError("--hosts and --hostfile: give one of the two")
+    if config.project_name is not None and not config.report_to:
+        raise ValueError("--project-name has an effect only with --report-to: add it")
+    unknown = set(config.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
+    if unknown:
+        raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
+    _refuse_rounds(config)
+
+
+def _refuse_rounds(config: Any) -> None:
+    if config.sync_every == 1:
+        if config.outer_lr != 1.0 or config.outer_momentum:
+            given = "--outer-momentum" if config.outer_momentum else "--outer-lr"
+            raise ValueError(f"{given} has an effect only with --sync-every: add it, with 2 or more steps")
+    elif config.strategy != "auto":
+        what = {"zero1": "divides one optimizer, and here each rank has its own", "data": "sums gradients in each step"}
+        raise ValueError(
+            f"--sync-every {config.sync_every} is a strategy of its own: --strategy {config.strategy} "
+            f"{what[config.strategy]}; leave one of the two out"
+        )

@@ -1,0 +1,239 @@
+"""Sums over ranks of which each rank's part travels packed, in one of the forms of :mod:`allhands.distributed.codecs`.
+
+Every rank unpacks the same bytes, its own among them, and adds them up in the order of the ranks, by operations that
+round alike on every processor: the sums have the same bits everywhere. What packing has left out of a rank's part is
+added to its next one (error feedback, arXiv 1901.09847), so that it comes late and is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from allhands.distributed.backend import Communicator, MlxGroup
+from allhands.distributed.codecs import GROUP, Codec, Route
+
+# MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
+_RAISED = 2.0**60
+# A processor packs so many numbers after the other, which its cache holds: of a large array that takes less time.
+_BLOCK = 1 << 18
+_FOUR = 4
+
+Left = mx.array | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sums over ranks, and what is left for later.
+
+    Attributes:
+        sums: in the order, the shapes and the types of the arrays.
+        left: of each array what packing has left out of this rank's part, in float32; ``None`` where nothing is.
+        scalars: sums of what travelled beside them, if something did.
+    """
+
+    sums: list[mx.array]
+    left: list[Left]
+    scalars: mx.array | None = None
+
+
+class Packing:
+    """How one rank's part of a sum is packed, exchanged and added up."""
+
+    def __init__(self, communicator: Communicator, codec: Codec) -> None:
+        self.communicator = communicator
+        self.codec = codec
+
+    def route(self, item_bytes: int) -> Route:
+        """By which way arrays of numbers of ``item_bytes`` travel."""
+        found = self.codec.route(*self._group, item_bytes)
+        # A group that others exchange for has no neighbours of its own.
+        return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
+
+    def packs(self, array: mx.array) -> bool:
+        """Whether an array travels packed: one of half precision may gain nothing where others do."""
+        size = array.dtype.size
+        return self.codec.packs(array.shape, size) and self.codec.gains(*self._group, size)
+
+    @property
+    def _group(self) -> tuple[str, int]:
+        return self.communicator.backend, self.communicator.size
+
+    def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
+        """What is left out of ``arrays`` before the first exchange."""
+        feeds = self.codec.grouped
+        return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
+
+    def sum(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Packed:
+        """Sums of ``arrays``, lazily, in one exchange, or in two where some of them are not packed.
+
+        Args:
+            arrays: of one type.
+            left: as of :meth:`nothing_left`, or of the last exchange.
+            scalars: (n,) float32, which travel as they are.
+        """
+        packs = [self.packs(each) for each in arrays]
+        if not any(packs):
+            return self._as_they_are(arrays, scalars)
+        plain = [each.reshape(-1).astype(mx.float32) for each, packed in zip(arrays, packs, strict=True) if not packed]
+        beside = [*plain, *([] if scalars is None else [scalars])]
+        row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
+        unpacked = mx.concatenate(beside) if beside else mx.zeros((0,))
+        row, left_of_row, unpacked = self._exchanged(row, unpacked, self.route(arrays[0].dtype.size))
+        sums, new, at, place = list[mx.array](), list[Left](), 0, 0
+        for each, packed in zip(arrays, packs, strict=True):
+            if packed:
+                sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
+                new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
+                at += _whole_groups(each.size)
+            else:
+                sums.append(unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype))
+                new.append(None)
+                place += each.size
+        return Packed(sums, new, None if scalars is None else unpacked[place:])
+
+    def _as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Packed:
+        """The same where nothing is packed: in the arrays' own type, the scalars in another call if that is another."""
+        flat = [each.reshape(-1) for each in arrays]
+        beside = scalars is not None and all(each.dtype == scalars.dtype for each in arrays)
+        if scalars is not None and not beside:
+            scalars = self.communicator.all_sum(scalars)
+            mx.async_eval(scalars)  # by itself, so that what follows it does so on every rank
+        elif scalars is not None:
+            flat.append(scalars)
+        total = self.communicator.all_sum(mx.concatenate(flat)) if flat else mx.zeros((0,))
+        sums, at = list[mx.array](), 0
+        for each in arrays:
+            sums.append(total[at : at + each.size].reshape(each.shape))
+            at += each.size
+        return Packed(sums, [None] * len(sums), total[at:] if beside else scalars)
+
+    def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
+        """What there is to send, end to end in float32, each array filled up to whole groups."""
+        pieces: list[mx.array] = []
+        for array, left in arrays:
+            flat = array.reshape(-1).astype(mx.float32)
+            pieces.append(flat if left is None else flat + left.reshape(-1))
+            if missing := _whole_groups(array.size) - array.size:
+                pieces.append(mx.zeros((missing,)))
+        return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _exchanged(self, row: mx.array, plain: mx.array, route: Route) -> tuple[mx.array, Left, mx.array]:
+        """The sum of rows, what is left out of this one, and the sum of ``plain``."""
+        if route == "gather":
+            return self._gathered(row, plain)
+        total = self.communicator.all_sum(plain) if plain.size else plain
+        mx.async_eval(total)  # by itself, so that what follows it does so on every rank
+        if route == "sum":
+            return self.communicator.all_sum(row.astype(mx.bfloat16)).astype(mx.float32), None, total
+        assert isinstance(self.communicator, MlxGroup)
+        return *passed_on(self.communicator, self.codec, row), total
+
+    def _gathered(self, row: mx.array, plain: mx.array) -> tuple[mx.array, Left, mx.array]:
+        ranks, mine = self.communicator.size, self.communicator.rank
+        words = pack(self.codec, row)
+        sent = mx.concatenate([words, plain.view(mx.int32)]) if plain.size else words
+        everyone = self.communicator.all_gather(sent).reshape(ranks, -1)
+        parts = [unpack(self.codec, everyone[rank, : words.size], row.size) for rank in range(ranks)]
+        left = row - parts[mine] if self.codec.grouped else None
+        if plain.size:
+            plain = _added([everyone[rank, words.size :].view(mx.float32) for rank in range(ranks)])
+        return _added(parts), left, plain
+
+
+def _added(parts: Sequence[mx.array]) -> mx.array:
+    """The sum in the order of ``parts``: the same bits on every rank."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _whole_groups(size: int) -> int:
+    return -(-size // GROUP) * GROUP
+
+
+def pack(codec: Codec, row: mx.array) -> mx.array:
+    """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all those around it."""
+    if not codec.grouped:
+        return row.astype(mx.bfloat16).view(mx.int32)
+    step = _BLOCK if mx.default_device() == mx.Device(mx.cpu) else row.size
+    blocks: list[tuple[mx.array, ...]] = []
+    for at in range(0, row.size, step):
+        blocks.append(_quantised(codec, row[at : at + step]))
+        if step < row.size:
+            mx.eval(blocks[-1])
+    return mx.concatenate([each for kind in zip(*blocks, strict=True) for each in kind])
+
+
+def _quantised(codec: Codec, row: mx.array) -> tuple[mx.array, ...]:
+    """Codes, scales and offsets of a row of whole groups, as int32."""
+    codes, scales, offsets = mx.quantize(row.reshape(-1, GROUP) * _RAISED, GROUP, codec.bits)
+    # Quantising would hide a NaN: offsets tell of it.
+    total = row.sum()
+    fine = mx.isfinite(total)
+    scales = mx.where(fine, scales / _RAISED, mx.zeros(()))
+    offsets = mx.where(fine, offsets / _RAISED, mx.abs(total))
+    return tuple(each.reshape(-1).view(mx.int32) for each in (codes, scales, offsets))
+
+
+def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
+    """(size,) float32, of what :func:`pack` made.
+
+    A product, then a sum: one operation for both would round once on some processors and twice on others.
+    """
+    if not codec.grouped:
+        return words.view(mx.bfloat16).astype(mx.float32)
+    groups = size // GROUP
+    coded = size * codec.bits // 32
+    numbers = words[:coded].view(mx.uint8)
+    if codec.bits == _FOUR:
+        numbers = mx.stack([numbers & 15, numbers >> _FOUR], axis=-1)
+    scales, offsets = (words[at : at + groups].view(mx.float32)[:, None] for at in (coded, coded + groups))
+    return (numbers.reshape(groups, GROUP).astype(mx.float32) * scales + offsets).reshape(-1)
+
+
+def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.array, mx.array]:
+    """The sum of rows, and what is left out of this rank's: by neighbours of a ring, each of whom adds its part.
+
+    A rank packs each part once, the one sum that it has finished among them, so that what it leaves out is one row. To
+    send and to receive take turns: where all sent first, nobody would get rid of a large part.
+    """
+    ranks, rank = communicator.size, communicator.rank
+    right, before = (rank + 1) % ranks, (rank - 1) % ranks
+    each = -(-row.size // (ranks * GROUP)) * GROUP
+    if missing := ranks * each - row.size:
+        row = mx.concatenate([row, mx.zeros((missing,))])
+    parts = list(row.reshape(ranks, each))
+    left = list(parts)
+    value = parts[rank]
+    words = pack(codec, value)
+    for hop in range(1, ranks):
+        left[(rank - hop + 1) % ranks] = value - unpack(codec, words, each)
+        mx.eval(words, left)
+        got = _swapped(communicator, words, right, before)
+        value = parts[(rank - hop) % ranks] + unpack(codec, got, each)
+        words = pack(codec, value)
+    left[right] = value - unpack(codec, words, each)
+    everyone = communicator.all_gather(words).reshape(ranks, -1)
+    # Rank r has finished the part that is one further.
+    wholes = [unpack(codec, everyone[(place - 1) % ranks], each) for place in range(ranks)]
+    size = row.size - missing
+    return mx.concatenate(wholes)[:size], mx.concatenate(left)[:size]
+
+
+def _swapped(communicator: MlxGroup, words: mx.array, right: int, before: int) -> mx.array:
+    """What the one before has sent, once ``words`` are on their way to the one on the right."""
+
+    def send() -> None:
+        mx.eval(communicator.send(words, right))
+
+    if communicator.rank % 2 == 0:
+        send()
+    got = communicator.receive(words.shape, words.dtype, before)
+    mx.eval(got)
+    if communicator.rank % 2:
+        send()
+    return got

@@ -1,0 +1,25 @@
+"""Rounds of local steps: how many there are, and what is done with the mean of what they changed. Loads no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How ranks that update by themselves come together.
+
+    Attributes:
+        every: steps of a round.
+        learning_rate: of the outer step, which the mean of the ranks' changes is the direction of; 1: their mean.
+        momentum: of the outer step, which is Nesterov's (DiLoCo, arXiv 2311.08105).
+    """
+
+    every: int = 1
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the weights after a round are the mean of the ranks' weights."""
+        return self.learning_rate == 1.0 and self.momentum == 0.0
