@@ -46,7 +46,7 @@ from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
-from allhands.parallel.rounds import Rounds
+from allhands.parallel.rounds import rounds_of
 from allhands.run.datasets import size_notes
 from allhands.run.expecting import expected_bytes, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -319,7 +319,7 @@ class _Session:
             compiled=compiled,
             rules=rules,
             strategy=strategy,
-            rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum),
+            rounds=rounds_of(config),
             codec=self._codec(strategy),
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
