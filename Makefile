@@ -35,7 +35,7 @@ test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest $(TIMED)
 
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 35 minutes)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 55 minutes)
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile tests/unit tests/parity
 	$(BIN)/python -m pytest -m long tests/distributed tests/fault
 

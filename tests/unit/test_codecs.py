@@ -214,7 +214,7 @@ def test_rows_of_a_table_travel_where_they_are_fewer_bytes_than_the_packed_table
 
     rows = TravellingLookups(Table(), 0, None, 2)  # type: ignore[arg-type]
     assert rows.fits(Batch())  # type: ignore[arg-type]
-    rows.codec = CODECS["int8"]
+    rows = TravellingLookups(Table(), 0, None, 2, codec=CODECS["int8"])  # type: ignore[arg-type]
     assert not rows.fits(Batch())  # type: ignore[arg-type]
     Batch.most = 200
     assert rows.fits(Batch())  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.parallel.costs import PackedGradients
-from allhands.parallel.rounds import Rounds
+from allhands.parallel.rounds import rounds_of
 from allhands.plan.devices import Device
 from allhands.plan.outlook import Job
 from allhands.plan.speed import StepModel, fitted
@@ -129,7 +129,7 @@ def facts_of(
         doubt=measured.doubt if measured else "",
         about=_about(config, rows),
         again_s=_again_s(config, model.blocks, layers),
-        rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum) if config.sync_every > 1 else None,
+        rounds=rounds_of(config) if config.sync_every > 1 else None,
         kind=kind,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
@@ -333,11 +333,8 @@ def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | 
     """How gradients travel, if not as they are."""
     if config.compress == "none":
         return None
-    backend, codec, word = (
-        "nccl" if kind == "cuda" else "ring",
-        CODECS[config.compress],
-        _word_of_gradients(config, model),
-    )
+    backend, codec = "nccl" if kind == "cuda" else "ring", CODECS[config.compress]
+    word = _word_of_gradients(config, model)
     require_gain(codec, backend, max(2, config.num_ranks), word)
     return PackedGradients(codec, backend, word)
 

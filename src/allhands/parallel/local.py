@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.packed import Packing
-from allhands.distributed.reduce import count_parts, packed_sum_over_ranks, sum_over_ranks, whole_count
+from allhands.distributed.reduce import buckets, count_parts, packed_sum_over_ranks, sum_over_ranks, whole_count
 from allhands.io.trees import flatten, unflatten
 from allhands.io.trees import numbers as values_of
 from allhands.parallel.base import Exchanging, Strategy
@@ -128,16 +128,17 @@ class LocalSteps(DataParallel):
         """Make the weights those of all ranks, a piece after the other."""
         exchanging, present = self._exchanging, dict(self._trained())
         own, tokens = self._tokens
-        share = own / tokens if tokens else 1.0 / exchanging.size
-        places = {name: place for place, name in enumerate(present)}
-        for names in _pieces(present, min(_PIECE_BYTES, exchanging.bucket_bytes)):
+        share, every = own / tokens if tokens else 1.0 / exchanging.size, list(present)
+        most = min(_PIECE_BYTES, exchanging.bucket_bytes)
+        for places in list(buckets(list(present.values()), range(len(every)), most)):
+            names = [every[place] for place in places]
             exchanging.heartbeat("reduce")
             exchanging.inject_fault("round")
             changes = [
                 (share * (present[name].astype(mx.float32) - self._before[name])).astype(present[name].dtype)
                 for name in names
             ]
-            means = self._summed(changes, [places[name] for name in names])
+            means = self._summed(changes, places)
             mx.eval(means)
             new = [self._stepped(name, mean) for name, mean in zip(names, means, strict=True)]
             mx.eval(new, [self._momentum[name] for name in names if name in self._momentum])
@@ -172,15 +173,3 @@ class LocalSteps(DataParallel):
 
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
         self._momentum = dict(state)
-
-
-def _pieces(arrays: Mapping[str, mx.array], most: int) -> list[list[str]]:
-    """The names of neighbours that have up to ``most`` bytes together, or of one that has more."""
-    pieces, size = list[list[str]](), 0
-    for name, array in arrays.items():
-        if not pieces or size + array.nbytes > most:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(name)
-        size += array.nbytes
-    return pieces

@@ -26,10 +26,19 @@ from allhands.parallel.gradient import Computing, FlatWeights, make_joined_gradi
 class TravellingLookups:
     """A pass whose gradient has rows apart."""
 
-    def __init__(self, table: OrderedEmbedding, index: int, gradient: Any, num_ranks: int, *, first: int = 0) -> None:
+    def __init__(
+        self,
+        table: OrderedEmbedding,
+        index: int,
+        gradient: Any,
+        num_ranks: int,
+        *,
+        first: int = 0,
+        codec: Codec | None = None,
+    ) -> None:
         """Of the only ``table``, whose array has the number ``index``, and the gradient with its rows apart.
 
-        ``first``: which of the gradient's arguments is the tokens.
+        ``first``: which of the gradient's arguments is the tokens; ``codec``: how the table's gradient would travel.
         """
         assert table.apart is not None
         self._apart = table.apart
@@ -37,12 +46,20 @@ class TravellingLookups:
         self._gradient = gradient
         self._num_ranks = num_ranks
         self._first = first
-        self.codec: Codec | None = None  # how the table's gradient would travel
         (self._num_rows, self._width), self._dtype = table.weight.shape, table.weight.dtype
+        size = self._dtype.size
+        packed = codec is not None and codec.packs((self._num_rows, self._width), size)
+        # Rows travel as they are, and should be fewer bytes than the table takes on the way.
+        self._most = self._num_rows * (min(1.0, 2 * codec.bits / (8 * size)) if packed and codec else 1.0)
 
     @staticmethod
     def of(
-        model: nn.Module, flat: FlatWeights | None, num_ranks: int, objective: Objective, computing: Computing
+        model: nn.Module,
+        flat: FlatWeights | None,
+        num_ranks: int,
+        objective: Objective,
+        computing: Computing,
+        codec: Codec | None = None,
     ) -> TravellingLookups | None:
         """``None`` where not one table is trained as an array of its own."""
         tables = [module for module in model.modules() if isinstance(module, OrderedEmbedding)]
@@ -56,16 +73,12 @@ class TravellingLookups:
         how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
         gradient = make_joined_gradient(model, flat, apart=table.apart, **how)
         # Keys of dropout come before.
-        return TravellingLookups(table, index, gradient, num_ranks, first=0 if computing.dropout is None else 1)
+        first = 0 if computing.dropout is None else 1
+        return TravellingLookups(table, index, gradient, num_ranks, first=first, codec=codec)
 
     def fits(self, batch: MicroBatch) -> bool:
-        """Whether all ranks' rows are fewer than the table's; decided by what every rank knows.
-
-        They travel as they are: of a table that is packed, fewer bytes than it takes.
-        """
-        packed = self.codec is not None and self.codec.packs((self._num_rows, self._width), self._dtype.size)
-        part = min(1.0, 2 * self.codec.bits / (8 * self._dtype.size)) if packed and self.codec else 1.0
-        return batch.sole and self._num_ranks * batch.most < part * self._num_rows
+        """Whether all ranks' rows are fewer than the table's, as it travels; decided by what every rank knows."""
+        return batch.sole and self._num_ranks * batch.most < self._most
 
     def __call__(self, batch: MicroBatch, arguments: Sequence[mx.array]) -> tuple[mx.array, list[mx.array], Lookups]:
         """Loss, gradients without what the rows contribute, and the rows, as many on each rank."""

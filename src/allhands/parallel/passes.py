@@ -140,7 +140,4 @@ class Passes:
 
         ``codec``: how the table's gradient would travel otherwise.
         """
-        found = TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing)
-        if found is not None:
-            found.codec = codec
-        return found
+        return TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing, codec)

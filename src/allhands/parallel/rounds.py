@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allhands.config.schema import TrainConfig
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -23,3 +25,8 @@ class Rounds:
     def is_mean(self) -> bool:
         """Whether the weights after a round are the mean of the ranks' weights."""
         return self.learning_rate == 1.0 and self.momentum == 0.0
+
+
+def rounds_of(config: TrainConfig) -> Rounds:
+    """As ``--sync-every`` and what belongs to it say."""
+    return Rounds(config.sync_every, config.outer_lr, config.outer_momentum)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
+
+import mlx.core as mx
 
 from allhands.config.schema import TrainConfig
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
+from allhands.distributed.backend import Communicator
+from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_shares
+from allhands.io.trees import numbers
+from allhands.observe.metrics import SharesChanged
 from allhands.parallel.base import Strategy
 from allhands.parallel.shares import Balance, RowSeconds
+from allhands.run.state import LoopState
+from allhands.runtime.sizing import Sizing
 
 SHARES = "shares"  # of what a checkpoint says
 
@@ -55,3 +64,21 @@ def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> 
             where="--rank-weights auto",
             hint="give numbers, for example --rank-weights '[2, 1]', or leave it out",
         )
+
+
+def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
+    """Whether all ranks cut their shares the same way; asked where that is of use."""
+    if not can(communicator.backend, "overlap"):
+        return False
+    # Float32, which every back-end can gather, is exact to 2**24.
+    mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
+    return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
+
+
+def rebalanced(balance: Balance, told: tuple[float, ...], state: LoopState, accumulation: int) -> SharesChanged | None:
+    """Hear what all ranks told of their step before; what to tell if that changes their shares."""
+    moved = balance.hear(told, state.iteration)
+    if moved is None:
+        return None
+    from_step = state.step + (moved.begin - state.iteration) // accumulation
+    return SharesChanged(state.step, from_step, moved.weights, moved.before, moved.speeds, moved.rows)

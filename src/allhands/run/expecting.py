@@ -21,7 +21,7 @@ from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.model.load import LoadedModel
 from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
-from allhands.parallel.rounds import Rounds
+from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -100,8 +100,7 @@ def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int
 def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Memory:
     """With what a rank keeps for the exchange, from one to the next."""
     if config.sync_every > 1:
-        rounds = Rounds(config.sync_every, config.outer_lr, config.outer_momentum)
-        memory = LocalCosts(rounds).memory(memory, mesh.size)
+        memory = LocalCosts(rounds_of(config)).memory(memory, mesh.size)
     return with_left_out(memory, work)
 
 

@@ -28,7 +28,6 @@ from allhands.observe.metrics import (
     RunEnded,
     Sampled,
     SavedReport,
-    SharesChanged,
     Sink,
     StepSkipped,
     TrainReport,
@@ -36,10 +35,11 @@ from allhands.observe.metrics import (
     Warned,
 )
 from allhands.parallel.shares import Balance
+from allhands.run.balancing import rebalanced
 from allhands.run.state import LoopState, ReportWindow
 from allhands.runtime.accelerator import Accelerator, peak_memory_bytes
 from allhands.runtime.faults import inject_fault
-from allhands.runtime.memory import MLX_PEAK, peak_rss_bytes
+from allhands.runtime.memory import MLX_PEAK, limit_cache, peak_rss_bytes
 from allhands.train.callbacks import Callback
 from allhands.train.evaluation import Evaluator
 from allhands.train.result import StepResult
@@ -276,32 +276,17 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         upcoming=partial(_load_ahead, parts, end),
         extra=[*pace, *peaks],
     )
-    _limit_cache(parts.config.clear_cache_threshold)
+    limit_cache(parts.config.clear_cache_threshold)
     state.step, state.iteration = state.step + 1, end
     state.trained_tokens += result.num_targets
     state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
-    _rebalance(parts, state, result)
-    return replace(result, gathered=_of_each(parts, result, slice(len(pace), None)))
-
-
-def _of_each(parts: LoopParts, result: StepResult, numbers: slice) -> tuple[float, ...]:
-    """Some of the extra ``numbers`` of each rank."""
-    each = len(result.gathered) // parts.communicator.size
-    found = [result.gathered[rank * each : (rank + 1) * each][numbers] for rank in range(parts.communicator.size)]
-    return tuple(number for row in found for number in row)
-
-
-def _rebalance(parts: LoopParts, state: LoopState, result: StepResult) -> None:
-    """Hear how fast all ranks were in the step before, and tell if that changes their shares."""
-    balance = parts.balance
-    if not balance.moves:
-        return
-    moved = balance.hear(_of_each(parts, result, slice(0, len(balance.own))), state.iteration)
-    balance.own = result.pace
-    if moved is not None:
-        from_step = state.step + (moved.begin - state.iteration) // parts.config.grad_accumulation_steps
-        event = SharesChanged(state.step, from_step, moved.weights, moved.before, moved.speeds, moved.rows)
-        parts.sink.emit(event)
+    if pace:
+        told = result.of_each(parts.communicator.size, slice(0, len(pace)))
+        changed = rebalanced(parts.balance, told, state, parts.config.grad_accumulation_steps)
+        parts.balance.own = result.pace
+        if changed is not None:
+            parts.sink.emit(changed)
+    return replace(result, gathered=result.of_each(parts.communicator.size, slice(len(pace), None)))
 
 
 def _end(parts: LoopParts, begin: int) -> int:
@@ -343,11 +328,6 @@ def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> Non
     parts.sink.emit(StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits)))
     if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
         raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
-
-
-def _limit_cache(threshold: int) -> None:
-    if threshold and mx.get_cache_memory() > threshold:
-        mx.clear_cache()
 
 
 def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequence[float]) -> None:

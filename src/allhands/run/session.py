@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -21,34 +20,27 @@ from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
-from allhands.distributed.capabilities import can
 from allhands.distributed.codecs import Codec
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
 from allhands.io.files import claimed
 from allhands.io.formatting import format_bytes
-from allhands.io.trees import number, numbers
+from allhands.io.trees import number
 from allhands.model.adapters import adapter_config, trained_weights
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.model.tokenizer import positions_of
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.observe.metrics import (
-    METRICS_FILE,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    Sink,
-)
+from allhands.observe.metrics import METRICS_FILE, RunEnded, RunStarted, Sampled, Sink
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
 from allhands.parallel.registry import TrainingNeeds
-from allhands.parallel.rounds import Rounds
+from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
-from allhands.run.balancing import SHARES, make_balance, require_timed
+from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
 from allhands.run.datasets import size_notes
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -191,7 +183,7 @@ class _Session:
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
-        how: Any = {"alike": self._alike(sizing), "cut_of": balance.cut}
+        how: Any = {"alike": cut_alike(ready.communicator, sizing), "cut_of": balance.cut}
         loader = Loader(windows, order, sizing, self.mesh.data_rank, weights, **how)
         self._expect(largest := loader.largest())
         step = self._step(optimizer, state, compiled)
@@ -217,9 +209,6 @@ class _Session:
         def waits(seconds: float) -> None:
             self.surroundings.waits(state.step, seconds)
 
-        def weights_now() -> tuple[float, ...]:
-            return balance.weights(state.iteration)
-
         prefetched = Prefetcher(load, end=total, waits=waits)
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
             parts = LoopParts(
@@ -227,7 +216,9 @@ class _Session:
                 order=order,
                 load=prefetcher.get,
                 step=step,
-                evaluator=self._evaluator(self.ready.data.valid, config.val_batches, weights_now),
+                evaluator=self._evaluator(
+                    self.ready.data.valid, config.val_batches, lambda: balance.weights(state.iteration)
+                ),
                 communicator=self.ready.communicator,
                 accelerator=self.ready.accelerator,
                 sink=sink,
@@ -335,7 +326,7 @@ class _Session:
             compiled=compiled,
             rules=rules,
             strategy=strategy,
-            rounds=Rounds(config.sync_every, config.outer_lr, config.outer_momentum),
+            rounds=rounds_of(config),
             codec=self._codec(strategy),
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -357,15 +348,6 @@ class _Session:
 
     def _codec(self, strategy: str) -> Codec | None:
         return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)
-
-    def _alike(self, sizing: Sizing) -> bool:
-        """Whether all ranks cut their shares the same way; asked where that is of use."""
-        communicator = self.ready.communicator
-        if not can(communicator.backend, "overlap"):
-            return False
-        # Float32, which every back-end can gather, is exact to 2**24.
-        mine = float(zlib.crc32(repr(sizing).encode()) % 2**24)
-        return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
 
     def _expect(self, largest: tuple[int, int]) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""

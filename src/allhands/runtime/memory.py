@@ -50,6 +50,12 @@ def _mlx() -> Any:
 MLX_PEAK = MlxPeak()
 
 
+def limit_cache(threshold: int) -> None:
+    """Give what MLX keeps for later arrays back to the system if it is more than ``threshold`` bytes; 0: never."""
+    if threshold and _mlx().get_cache_memory() > threshold:
+        _mlx().clear_cache()
+
+
 def mlx_memory() -> dict[str, int]:
     """Active, cached and peak bytes, as a sample names them; to be asked only once MLX has been used.
 

@@ -55,6 +55,12 @@ class StepResult:
     pace: tuple[float, float] = (0.0, 0.0)
     sent_bytes: int = 0
 
+    def of_each(self, num_ranks: int, some: slice) -> tuple[float, ...]:
+        """``some`` of the extra numbers of each rank, one rank after the other."""
+        each = len(self.gathered) // num_ranks
+        rows = (self.gathered[rank * each : (rank + 1) * each] for rank in range(num_ranks))
+        return tuple(value for row in rows for value in row[some])
+
 
 def result_of(
     totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0, num_tokens: int = 0
