@@ -36,7 +36,6 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.objectives.causal_lm import make_loss
-from allhands.parallel.sums import Gradients
 from allhands.run.datasets import load_data
 from allhands.run.session import RunContext, run_finetune
 from allhands.runtime.sizing import Sizing
@@ -92,21 +91,20 @@ def _finetune_beside(communicator: Communicator, flags: dict[str, Any], joined: 
 
 def _finetune_paced(communicator: Communicator, flags: dict[str, Any], speeds: list[tuple[int, list[float]]]) -> None:
     """Trained as if each rank had another speed, in tokens a second, after so many of its steps."""
-    taken, steps = TrainStep.passes_s, 0
+    taken, steps = TrainStep.pace, 0
 
-    def paced(step: TrainStep, mine: Gradients, *times: Any) -> float:
+    def paced(step: TrainStep, num_tokens: int, passes_s: float, update_s: float) -> tuple[float, float, float]:
         nonlocal steps
         steps += 1
-        compiling = step.options.compiled
-        assert taken(step, mine, *times) > 0 or compiling, "the passes are timed"
+        assert (passes_s > 0 and update_s > 0) or step.options.compiled, "the passes and the update are timed"
         now = next(each for since, each in reversed(speeds) if steps > since)
-        return mine.counts["tokens"] / now[communicator.rank]
+        return taken(step, num_tokens, num_tokens / now[communicator.rank], 0.0)
 
-    TrainStep.passes_s = paced  # type: ignore[method-assign]
+    TrainStep.pace = paced  # type: ignore[method-assign]
     try:
         finetune(build_config({**flags, "rank_weights": "auto"}), communicator)
     finally:
-        TrainStep.passes_s = taken  # type: ignore[method-assign]
+        TrainStep.pace = taken  # type: ignore[method-assign]
 
 
 def _mean_of_means(communicator: Communicator, flags: dict[str, Any]) -> None:

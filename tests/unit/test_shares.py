@@ -18,7 +18,17 @@ from allhands.config.schema import build_config
 from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder, divide
 from allhands.data.tokens import TokenSet
-from allhands.parallel.shares import Balance, Moved, RowSeconds, Sample, better_weights, fluid_seconds, speed_of
+from allhands.parallel.shares import (
+    Balance,
+    Moved,
+    RowSeconds,
+    Sample,
+    Speed,
+    better_weights,
+    even_weights,
+    fluid_seconds,
+    speed_of,
+)
 from allhands.runtime.sizing import Sizing
 
 Speeds = Callable[[int], Sequence[float]]
@@ -36,6 +46,7 @@ class Simulation:
     speeds: Speeds
     rows: int = 16
     lengths: tuple[int, int] = (256, 257)
+    update_s: float = 0.0  # of a rank that computes 1000 tokens a second
     noise: float = 0.0  # of each rank's steps
     common: float = 0.0  # of all ranks' steps alike
     accumulation: int = 1
@@ -50,7 +61,7 @@ class Simulation:
         order, every = GlobalOrder(work, self.rows, 0), self.accumulation
         size = len(self.speeds(0))
         balance = Balance((1.0,) * size, accumulation=every, rows=RowSeconds(order, work, every))
-        told = [0.0] * (2 * size)
+        told = [0.0] * (3 * size)
         for step in range(steps):
             tokens = [0.0] * size
             for batch in range(step * every, (step + 1) * every):
@@ -63,11 +74,13 @@ class Simulation:
                 alike * max(0.2, 1 + draw.gauss(0, self.noise)) * each / speed
                 for each, speed in zip(tokens, speeds, strict=True)
             ]
+            updates = [self.update_s * 1000 / speed for speed in speeds]
             self.tokens.append(tokens)
-            self.efficiency.append(sum(tokens) / max(seconds) / sum(speeds))
+            whole = max(one + other for one, other in zip(seconds, updates, strict=True))
+            self.efficiency.append(sum(tokens) / whole / sum(speeds))
             if moved := balance.hear(told, (step + 1) * every):
                 self.moves.append((step, moved))
-            told = [x for pair in zip(tokens, seconds, strict=True) for x in pair]
+            told = [x for row in zip(tokens, seconds, updates, strict=True) for x in row]
         return self
 
 
@@ -162,7 +175,7 @@ def test_all_ranks_come_to_the_same_shares_and_go_on_with_them() -> None:
     order = GlobalOrder(work, 8, 0)
     balances = [Balance((1.0, 1.0), rows=RowSeconds(order, work)) for _ in range(2)]
     for end in range(1, 10):
-        moved = [balance.hear((400.0, 0.1, 400.0, 0.3), end) for balance in balances]
+        moved = [balance.hear((400.0, 0.1, 0.0, 400.0, 0.3, 0.0), end) for balance in balances]
         assert moved[0] == moved[1]
         if moved[0] is not None:
             break
@@ -185,7 +198,7 @@ def test_all_ranks_come_to_the_same_shares_and_go_on_with_them() -> None:
 def test_a_change_holds_from_a_step_that_nobody_has_loaded(accumulation: int, begin: int) -> None:
     balance = Balance((1.0, 1.0), begin=begin, accumulation=accumulation)
     end = begin
-    while not (moved := balance.hear((400.0, 0.1, 400.0, 0.3), end := end + accumulation)):
+    while not (moved := balance.hear((400.0, 0.1, 0.0, 400.0, 0.3, 0.0), end := end + accumulation)):
         assert end < 100
     assert (moved.begin - begin) % accumulation == 0
     # The next update's batches may be handed out, and two more loaded.
@@ -195,7 +208,8 @@ def test_a_change_holds_from_a_step_that_nobody_has_loaded(accumulation: int, be
 
 
 @pytest.mark.parametrize(
-    "numbers", [(), (1.0, 2.0), (0.0,) * 4, (float("nan"), 1.0, 4.0, 1.0), (4.0, float("inf")) * 2]
+    "numbers",
+    [(), (1.0, 2.0, 0.0), (0.0,) * 6, (float("nan"), 1.0, 0.0, 4.0, 1.0, 0.0), (4.0, float("inf"), 0.0) * 2],
 )
 def test_numbers_that_tell_nothing_change_nothing(numbers: tuple[float, ...]) -> None:
     balance = Balance((1.0, 1.0))
@@ -211,24 +225,36 @@ def test_words_and_numbers_that_shares_are_given_by(given: Any, numbers: list[fl
     assert build_config({"rank_weights": given}).given_weights == numbers
 
 
+def test_a_slow_ranks_update_takes_longer_too() -> None:
+    """So it gets less than its part of the speed; one whose update takes longer than a step elsewhere gets nothing."""
+    found = Simulation(lambda step: (3000, 1000), rows=64, update_s=2.0).run(60)
+    best = (64 * 256 + 2000 + 2000) / 4000
+    assert 64 * 256 / (float(np.mean(found.efficiency[30:])) * 4000) == pytest.approx(best, rel=0.02)
+    assert found.moves[-1][1].weights[1] == pytest.approx((1000 * best - 2000) / (64 * 256), abs=0.01)
+    speeds = [Speed(0.9, update=10.0), Speed(0.1, update=10.0)]
+    assert even_weights(speeds, 100.0)[1] < 0.05
+    assert even_weights(speeds, 50.0)[1] == pytest.approx(0.0, abs=2e-4)
+    assert even_weights([*speeds, Speed(0.9, update=10.0)], 50.0)[::2] == pytest.approx((0.5, 0.5), abs=1e-3)
+
+
 def test_given_shares_stay() -> None:
     balance = Balance((2.0, 1.0), moves=False)
-    assert all(balance.hear((1.0, 1.0, 1.0, 5.0), end) is None for end in range(1, 60))
+    assert all(balance.hear((1.0, 1.0, 0.0, 1.0, 5.0, 0.0), end) is None for end in range(1, 60))
     assert balance.shares(3) == pytest.approx((0.6667, 0.3333))
     assert Balance((1.0,)).shares(0) == ()
 
 
 def test_a_change_must_be_worth_more_than_its_noise() -> None:
     def better(errors: float) -> Any:
-        speeds = [speed_of([0.55] * 9, errors), speed_of([0.45] * 9, errors)]
-        return better_weights((1.0, 1.0), speeds, 0.02, fluid_seconds)
+        speeds = [speed_of([Sample(1.0, 1.0, part=part)] * 9, errors) for part in (0.55, 0.45)]
+        return better_weights((1.0, 1.0), speeds, 0.02, 1.0, fluid_seconds(1.0))
 
     assert better(0.0) == (0.55, 0.45)
     assert better(0.3) is None
 
 
 def test_a_median_is_not_moved_by_an_outlier() -> None:
-    assert speed_of([1.0, 1.0, 9.0], 0.0).part == 1.0
+    assert speed_of([Sample(1.0, 1.0, part=part) for part in (1.0, 1.0, 9.0)], 0.0).part == 1.0
     assert Sample(300.0, 2.0).speed == 150.0
 
 

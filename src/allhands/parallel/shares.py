@@ -4,6 +4,9 @@ Each rank times its own passes; the numbers travel with those that ranks add up 
 same numbers into the same functions of plain Python, and so comes to the same shares without asking. New shares hold
 from a step that nobody has loaded or handed out yet.
 
+A rank's passes take longer with more tokens, its update does not. Shares are such that both together take every rank
+the same time.
+
 A change must be worth it: the slowest rank's time of the next batches, as whole rows can be divided, must become
 shorter by more than noise explains (:func:`better_weights`). So noise moves nothing, and one row more that would only
 move the wait from one rank to another does not either.
@@ -40,17 +43,19 @@ _JUDGED = 4
 # Of normal deviations: the standard error of a median, and their size by the median difference of two.
 _OF_MEDIAN, _OF_JUMPS = 1.2533, 1.4826 / math.sqrt(2)
 _OF_ONE = 0.05  # at least, of one step alone
+_NUMBERS = 3  # that a rank tells of its step
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step of one rank: tokens in its passes, the seconds that these took, and its part of all ranks' speed.
+    """One step of one rank: tokens of its passes, their seconds, those of its update, and its part of all ranks' speed.
 
     Parts are compared from step to step: short rows are slower for every rank.
     """
 
     tokens: float
     seconds: float
+    update_s: float = 0.0
     part: float = 1.0
 
     @property
@@ -58,18 +63,29 @@ class Sample:
         """Tokens a second."""
         return self.tokens / self.seconds
 
+    @property
+    def update_tokens(self) -> float:
+        """Tokens that its passes could have had in the time of its update."""
+        return self.update_s * self.speed
+
 
 @dataclass(frozen=True)
 class Speed:
-    """A rank's part of the speed of all, and the relative standard error of that."""
+    """A rank's part of the speed of all, its relative standard error, and the tokens that an update is worth."""
 
     part: float
     error: float = 0.0
+    update: float = 0.0
+
+    def seconds(self, tokens: float) -> float:
+        """Of a step with so many tokens, if all ranks together computed one token a second."""
+        return (tokens + self.update) / self.part
 
 
-def speed_of(parts: Sequence[float], noise: float) -> Speed:
-    """The median of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
-    return Speed(_median(sorted(parts)), max(_OF_MEDIAN * noise / math.sqrt(len(parts)), _OF_ONE / len(parts)))
+def speed_of(samples: Sequence[Sample], noise: float) -> Speed:
+    """The medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
+    part, update = (_median(sorted(each)) for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True))
+    return Speed(part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update)
 
 
 def noise_of(jumps: Sequence[float]) -> float:
@@ -86,25 +102,40 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 # Seconds of the next batches if they are divided by the weights and the ranks have the speeds.
-StepSeconds = Callable[[Sequence[float], Sequence[float]], float]
+StepSeconds = Callable[[Sequence[float], Sequence[Speed]], float]
 
 
-def fluid_seconds(weights: Sequence[float], speeds: Sequence[float]) -> float:
-    """Seconds for one token, if tokens could be divided at will."""
-    return max(weight / speed for weight, speed in zip(weights, speeds, strict=True)) / sum(weights)
+def fluid_seconds(tokens: float) -> StepSeconds:
+    """Of a step of so many tokens, if these could be divided at will."""
+
+    def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
+        each = tokens / sum(weights)
+        return max(speed.seconds(weight * each) for weight, speed in zip(weights, speeds, strict=True))
+
+    return seconds
+
+
+def even_weights(speeds: Sequence[Speed], tokens: float) -> tuple[float, ...]:
+    """Weights with which all ranks need the same time for ``tokens``; 0 for one whose update takes longer than that."""
+    some = list(range(len(speeds)))
+    while True:
+        updates, parts = (sum(getattr(speeds[rank], name) for rank in some) for name in ("update", "part"))
+        shares = {rank: speeds[rank].part * (tokens + updates) / parts - speeds[rank].update for rank in some}
+        if min(shares.values()) >= 0:
+            return normalised([shares.get(rank, 0.0) for rank in range(len(speeds))])
+        some = [rank for rank in some if shares[rank] >= 0]
 
 
 def better_weights(
-    weights: Sequence[float], speeds: Sequence[Speed], worth: float, seconds: StepSeconds
+    weights: Sequence[float], speeds: Sequence[Speed], worth: float, tokens: float, seconds: StepSeconds
 ) -> tuple[float, ...] | None:
-    """The ranks' speeds as weights, if dividing by these is faster by more than ``worth`` and noise; else ``None``."""
-    parts = [speed.part for speed in speeds]
+    """Weights by which a step of ``tokens`` is faster by more than ``worth`` and noise; else ``None``."""
     wanted = 1.0 + worth + _NOISE * max(speed.error for speed in speeds)
+    found, fluid = even_weights(speeds, tokens), fluid_seconds(tokens)
     # A bound first, because dividing batches takes longer: whole rows can be divided no better.
-    if fluid_seconds(weights, parts) * sum(parts) <= wanted:
+    if fluid(weights, speeds) <= wanted * fluid(found, speeds):
         return None
-    found = normalised(parts)
-    return found if seconds(weights, parts) > wanted * seconds(found, parts) else None
+    return found if seconds(weights, speeds) > wanted * seconds(found, speeds) else None
 
 
 @dataclass(frozen=True)
@@ -123,14 +154,11 @@ class RowSeconds:
     def __call__(self, begin: int, end: int) -> StepSeconds:
         """Of the batches from ``begin`` to before ``end``."""
 
-        def seconds(weights: Sequence[float], speeds: Sequence[float]) -> float:
-            # Many rows can be divided almost at will.
-            if self.order.batch_size > _MANY_ROWS * len(weights):
-                return fluid_seconds(weights, speeds)
+        def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
             total = 0.0
             for first in range(begin, end, self.accumulation):
                 tokens = self.tokens(tuple(weights), first)
-                total += max(each / speed for each, speed in zip(tokens, speeds, strict=True))
+                total += max(speed.seconds(each) for each, speed in zip(tokens, speeds, strict=True))
             return total
 
         return seconds
@@ -206,12 +234,13 @@ class Balance:
         self._begin = begin
         self._ahead = -(-(accumulation + loaded_ahead) // accumulation) * accumulation
         self._rows = rows
-        self.own: tuple[float, float] = (0.0, 0.0)  # tokens and seconds of this rank's last step
+        self.own: tuple[float, ...] = (0.0,) * _NUMBERS  # of this rank's last step
         # Replaced as a whole, because another thread reads it.
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
         self._samples = [deque[Sample](maxlen=_KEPT) for _ in weights]
         self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
         self._longest = deque[float](maxlen=_KEPT)  # seconds of the slowest rank's passes in each step
+        self._step_tokens = deque[float](maxlen=_LONG)  # of all ranks
         self._idle = [0] * len(weights)  # steps without rows
         self._trial_every = [_FIRST_TRIAL] * len(weights)
         self._heard = 0
@@ -255,14 +284,16 @@ class Balance:
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
         """Take in what all ranks tell of their step before this one, and change the shares if that is worth it.
 
-        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes and their seconds, both 0
-        if it had none or they were not timed.
+        Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their seconds and those
+        of its update, all 0 if it had no passes or they were not timed.
 
         Args:
             end: batches done.
         """
-        found = [Sample(*numbers[at : at + 2]) for at in range(0, len(numbers), 2)]
-        if not self.moves or len(found) != self.size or not any(_timed(sample) for sample in found):
+        if len(numbers) != _NUMBERS * self.size:
+            return None
+        found = [Sample(*numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
+        if not self.moves or not any(_timed(sample) for sample in found):
             return None
         self._heard += 1
         if self._heard == 1:
@@ -283,6 +314,7 @@ class Balance:
         whole = sum(found[rank].speed for rank in timed) / sum(weights[rank] for rank in timed) * sum(weights)
         longest = max(found[rank].seconds for rank in timed if not self._rests(rank) or len(timed) == 1)
         self._longest.append(longest)
+        self._step_tokens.append(sum(found[rank].tokens for rank in timed))
         for rank in range(self.size):
             if rank not in timed:
                 self._idle[rank] += 1
@@ -315,9 +347,12 @@ class Balance:
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
+            tokens = self._tokens_of_step(most)
+            # Many rows can be divided almost at will.
+            fluid = self._rows is None or self._rows.order.batch_size > _MANY_ROWS * self.size
             judged = begin + _JUDGED * self._accumulation
-            seconds = fluid_seconds if self._rows is None else self._rows(begin, judged)
-            new = better_weights(weights, speeds, worth, seconds)
+            seconds = fluid_seconds(tokens) if fluid or self._rows is None else self._rows(begin, judged)
+            new = better_weights(weights, speeds, worth, tokens, seconds)
             if new is None or new == weights:
                 continue
             if worth == _CLEARLY:  # what is older tells of another time
@@ -351,10 +386,13 @@ class Balance:
         for rank, samples in enumerate(self._samples):
             if len(samples) < least and not self._idle[rank]:
                 return None
-            parts = [sample.part for sample in list(samples)[-most:]]
-            noise = noise_of(self._jumps[rank])
-            speeds.append(speed_of(parts, noise) if parts else Speed(weights[rank] / sum(weights)))
+            some, noise = list(samples)[-most:], noise_of(self._jumps[rank])
+            speeds.append(speed_of(some, noise) if some else Speed(weights[rank] / sum(weights)))
         return speeds
+
+    def _tokens_of_step(self, most: int) -> float:
+        """All ranks' together, of the last steps by the median."""
+        return _median(sorted(list(self._step_tokens)[-most:]))
 
     def _per_s(self, rank: int, most: int) -> float:
         """Its median tokens a second; 0 if it was never measured."""

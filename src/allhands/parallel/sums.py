@@ -75,14 +75,10 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange.
-
-    ``passes_s`` is what its passes took, to compare it with other ranks; 0 where that was not seen.
-    """
+    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange."""
 
     compute_s: float
     comm_s: float
-    passes_s: float = 0.0
 
     @property
     def whole_s(self) -> float:

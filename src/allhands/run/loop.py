@@ -24,16 +24,7 @@ from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
 from allhands.io.trees import number, numbers
 from allhands.model.load import MODEL
-from allhands.observe.metrics import (
-    RunEnded,
-    Sampled,
-    SavedReport,
-    Sink,
-    StepSkipped,
-    TrainReport,
-    ValidReport,
-    Warned,
-)
+from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import rebalanced
 from allhands.run.state import LoopState, ReportWindow
@@ -376,7 +367,6 @@ def _extra(parts: LoopParts) -> list[float]:
     Memory in MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
     """
     mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
-    assert len(mine) == _PEAKS
     return [*(peak / 2**20 for peak in mine), *parts.copies.told]
 
 

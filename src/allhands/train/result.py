@@ -36,8 +36,8 @@ class StepResult:
         gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
             asked for after the step.
         further: the objective's further sums over the global batch, in its order.
-        pace: tokens of this rank's passes and the seconds that they took; zeros where it had none, or they were not
-            seen.
+        pace: tokens of this rank's passes, the seconds that these took, and those of its update; zeros where it had no
+            passes, or they were not seen.
         sent_bytes: that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
     """
 
@@ -52,7 +52,7 @@ class StepResult:
     culprits: tuple[int, ...] = ()
     gathered: tuple[float, ...] = ()
     further: tuple[float, ...] = ()
-    pace: tuple[float, float] = (0.0, 0.0)
+    pace: tuple[float, float, float] = (0.0, 0.0, 0.0)
     sent_bytes: int = 0
 
     def of_each(self, num_ranks: int, some: slice) -> tuple[float, ...]:
@@ -62,14 +62,8 @@ class StepResult:
         return tuple(value for row in rows for value in row[some])
 
 
-def result_of(
-    totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0, num_tokens: int = 0
-) -> StepResult:
-    """The result of a step with these sums over ranks, which may be followed by what is no result of it.
-
-    Args:
-        num_tokens: of this rank alone.
-    """
+def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0) -> StepResult:
+    """The result of a step with these sums over ranks, which may be followed by what is no result of it."""
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -82,7 +76,6 @@ def result_of(
         comm_s=times.comm_s,
         gathered=tuple(values[len(values) - num_gathered :]),
         further=found.further,
-        pace=(float(num_tokens), times.passes_s) if num_tokens and times.passes_s else (0.0, 0.0),
     )
 
 

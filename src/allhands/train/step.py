@@ -123,9 +123,10 @@ class TrainStep:
         num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
         del mine
-        times = Times(computed - started, time.perf_counter() - computed, passes_s)
+        times = Times(computed - started, time.perf_counter() - computed)
         handing_out = time.perf_counter()
         updated = self.updater(reduced)
+        update_s = time.perf_counter() - handing_out
         if updated.lazy is not None:
             arrays = [updated.norm, reduced.totals, updated.lazy]
             if strategy.overlaps:
@@ -137,10 +138,9 @@ class TrainStep:
             ahead.after()
         further = len(self.options.objective.further)
         norm = updated.norm if reduced.norm is None else reduced.norm
-        result = result_of(
-            reduced.totals, norm, times, further, num_gathered=reduced.num_gathered, num_tokens=num_tokens
-        )
-        result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent)
+        result = result_of(reduced.totals, norm, times, further, num_gathered=reduced.num_gathered)
+        pace = self.pace(num_tokens, passes_s, update_s)
+        result = replace(result, sent_bytes=sent_bytes(strategy.communicator) - sent, pace=pace)
         if problem := not_finite(result):
             # Every rank has the same sums and comes here. What is thrown away makes room for the search.
             del reduced, updated
@@ -161,6 +161,10 @@ class TrainStep:
         if not self.strategy.sees_passes or compiling:
             return 0.0
         return computed - (self._free_since if mine.ahead else started)
+
+    def pace(self, num_tokens: int, passes_s: float, update_s: float) -> tuple[float, float, float]:
+        """:attr:`StepResult.pace` of a step."""
+        return (float(num_tokens), passes_s, update_s) if num_tokens and passes_s else (0.0, 0.0, 0.0)
 
     def _faulted(self, mine: Gradients) -> Gradients:
         """``mine``, spoiled if a test asks for that."""
