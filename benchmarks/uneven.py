@@ -2,7 +2,7 @@
 
     python benchmarks/uneven.py
 
-A story model of 15 million parameters from scratch, batches of 16 rows of 256 tokens. First each rank trains by itself
+A story model of 15 million parameters from scratch, batches of rows of 256 tokens. First each rank trains by itself
 beside the other, with nothing exchanged: the sum of their speeds is what two such ranks could do at best. Then both
 train together, with equal shares and with ``--rank-weights auto``; in the middle of that the slow part is halved.
 See README.md in this directory.
@@ -34,7 +34,8 @@ from harness import versions as versions_of
 from records import Row, row_of
 
 PACKAGES = ("allhands", "mlx", "mlx-cpu", "mlx-lm", "scipy-openblas32")
-ROWS, LENGTH = 16, 256
+LENGTH = 256
+SETTINGS = ("part", "shape", "rows", "repeat", "steps", "seconds")
 WARM_UP = 3  # steps that do not count
 # At pretrain's own 0.001, unclipped, this model's gradient jumps (from 0.4 to 20 at step 49), which carries a rounding
 # error of 1e-6 to some hundredths of the loss, and more: of one process with other micro-batches no less.
@@ -49,6 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", type=float, default=1 / 3, help="of its core that the slow rank has (%(default).2f)")
     parser.add_argument("--repeat", type=positive, default=3, help="times everything (%(default)s)")
     parser.add_argument("--shape", default="llama-15m", help="as for allhands pretrain (%(default)s)")
+    parser.add_argument("--rows", type=positive, default=16, help="of 256 tokens in a batch (%(default)s)")
     parser.add_argument("--seconds", type=positive, default=45, help="that each rank trains apart (%(default)s)")
     parser.add_argument("--steps", type=positive, default=60, help="with shares that have settled (%(default)s)")
     parser.add_argument(
@@ -157,8 +159,8 @@ class Site:
         """A run in ``directory`` that reports each step and does nothing else."""
         text = (
             f"pretrain --data {self.work / 'data'} --tokenizer {self.work / 'tokenizer'} --shape {self.options.shape} "
-            f"--batch-size {ROWS} --block-size {LENGTH} --packing --steps-per-report 1 --val-batches 0 --seed 1 "
-            f"--sample-prompts [] --keep-last 0 --gradient-check off --adapter-path {directory} "
+            f"--batch-size {self.options.rows} --block-size {LENGTH} --packing --steps-per-report 1 --val-batches 0 "
+            f"--seed 1 --sample-prompts [] --keep-last 0 --gradient-check off --adapter-path {directory} "
             f"--cores-per-rank 1 {STEADY}"
         )
         return [sys.executable, "-m", "allhands", *text.split(), *more]
@@ -283,7 +285,10 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         "commit": git_commit(),
         "machine": facts,
         "versions": versions_of(Path(sys.executable), PACKAGES),
-        "settings": {**{n: getattr(options, n) for n in ("part", "shape", "repeat", "steps", "seconds")}, "how": how},
+        "settings": {
+            **{n: getattr(options, n) for n in ("part", "shape", "rows", "repeat", "steps", "seconds")},
+            "how": how,
+        },
         "figures": found,
         "loss": {"steps": len(losses), "one_rank": alone[-1], "auto": losses[-1], "largest_difference": worst},
     }
@@ -369,7 +374,8 @@ def write_stories(folder: Path) -> None:
 
 def rows(found: dict[str, Any]) -> Iterable[Row]:
     """The figures to keep."""
-    work = f"pre-training of {found['settings']['shape']}, one of two ranks slower"
+    settings = found["settings"]
+    work = f"pre-training of {settings['shape']}, {settings['rows']} rows a batch, one of two ranks slower"
     for name, values in found["figures"].items():
         if "of the sum" in name:
             yield row_of(f"{work}: {name}", "allhands", "of the sum of speeds", values, "higher")
