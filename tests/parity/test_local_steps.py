@@ -24,6 +24,7 @@ from twins import ThreadCommunicator, run_ranks
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.codecs import CODECS
 from allhands.io.trees import flatten, unflatten
+from allhands.parallel.local import fragments_of
 from allhands.parallel.rounds import Rounds
 from allhands.train.optimizers import SGD, KernelAdam, KernelAdamW
 from allhands.train.step import StepOptions, TrainStep, make_step
@@ -153,6 +154,104 @@ def test_rounds_are_those_of_a_loop_that_shares_no_code(size: int, rounds: Round
         # Told alike by all ranks, also where their weights differ.
         told = [(each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm) for each in found]
         assert len(set(told)) == 1
+
+
+STREAMED = [
+    Rounds(4, fragments=2),
+    Rounds(4, 0.7, 0.9, fragments=2),
+    Rounds(3, fragments=3, delay=1),
+    Rounds(5, 0.7, 0.9, fragments=2, delay=2),
+    Rounds(3, delay=3),
+]
+
+
+def streamed(size: int, steps: int, rounds: Rounds) -> list[list[Weights]]:
+    """Each rank's weights after each step, by mlx's own Adam and numpy: parts that travel while others are made."""
+    models: list[Any] = [network() for _ in range(size)]
+    optimizers = [optim.Adam(1e-3, eps=1e-5, bias_correction=True) for _ in range(size)]
+    fragments = fragments_of(dict(flatten(models[0].trainable_parameters())), rounds.fragments)
+    common = {name: np.array(array, dtype=np.float64) for name, array in flatten(models[0].trainable_parameters())}
+    momentum = {name: np.zeros_like(array) for name, array in common.items()}
+    tokens = np.zeros((rounds.fragments, size))
+    arriving: dict[int, list[tuple[str, list[np.ndarray], np.ndarray]]] = {}
+    found = list[list[Weights]]()
+    for step in range(1, steps + 1):
+        for rank, (model, own) in enumerate(zip(models, optimizers, strict=True)):
+            batches = batches_of(step - 1, rank)
+            grads = tree_map(mx.zeros_like, model.trainable_parameters())
+            if batches:
+                _, grads = nn.value_and_grad(model, lambda batches, model=model: mean_loss(model, batches))(batches)
+            own.update(model, grads)
+            mx.eval(model.parameters(), own.state)
+            tokens[:, rank] += sum(int((batch.targets >= 0).sum()) for batch in batches)
+        now = [{name: np.array(a, dtype=np.float64) for name, a in flatten(m.trainable_parameters())} for m in models]
+        for number, names in enumerate(fragments):
+            if step % rounds.every != (number + 1) * rounds.every // rounds.fragments % rounds.every:
+                continue
+            for name in names:
+                sent = [each[name] for each in now]
+                mean = np.average([each - common[name] for each in sent], axis=0, weights=tokens[number])
+                arriving.setdefault(step + rounds.delay, []).append((name, sent, mean))
+            tokens[number] = 0
+        for name, sent, mean in arriving.pop(step, []):
+            momentum[name] = rounds.momentum * momentum[name] + mean
+            common[name] = common[name] + rounds.learning_rate * (mean + rounds.momentum * momentum[name])
+            for rank, model in enumerate(models):
+                array = common[name] + now[rank][name] - sent[rank]
+                model.update(unflatten([(name, mx.array(array.astype(np.float32)))]))
+        found.append([{n: np.array(a) for n, a in flatten(model.trainable_parameters())} for model in models])
+    return found
+
+
+@pytest.mark.parametrize("cpu_native", [True, False])
+@pytest.mark.parametrize("rounds", STREAMED, ids=["two", "two-nesterov", "three-delayed", "two-delayed", "delayed"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_fragments_in_turn_are_those_of_a_loop_that_shares_no_code(
+    size: int, rounds: Rounds, cpu_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allhands.parallel.local._LEAST_BYTES", 500)
+    steps = 2 * rounds.every + 2
+    ours: Any = lambda: KernelAdam(1e-3, eps=1e-5, bias_correction=True)  # noqa: E731
+    found = trained(size, steps, ours, rounds, cpu_native=cpu_native)
+    for number, expected in enumerate(streamed(size, steps, rounds)):
+        for rank in range(size):
+            assert_close(found[rank][1][number], expected[rank], 1e-5)
+            assert found[rank][2][number], "the next round has begun"
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_round_of_fragments_can_be_closed_at_any_time(codec: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, while and after one travels: then all ranks have the same weights, and nothing of a change is lost."""
+    monkeypatch.setattr("allhands.parallel.local._LEAST_BYTES", 500)
+    rounds = Rounds(4, fragments=2, delay=2)
+
+    def one(communicator: ThreadCommunicator) -> Any:
+        options = StepOptions(
+            cpu_native=True,
+            compiled=False,
+            strategy="local",
+            rounds=rounds,
+            bucket_bytes=6000,
+            codec=None if codec is None else CODECS[codec],
+        )
+        step = make_step(network(), SGD(0.1), communicator, options)
+        closed, number = list[Weights](), 0
+        for steps in (1, 2, 3, 4, 5, 7, 8, 9):
+            for _ in range(steps):
+                step(batches_of(number, communicator.rank))
+                number += 1
+            step.strategy.close_round()
+            assert not step.strategy.in_round
+            assert step.strategy.steps_left == 0
+            closed.append(weights_of(step))
+        return closed
+
+    found: list[Any] = run_ranks(3, one)
+    assert not [each for each in found if isinstance(each, BaseException)], found
+    for each in zip(*found, strict=True):
+        assert len({tuple((name, array.tobytes()) for name, array in weights.items()) for weights in each}) == 1
+    one_step = trained(3, 1, lambda: SGD(0.1), None, cpu_native=True)[0][1][0]
+    assert_close(found[0][0], one_step, 1e-6 if codec is None else 1e-3)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])

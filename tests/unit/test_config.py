@@ -383,7 +383,7 @@ FULL: dict[str, Any] = {
     "resume": "auto", "keep_last": 1, "keep_every": 5, "checkpoint_copies": 1, "non_finite": "skip",
     "hostfile": "hosts", "min_ranks": 1, "max_restarts": 7, "hang_timeout_s": 8.0, "stop_grace_s": 9.0,
     "tag_output": True, "profile": True, "gradient_check": "on", "deterministic": True,
-    "sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9,
+    "sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_fragments": 4, "sync_delay": 5,
 }  # fmt: skip
 
 

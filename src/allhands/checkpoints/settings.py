@@ -31,7 +31,7 @@ _SHAPE = frozenset({*NUMBERS, "shape", "dtype", "router_aux_loss"})
 TOLD: frozenset[str] = frozenset(
     {
         *("iters", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "weight_decay_on"),
-        *("max_grad_norm", "compress", "sync_every", "outer_lr", "outer_momentum"),
+        *("max_grad_norm", "compress", "sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
         *("val_batches", "early_stopping_patience", "early_stopping_min_delta", "non_finite"),
     }
 )

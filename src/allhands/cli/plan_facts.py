@@ -326,7 +326,8 @@ def _step(
     gradient = _trained(config, model, measured) * word
     every, packed = config.sync_every, _packed(config, model, kind)
     overlapped = kind == "cuda" and every == 1
-    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every)
+    beside = config.sync_fragments * config.sync_delay
+    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every, beside)
 
 
 def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | None:

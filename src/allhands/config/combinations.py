@@ -44,12 +44,25 @@ def refuse_combinations(config: Any) -> None:
 
 def _refuse_rounds(config: Any) -> None:
     if config.sync_every == 1:
-        if config.outer_lr != 1.0 or config.outer_momentum:
-            given = "--outer-momentum" if config.outer_momentum else "--outer-lr"
-            raise ValueError(f"{given} has an effect only with --sync-every: add it, with 2 or more steps")
+        fields = type(config).model_fields
+        for name in ("outer_momentum", "outer_lr", "sync_fragments", "sync_delay"):
+            if getattr(config, name) != fields[name].default:
+                given = "--" + name.replace("_", "-")
+                raise ValueError(f"{given} has an effect only with --sync-every: add it, with 2 or more steps")
     elif config.strategy != "auto":
         what = {"zero1": "divides one optimizer, and here each rank has its own", "data": "sums gradients in each step"}
         raise ValueError(
             f"--sync-every {config.sync_every} is a strategy of its own: --strategy {config.strategy} "
             f"{what[config.strategy]}; leave one of the two out"
+        )
+    if config.sync_fragments > config.sync_every:
+        raise ValueError(
+            f"--sync-fragments {config.sync_fragments} with --sync-every {config.sync_every}: one part is exchanged "
+            "after a step, so that there can be no more parts than steps"
+        )
+    if config.sync_delay > (most := config.sync_every // config.sync_fragments):
+        raise ValueError(
+            f"--sync-delay {config.sync_delay}: an exchange is to be over when the next begins, which is after "
+            f"{most} {'step' if most == 1 else 'steps'} (--sync-every {config.sync_every} in "
+            f"{config.sync_fragments} {'part' if config.sync_fragments == 1 else 'parts'}): give no more than that"
         )

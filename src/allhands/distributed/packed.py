@@ -7,7 +7,7 @@ added to its next one (error feedback, arXiv 1901.09847), so that it comes late 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -39,23 +39,36 @@ class Packed:
     scalars: mx.array | None = None
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A sum that has been begun: the ``arrays`` that travel, lazy, and what makes the sum of them."""
+
+    arrays: list[mx.array]
+    finish: Callable[[], Packed]
+
+
+# The sum of rows, what is left out of this rank's, and the sum of what travelled beside.
+_Exchanged = tuple[mx.array, Left, mx.array]
+
+
 class Packing:
     """How one rank's part of a sum is packed, exchanged and added up."""
 
-    def __init__(self, communicator: Communicator, codec: Codec) -> None:
+    def __init__(self, communicator: Communicator, codec: Codec | None) -> None:
+        """``codec``: ``None`` for arrays that travel as they are."""
         self.communicator = communicator
         self.codec = codec
 
     def route(self, item_bytes: int) -> Route:
         """By which way arrays of numbers of ``item_bytes`` travel."""
-        found = self.codec.route(*self._group, item_bytes)
+        found = "sum" if self.codec is None else self.codec.route(*self._group, item_bytes)
         # A group that others exchange for has no neighbours of its own.
         return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
 
     def packs(self, array: mx.array) -> bool:
         """Whether an array travels packed: one of half precision may gain nothing where others do."""
-        size = array.dtype.size
-        return self.codec.packs(array.shape, size) and self.codec.gains(*self._group, size)
+        codec, size = self.codec, array.dtype.size
+        return codec is not None and codec.packs(array.shape, size) and codec.gains(*self._group, size)
 
     @property
     def _group(self) -> tuple[str, int]:
@@ -63,7 +76,7 @@ class Packing:
 
     def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
         """What is left out of ``arrays`` before the first exchange."""
-        feeds = self.codec.grouped
+        feeds = self.codec is not None and self.codec.grouped
         return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
 
     def sum(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Packed:
@@ -74,27 +87,39 @@ class Packing:
             left: as of :meth:`nothing_left`, or of the last exchange.
             scalars: (n,) float32, which travel as they are.
         """
+        return self.begin(arrays, left, scalars).finish()
+
+    def begin(self, arrays: Sequence[mx.array], left: Sequence[Left], scalars: mx.array | None = None) -> Begun:
+        """Begin :meth:`sum`, so that other things can be computed while it travels.
+
+        What is passed on from neighbour to neighbour is there when this returns.
+        """
         packs = [self.packs(each) for each in arrays]
         if not any(packs):
-            return self._as_they_are(arrays, scalars)
+            return self._begin_as_they_are(arrays, scalars)
         plain = [each.reshape(-1).astype(mx.float32) for each, packed in zip(arrays, packs, strict=True) if not packed]
         beside = [*plain, *([] if scalars is None else [scalars])]
         row = self._row([(a, e) for a, e, packed in zip(arrays, left, packs, strict=True) if packed])
         unpacked = mx.concatenate(beside) if beside else mx.zeros((0,))
-        row, left_of_row, unpacked = self._exchanged(row, unpacked, self.route(arrays[0].dtype.size))
-        sums, new, at, place = list[mx.array](), list[Left](), 0, 0
-        for each, packed in zip(arrays, packs, strict=True):
-            if packed:
-                sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
-                new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
-                at += _whole_groups(each.size)
-            else:
-                sums.append(unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype))
-                new.append(None)
-                place += each.size
-        return Packed(sums, new, None if scalars is None else unpacked[place:])
+        travelling, exchanged = self._begin(row, unpacked, self.route(arrays[0].dtype.size))
 
-    def _as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Packed:
+        def finish() -> Packed:
+            row, left_of_row, unpacked = exchanged()
+            sums, new, at, place = list[mx.array](), list[Left](), 0, 0
+            for each, packed in zip(arrays, packs, strict=True):
+                if packed:
+                    sums.append(row[at : at + each.size].reshape(each.shape).astype(each.dtype))
+                    new.append(None if left_of_row is None else left_of_row[at : at + each.size].reshape(each.shape))
+                    at += _whole_groups(each.size)
+                else:
+                    sums.append(unpacked[place : place + each.size].reshape(each.shape).astype(each.dtype))
+                    new.append(None)
+                    place += each.size
+            return Packed(sums, new, None if scalars is None else unpacked[place:])
+
+        return Begun(travelling, finish)
+
+    def _begin_as_they_are(self, arrays: Sequence[mx.array], scalars: mx.array | None) -> Begun:
         """The same where nothing is packed: in the arrays' own type, the scalars in another call if that is another."""
         flat = [each.reshape(-1) for each in arrays]
         beside = scalars is not None and all(each.dtype == scalars.dtype for each in arrays)
@@ -104,11 +129,15 @@ class Packing:
         elif scalars is not None:
             flat.append(scalars)
         total = self.communicator.all_sum(mx.concatenate(flat)) if flat else mx.zeros((0,))
-        sums, at = list[mx.array](), 0
-        for each in arrays:
-            sums.append(total[at : at + each.size].reshape(each.shape))
-            at += each.size
-        return Packed(sums, [None] * len(sums), total[at:] if beside else scalars)
+
+        def finish() -> Packed:
+            sums, at = list[mx.array](), 0
+            for each in arrays:
+                sums.append(total[at : at + each.size].reshape(each.shape))
+                at += each.size
+            return Packed(sums, [None] * len(sums), total[at:] if beside else scalars)
+
+        return Begun([total], finish)
 
     def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
         """What there is to send, end to end in float32, each array filled up to whole groups."""
@@ -120,27 +149,37 @@ class Packing:
                 pieces.append(mx.zeros((missing,)))
         return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
-    def _exchanged(self, row: mx.array, plain: mx.array, route: Route) -> tuple[mx.array, Left, mx.array]:
-        """The sum of rows, what is left out of this one, and the sum of ``plain``."""
+    def _begin(self, row: mx.array, plain: mx.array, route: Route) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
+        """What travels, and what makes the sum of rows and that of ``plain`` of it."""
         if route == "gather":
-            return self._gathered(row, plain)
+            return self._begin_to_gather(row, plain)
         total = self.communicator.all_sum(plain) if plain.size else plain
         mx.async_eval(total)  # by itself, so that what follows it does so on every rank
         if route == "sum":
-            return self.communicator.all_sum(row.astype(mx.bfloat16)).astype(mx.float32), None, total
+            short = self.communicator.all_sum(row.astype(mx.bfloat16))
+            return [short], lambda: (short.astype(mx.float32), None, total)
         assert isinstance(self.communicator, MlxGroup)
-        return *passed_on(self.communicator, self.codec, row), total
+        assert self.codec is not None
+        whole, left = passed_on(self.communicator, self.codec, row)
+        return [whole], lambda: (whole, left, total)
 
-    def _gathered(self, row: mx.array, plain: mx.array) -> tuple[mx.array, Left, mx.array]:
-        ranks, mine = self.communicator.size, self.communicator.rank
-        words = pack(self.codec, row)
-        sent = mx.concatenate([words, plain.view(mx.int32)]) if plain.size else words
-        everyone = self.communicator.all_gather(sent).reshape(ranks, -1)
-        parts = [unpack(self.codec, everyone[rank, : words.size], row.size) for rank in range(ranks)]
-        left = row - parts[mine] if self.codec.grouped else None
-        if plain.size:
-            plain = _added([everyone[rank, words.size :].view(mx.float32) for rank in range(ranks)])
-        return _added(parts), left, plain
+    def _begin_to_gather(self, row: mx.array, plain: mx.array) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
+        codec, ranks, mine = self.codec, self.communicator.size, self.communicator.rank
+        assert codec is not None
+        words = pack(codec, row)
+        num_words, size, num_plain = words.size, row.size, plain.size
+        sent = mx.concatenate([words, plain.view(mx.int32)]) if num_plain else words
+        gathered = self.communicator.all_gather(sent)
+
+        def added() -> _Exchanged:
+            everyone = gathered.reshape(ranks, -1)
+            parts = [unpack(codec, everyone[rank, :num_words], size) for rank in range(ranks)]
+            left, beside = row - parts[mine] if codec.grouped else None, plain
+            if num_plain:
+                beside = _added([everyone[rank, num_words:].view(mx.float32) for rank in range(ranks)])
+            return _added(parts), left, beside
+
+        return [gathered], added
 
 
 def _added(parts: Sequence[mx.array]) -> mx.array:

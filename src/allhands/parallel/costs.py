@@ -207,6 +207,8 @@ class LocalCosts:
     def memory(self, memory: Memory, ranks: int) -> Memory:
         # What the outer optimizer keeps is in float32, as long as there is no half precision here.
         kept = memory.trained * (2 if self.rounds.momentum else 1)
+        if self.rounds.delay:  # what has been sent of a fragment, and what has come
+            kept += 2 * memory.trained // self.rounds.fragments
         alone = ranks == 1 and self.rounds.is_mean
         return memory if alone else replace(memory, optimizer=memory.optimizer + kept)
 

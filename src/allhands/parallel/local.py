@@ -5,21 +5,27 @@ outer step along the mean change: d = sum_r (n_r / n) (x_r - x), where n_r are t
 round; m = momentum * m + d; x + learning_rate * (d + momentum * m). By default that is the mean of the weights (local
 SGD, arXiv 1805.09767); with Nesterov's momentum it is DiLoCo (arXiv 2311.08105).
 
+With fragments the arrays come together in turn, each once a round (Streaming DiLoCo, arXiv 2501.18512). With a delay
+their changes travel while further steps are made, and no rank waits. What those steps change is kept: an array becomes
+the outer step's result plus what this rank has changed since its weights were sent, which is part of its next change.
+Ranks have the same weights then only where :meth:`LocalSteps.close_round` makes them the same.
+
 A rank divides its gradients by its own tokens. Weighting its change by them again makes a round of one step of plain
 SGD the step of data parallelism, whatever the lengths of the ranks' rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.packed import Packing
-from allhands.distributed.reduce import buckets, count_parts, packed_sum_over_ranks, sum_over_ranks, whole_count
+from allhands.distributed.codecs import GROUP
+from allhands.distributed.packed import Begun, Left, Packing
+from allhands.distributed.reduce import buckets, count_parts, whole_count
 from allhands.io.trees import flatten, unflatten
 from allhands.io.trees import numbers as values_of
 from allhands.parallel.base import Exchanging, Strategy
@@ -28,8 +34,61 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sums import Gradients, Reduced
 
-# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now and then.
-_PIECE_BYTES = 8_000_000
+# Weights travel in pieces of up to so many bytes, so that over a slow link a rank is heard of now and then; of at least
+# so many, because each costs some latency.
+_PIECE_BYTES, _LEAST_BYTES = 8_000_000, 250_000
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some numbers of an array, flattened."""
+
+    name: str
+    begin: int
+    end: int
+
+    def of(self, array: mx.array) -> mx.array:
+        return array.reshape(-1)[self.begin : self.end]
+
+
+def _cut(named: Mapping[str, mx.array], most: int) -> Iterator[_Piece]:
+    """All of the arrays in order; one of more than ``most`` bytes in equal pieces of whole groups."""
+    for name, array in named.items():
+        step = -(-array.size // max(1, -(-array.nbytes // most)))
+        step = max(GROUP, -(-step // GROUP) * GROUP)
+        yield from (_Piece(name, at, min(at + step, array.size)) for at in range(0, array.size, step))
+
+
+@dataclass
+class _Fragment:
+    """Arrays that come together at the same time, and the tokens trained on since: this rank's, and all ranks'."""
+
+    names: list[str]
+    tokens: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class _Sending:
+    """Changes of arrays on their way, in calls that are made one after the other.
+
+    Attributes:
+        sent: the weights by which the changes are told.
+        share: of this rank in the sum.
+        calls: the pieces that travel in each.
+        begun: of the call that is on its way, by the type of its arrays.
+        sums: what has come of each array, and what packing has left out of it.
+    """
+
+    sent: dict[str, mx.array]
+    share: float
+    calls: list[list[_Piece]]
+    begun: list[tuple[list[_Piece], Begun]] = field(default_factory=list[tuple[list[_Piece], Begun]])
+    sums: dict[str, list[mx.array]] = field(default_factory=dict[str, list[mx.array]])
+    left: dict[str, list[Left]] = field(default_factory=dict[str, list[Left]])
+
+    @property
+    def is_done(self) -> bool:
+        return not self.calls and not self.begun
 
 
 def local_steps(exchanging: Exchanging, overlap: bool) -> Strategy:
@@ -49,15 +108,15 @@ class LocalSteps(DataParallel):
     def __init__(self, exchanging: Exchanging) -> None:
         # Gradients do not travel: what is packed is how weights have changed in a round.
         super().__init__(replace(exchanging, codec=None))
-        codec = exchanging.codec if exchanging.size > 1 else None
-        self._outer_packing = None if codec is None else Packing(exchanging.communicator, codec)
+        self._outer = Packing(exchanging.communicator, exchanging.codec if exchanging.size > 1 else None)
         self._rounds = exchanging.rounds
         self._steps = 0
-        # Trained tokens of the round, and of the step that is being made: this rank's, and all ranks'.
-        self._tokens = (0, 0)
-        self._of_step = (0, 0)
-        self._before: dict[str, mx.array] = {}  # the weights at the round's beginning
+        self._of_step = (0, 0)  # trained tokens of the step that is being made: this rank's, and all ranks'
+        self._before: dict[str, mx.array] = {}  # the weights that changes are told from
         self._momentum: dict[str, mx.array] = {}
+        self._fragments: list[_Fragment] = []
+        self._places: dict[str, int] = {}  # of the arrays, in what is left out
+        self._sending: _Sending | None = None
 
     @property
     def name(self) -> str:
@@ -69,15 +128,17 @@ class LocalSteps(DataParallel):
 
     @property
     def steps_left(self) -> int:
-        return self._rounds.every - self._steps if self.in_round else 0
+        return -self._steps % self._rounds.every
 
     def prepare(self, passes: Passes) -> None:
         super().prepare(passes)
         self._model = passes.model
-        if self._outer_packing is not None:
-            self.left = self._outer_packing.nothing_left([array for _, array in self._trained()])
+        trained = self._trained()
+        self._places = {name: place for place, (name, _) in enumerate(trained)}
+        self._fragments = [_Fragment(names) for names in fragments_of(dict(trained), self._rounds.fragments)]
+        self.left = self._outer.nothing_left([array for _, array in trained])
         if self._rounds.momentum:
-            self._momentum = {name: mx.zeros(array.shape) for name, array in self._trained()}
+            self._momentum = {name: mx.zeros(array.shape) for name, array in trained}
 
     def _trained(self) -> list[tuple[str, mx.array]]:
         return flatten(self._model.trainable_parameters())
@@ -85,6 +146,8 @@ class LocalSteps(DataParallel):
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         if not self._before and not self._is_alone:
             self._before = dict(self._trained())
+        if self._sending is not None:  # travels while this computes
+            self._begin_call(self._sending)
         return super().gradients(passes, micro_batches)
 
     @property
@@ -97,6 +160,8 @@ class LocalSteps(DataParallel):
         # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
         reduced = super().reduce(replace(mine, grads=[]), [*numbers, *count_parts(own), squares], extra)
+        if self._sending is not None:
+            self._end_call(self._sending)
         at, values = len(numbers), values_of(reduced.totals)
         units, rest, squares_of_all = values[at : at + 3]
         totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
@@ -108,12 +173,26 @@ class LocalSteps(DataParallel):
 
     def after_update(self, step: int) -> None:
         self._steps += 1
-        self._tokens = (self._tokens[0] + self._of_step[0], self._tokens[1] + self._of_step[1])
-        if self._steps >= self._rounds.every:
-            self.close_round()
+        for fragment in self._fragments:
+            own, all_of_them = fragment.tokens
+            fragment.tokens = own + self._of_step[0], all_of_them + self._of_step[1]
+        rounds = self._rounds
+        if not rounds.streams:
+            if self._steps >= rounds.every:
+                self.close_round()
+            return
+        if self._sending is not None and self._sending.is_done:
+            self._arrive(self._sending)
+        for number in rounds.sent_after(self._steps) if self._before else ():
+            if rounds.delay:
+                self._sending = self._send(self._fragments[number])
+            else:
+                self._exchange(self._fragments[number])
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        if self._steps + 1 < self._rounds.every:  # else the weights will be others
+        steps, rounds, sending = self._steps + 1, self._rounds, self._sending
+        ends = steps >= rounds.every if not rounds.streams else not rounds.delay and bool(rounds.sent_after(steps))
+        if not (ends or (sending is not None and sending.is_done)):  # else the weights will be others
             super().start_next(passes, upcoming)
 
     def close_round(self) -> None:
@@ -121,42 +200,103 @@ class LocalSteps(DataParallel):
             return
         if self._before:
             self.forget()
-            self._step_outwards()
-        self._steps, self._tokens, self._before = 0, (0, 0), {}
+            if (sending := self._sending) is not None:
+                self._finish(sending)
+                self._arrive(sending)
+            for fragment in self._fragments:
+                self._exchange(fragment)
+        self._steps, self._before = 0, {}
+        for fragment in self._fragments:
+            fragment.tokens = (0, 0)
 
-    def _step_outwards(self) -> None:
-        """Make the weights those of all ranks, a piece after the other."""
-        exchanging, present = self._exchanging, dict(self._trained())
-        own, tokens = self._tokens
-        share, every = own / tokens if tokens else 1.0 / exchanging.size, list(present)
-        most = min(_PIECE_BYTES, exchanging.bucket_bytes)
-        for places in list(buckets(list(present.values()), range(len(every)), most)):
-            names = [every[place] for place in places]
-            exchanging.heartbeat("reduce")
-            exchanging.inject_fault("round")
-            changes = [
-                (share * (present[name].astype(mx.float32) - self._before[name])).astype(present[name].dtype)
-                for name in names
-            ]
-            means = self._summed(changes, places)
-            mx.eval(means)
-            new = [self._stepped(name, mean) for name, mean in zip(names, means, strict=True)]
-            mx.eval(new, [self._momentum[name] for name in names if name in self._momentum])
-            self._model.update(unflatten(zip(names, new, strict=True)))
-            for name in names:
-                del present[name], self._before[name]
+    def _send(self, fragment: _Fragment) -> _Sending:
+        """Tell its changes in as many calls as there are steps to travel in."""
+        present, calls = dict(self._trained()), self._rounds.delay
+        sent = {name: present[name] for name in fragment.names}
+        whole = max(1, sum(array.nbytes for array in sent.values()))
+        found: list[list[_Piece]] = [[] for _ in range(calls)]
+        at = 0
+        for piece in _cut(sent, max(_LEAST_BYTES, -(-whole // calls))):
+            found[at * calls // whole].append(piece)
+            at += (piece.end - piece.begin) * sent[piece.name].dtype.size
+        sending = _Sending(sent, self._share(fragment), found)
+        fragment.tokens = (0, 0)
+        return sending
 
-    def _summed(self, changes: list[mx.array], places: list[int]) -> list[mx.array]:
-        """Sums over ranks; ``places`` of the arrays among all, where something may be left out of them."""
-        exchanging, packing = self._exchanging, self._outer_packing
-        size = exchanging.bucket_bytes
-        if packing is None:
-            return sum_over_ranks(exchanging.communicator, changes, bucket_bytes=size)[0]
-        left = [self.left[place] for place in places]
-        sums, _, left = packed_sum_over_ranks(packing, changes, left, bucket_bytes=size)
-        for place, kept in zip(places, left, strict=True):
-            self.left[place] = kept
-        return sums
+    def _exchange(self, fragment: _Fragment) -> None:
+        """Make its arrays those of all ranks, a piece after the other."""
+        most = min(_PIECE_BYTES, self._exchanging.bucket_bytes)
+        sizes = {name: array for name, array in self._trained() if name in fragment.names}
+        parts = [[fragment.names[i] for i in some] for some in buckets(list(sizes.values()), range(len(sizes)), most)]
+        del sizes
+        for names in parts:
+            present = dict(self._trained())
+            sent = {name: present[name] for name in names}
+            del present
+            pieces = list(_cut(sent, most))
+            calls = [pieces] if len(sent) > 1 else [[piece] for piece in pieces]
+            sending = _Sending(sent, self._share(fragment), calls)
+            self._finish(sending)
+            self._arrive(sending)
+        fragment.tokens = (0, 0)
+
+    def _share(self, fragment: _Fragment) -> float:
+        """Of this rank in the mean change of a fragment."""
+        own, tokens = fragment.tokens
+        return own / tokens if tokens else 1.0 / self._exchanging.size
+
+    def _begin_call(self, sending: _Sending) -> None:
+        self._exchanging.inject_fault("round")
+        pieces = sending.calls.pop(0)
+        changes = [self._change(sending, piece) for piece in pieces]
+        mx.eval(changes)
+        for same in buckets(changes, range(len(changes)), 2**62):
+            some = [pieces[i] for i in same]
+            left = [self.left[self._places[piece.name]] for piece in some]
+            parts = [None if kept is None else piece.of(kept) for piece, kept in zip(some, left, strict=True)]
+            begun = self._outer.begin([changes[i] for i in same], parts)
+            mx.async_eval(begun.arrays)
+            sending.begun.append((some, begun))
+
+    def _change(self, sending: _Sending, piece: _Piece) -> mx.array:
+        present, before = (piece.of(arrays[piece.name]) for arrays in (sending.sent, self._before))
+        return (sending.share * (present.astype(mx.float32) - before)).astype(present.dtype)
+
+    def _end_call(self, sending: _Sending) -> None:
+        for pieces, begun in sending.begun:
+            found = begun.finish()
+            mx.eval(found.sums, [each for each in found.left if each is not None])
+            for piece, total, left in zip(pieces, found.sums, found.left, strict=True):
+                sending.sums.setdefault(piece.name, []).append(total)
+                sending.left.setdefault(piece.name, []).append(left)
+        sending.begun = []
+
+    def _finish(self, sending: _Sending) -> None:
+        """Make all calls that are left; nothing else is computed meanwhile."""
+        self._end_call(sending)
+        while sending.calls:
+            self._exchanging.heartbeat("reduce")
+            self._begin_call(sending)
+            self._end_call(sending)
+
+    def _arrive(self, sending: _Sending) -> None:
+        """Take the outer step along what has come."""
+        if sending is self._sending:
+            self._sending = None
+        present, new = dict(self._trained()), dict[str, mx.array]()
+        for name, sent in sending.sent.items():
+            mean = _joined(sending.sums.pop(name, []), sent.shape)
+            new[name] = stepped = self._stepped(name, mean)
+            if self._rounds.delay and (now := present[name]) is not sent:
+                new[name] = (stepped.astype(mx.float32) + (now.astype(mx.float32) - sent)).astype(sent.dtype)
+            self._before[name] = stepped
+            if (left := sending.left.pop(name, [None]))[0] is not None:
+                self.left[self._places[name]] = _joined([each for each in left if each is not None], sent.shape)
+        kept = [self.left[self._places[name]] for name in new]
+        mx.eval(
+            new, [self._momentum[name] for name in new if name in self._momentum], [a for a in kept if a is not None]
+        )
+        self._model.update(unflatten(list(new.items())))
 
     def _stepped(self, name: str, mean: mx.array) -> mx.array:
         """An array after the outer step along the ranks' mean change of it."""
@@ -173,3 +313,21 @@ class LocalSteps(DataParallel):
 
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
         self._momentum = dict(state)
+
+
+def fragments_of(arrays: Mapping[str, mx.array], count: int) -> list[list[str]]:
+    """The names of ``arrays`` in ``count`` parts of about as many bytes, each with some of all layers."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].nbytes):
+        place = filled.index(min(filled))
+        found[place].append(name)
+        filled[place] += array.nbytes
+    order = {name: place for place, name in enumerate(arrays)}
+    return [sorted(names, key=order.__getitem__) for names in found]
+
+
+def _joined(pieces: Sequence[mx.array], shape: Sequence[int]) -> mx.array:
+    """An array of its pieces."""
+    flat = mx.concatenate([each.reshape(-1) for each in pieces]) if len(pieces) > 1 else pieces[0]
+    return flat.reshape(*shape)

@@ -15,11 +15,26 @@ class Rounds:
         every: steps of a round.
         learning_rate: of the outer step, which the mean of the ranks' changes is the direction of; 1: their mean.
         momentum: of the outer step, which is Nesterov's (DiLoCo, arXiv 2311.08105).
+        fragments: parts of the weights that are exchanged in turn, each once a round (Streaming DiLoCo, arXiv
+            2501.18512).
+        delay: steps for which an exchange travels beside the computation.
     """
 
     every: int = 1
     learning_rate: float = 1.0
     momentum: float = 0.0
+    fragments: int = 1
+    delay: int = 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether ranks go on from one round to the next without having the same weights in between."""
+        return self.fragments > 1 or self.delay > 0
+
+    def sent_after(self, steps: int) -> list[int]:
+        """The fragments whose exchange begins after so many steps."""
+        ends = ((number + 1) * self.every // self.fragments for number in range(self.fragments))
+        return [number for number, end in enumerate(ends) if (steps - end) % self.every == 0]
 
     @property
     def is_mean(self) -> bool:
@@ -29,4 +44,4 @@ class Rounds:
 
 def rounds_of(config: TrainConfig) -> Rounds:
     """As ``--sync-every`` and what belongs to it say."""
-    return Rounds(config.sync_every, config.outer_lr, config.outer_momentum)
+    return Rounds(config.sync_every, config.outer_lr, config.outer_momentum, config.sync_fragments, config.sync_delay)

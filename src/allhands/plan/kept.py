@@ -33,7 +33,7 @@ OPTIONS = (
     "train_on",
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
     *("bucket_mb", "strategy", "compress", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
-    *("sync_every", "outer_lr", "outer_momentum"),
+    *("sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
     *("steps_per_eval", "val_batches"),
 )

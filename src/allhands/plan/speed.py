@@ -34,6 +34,7 @@ class StepModel:
         overlapped: whether the exchange goes on beside the passes, but for one call.
         packed: how gradients travel; ``None``: as they are.
         every: steps from one exchange to the next; in those between a few numbers travel.
+        beside: of so many steps the computation hides an exchange that travels meanwhile.
     """
 
     serial_s: float
@@ -45,6 +46,7 @@ class StepModel:
     overlapped: bool = False
     packed: PackedGradients | None = None
     every: int = 1
+    beside: int = 0
 
     @property
     def alone_s(self) -> float:
@@ -132,6 +134,9 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
     if model.overlapped:
         last = _call_s(model, link, ranks, min(model.bucket_bytes, model.gradient_bytes))
         exposed = max(min(last, exchange), exchange - compute / 2)  # a backward pass is more than half of it
+    if model.beside:
+        hidden = (turns * model.serial_s + compute) * model.beside / model.every
+        exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
     own = turns * (model.serial_s + model.tokens * model.token_s) + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)

@@ -163,6 +163,8 @@ def _in_rounds(rounds: Rounds) -> Entry:
     flags = f"--sync-every {rounds.every}"
     if not rounds.is_mean:
         flags += f" --outer-lr {rounds.learning_rate:g} --outer-momentum {rounds.momentum:g}"
+    if rounds.streams:
+        flags += f" --sync-fragments {rounds.fragments} --sync-delay {rounds.delay}"
     return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=flags)
 
 

@@ -85,6 +85,10 @@ class LoopParts:
     loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
     copies: Copies = field(default_factory=Copies)
 
+    @property
+    def callbacks_here(self) -> Sequence[Callback]:
+        return self.callbacks if self.communicator.rank == 0 else ()
+
     def total_steps(self, state: LoopState) -> int:
         """Updates of the whole training."""
         return state.steps_in_all(self.total, self.config.grad_accumulation_steps)
@@ -138,9 +142,11 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         if _reports(parts, before, state.iteration):
             _report(parts, state, started, result.gathered)
         asked = bool(result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()))
-        if done or (asked and not stops and not _waits_for_round(parts, state, time.perf_counter() - begun)):
-            parts.step.strategy.close_round()
+        waits = not asked or stops or _waits_for_round(parts, state, time.perf_counter() - begun)
         stops = asked or stops
+        ends = parts.step.strategy.steps_left == 0 and (stops or _is_due(parts, settled, state.iteration))
+        if done or ends or not waits:
+            parts.step.strategy.close_round()
         if parts.step.strategy.in_round:  # what is due now is due at its end
             _tell_saved(parts, state, wait=False)
             continue
@@ -165,8 +171,15 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
     return _ended(state, started, "finished")
 
 
+def _is_due(parts: LoopParts, settled: int, now: int) -> bool:
+    """Whether something is that needs the same weights on all ranks."""
+    config, sees = parts.config, parts.evaluator is not None or bool(parts.config.sample_prompts)
+    looks = (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
+    return any(_crossed(settled, now, every) for every in (*looks, config.save_every))
+
+
 def _waits_for_round(parts: LoopParts, state: LoopState, step_s: float) -> bool:
-    """Whether a stop waits for the end of the round: on all ranks alike, and only if that is soon.
+    """Whether a stop waits for the end of the round: on all ranks alike, only if that is soon.
 
     A run that goes on from there is the one that was not stopped. After a round that was closed before its end, which
     loses nothing either, it is another.
@@ -357,21 +370,17 @@ def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequen
         sent_bytes=window.sent_bytes / window.steps,
     )
     parts.sink.emit(report)
-    for callback in _on_main(parts):
+    for callback in parts.callbacks_here:
         callback.on_train_report(report)
 
 
 def _extra(parts: LoopParts) -> list[float]:
     """What counts as this rank's peak, its resident memory's, that of MLX's arrays, what it needs; and of its copy.
 
-    Memory in MiB, because float32 (which every back-end can exchange) is exact only to 2**24.
+    Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
     """
     mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
     return [*(peak / 2**20 for peak in mine), *parts.copies.told]
-
-
-def _on_main(parts: LoopParts) -> Sequence[Callback]:
-    return parts.callbacks if parts.communicator.rank == 0 else ()
 
 
 def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
@@ -393,7 +402,7 @@ def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
     took = now - started, now - begun
     report = ValidReport(state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration)
     parts.sink.emit(report)
-    for callback in _on_main(parts):
+    for callback in parts.callbacks_here:
         callback.on_valid_report(report)
     if better and parts.config.keep_best and state.iteration > 0:
         _save(parts, state, "best")
@@ -445,7 +454,7 @@ def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[Saved
     reports = [outcome for outcome in outcomes if isinstance(outcome, SavedReport)]
     for report in reports:
         parts.sink.emit(report)
-        for callback in _on_main(parts):
+        for callback in parts.callbacks_here:
             callback.on_save(report.step, Path(report.path))
     if parts.copies.keeps:
         for warned in parts.copies.note(outcomes, state.step):
@@ -487,6 +496,5 @@ def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:
 
 
 def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:
-    best = state.best_loss if math.isfinite(state.best_loss) else None
-    took_s = time.perf_counter() - started
+    best, took_s = state.best_loss if math.isfinite(state.best_loss) else None, time.perf_counter() - started
     return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)
