@@ -128,6 +128,42 @@ def test_killed_and_resumed_is_never_killed(
     assert any(name.startswith("optimizer-1") for name in undisturbed)
 
 
+FRAGMENTS: dict[str, Any] = {
+    "sync_every": 4,
+    "sync_fragments": 2,
+    "sync_delay": 2,
+    "save_every": 8,
+    "steps_per_eval": 8,
+}
+
+
+@pytest.mark.parametrize("more", [{}, DILOCO, {"compress": "int8"}], ids=["mean", "nesterov", "packed"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_fragments_that_are_killed_on_their_way_and_resumed_are_never_killed(
+    size: int, more: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """They go on over the ends of rounds, but for those at which something is due."""
+    flags |= FRAGMENTS | more | {"iters": 18, "keep_last": 9}
+    undisturbed = whole(size, flags, tmp_path)
+    assert saved_steps(tmp_path / "whole") == [8, 16, 18]
+    assert [report.step for report in read_metrics(tmp_path / "whole").valid] == [0, 8, 16, 18]
+    for at in (("update", 3), ("compute", 4), ("load", 7), ("compute", 13)):
+        outcomes = start(size, flags | {"resume": "auto"}, kill=at)
+        assert all(isinstance(each, Killed) for each in outcomes), outcomes
+    assert everything(finished(size, flags | {"resume": "auto"})) == undisturbed
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5])
+def test_a_stop_waits_for_the_end_of_a_round_of_fragments(at: int, flags: dict[str, Any]) -> None:
+    flags |= FRAGMENTS
+    outcomes = start(2, flags, stop_at=at)
+    assert all(isinstance(each, Interrupted) for each in outcomes), outcomes
+    assert saved_steps(Path(flags["adapter_path"])) == [4 if at < 4 else 8]
+    finished(2, flags | {"resume": "auto"})
+    losses = [report.loss for report in read_metrics(Path(flags["adapter_path"])).valid]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_stop_waits_for_the_end_of_a_round_that_is_soon(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
     undisturbed = whole(2, flags, tmp_path)
@@ -150,7 +186,7 @@ def test_a_stop_closes_a_round_that_is_long(flags: dict[str, Any]) -> None:
     assert state["trained_tokens"] == sum(report.trained_tokens for report in read_metrics(run).train[-1:])
 
 
-@pytest.mark.parametrize("outer", [{}, DILOCO], ids=["mean", "nesterov"])
+@pytest.mark.parametrize("outer", [{}, DILOCO, DILOCO | {"sync_fragments": 3, "sync_delay": 1}])
 def test_another_number_of_ranks_goes_on(outer: dict[str, Any], flags: dict[str, Any]) -> None:
     """Three, two, one, and two again, which trains on; the optimizer's states are averaged."""
     flags |= outer
