@@ -49,6 +49,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "bf16": ("--compress", "bf16"),
     "int8": ("--compress", "int8"),
     "int4": ("--compress", "int4"),
+    "every 20": ("--sync-every", "20"),
+    "every 50": ("--sync-every", "50"),
+    "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
+    "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
 }
 WORKS = {"pretrain": "pre-training, llama-15m, 4,096 tokens", "lora": "LoRA on the demo"}
 WARM_UP = 2  # steps that do not count
@@ -79,7 +83,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", type=partial(peer_list, tuple(WORKS)), default=tuple(WORKS))
     parser.add_argument("--links", type=partial(peer_list, tuple(LINKS)), default=tuple(LINKS))
     parser.add_argument("--rows", type=partial(peer_list, tuple(ROWS)), default=tuple(ROWS))
-    parser.add_argument("--steps", type=positive, default=12, help="of a run over a link (%(default)s)")
+    parser.add_argument(
+        "--steps", type=positive, default=12, help="of a run over a link that are counted; else a round (%(default)s)"
+    )
     parser.add_argument("--repeat", type=positive, default=1, help="runs over each link, in turn (%(default)s)")
     parser.add_argument("--iters", type=int, default=2000, help="of a run for the loss; 0 for none (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=16)
@@ -181,25 +187,35 @@ def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
+def round_of(row: str) -> int:
+    """Steps from one exchange to the next."""
+    words = ROWS[row]
+    return int(words[words.index("--sync-every") + 1]) if "--sync-every" in words else 1
+
+
 def over_link(options: argparse.Namespace, cluster: Cluster, work: Path, kind: str, row: str) -> dict[str, float]:
     """Tokens a second, bytes that rank 0 sends in a step, and bytes a step on the cable, all that is on it included."""
-    name = f"{kind}-{row}-{time.monotonic_ns()}"
-    words = words_of(options, work, kind, row, work / name, options.steps)
+    name = f"{kind}-{row.replace(' ', '-')}-{time.monotonic_ns()}"
+    # Whole rounds, after the first, without the end, where all of it is exchanged at once.
+    every = round_of(row)
+    counted = every if every > 1 else options.steps
+    steps = WARM_UP + counted + (every + 1 if every > 1 else 0)
+    words = words_of(options, work, kind, row, work / name, steps)
     left = train(options, cluster, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name)
-    reports = events_of(work / name, "train")[WARM_UP:]
-    if not reports:
-        raise BenchmarkError("too few steps: raise --steps")
+    reports = events_of(work / name, "train")
+    reports = reports[len(reports) - counted - (every > 1) : len(reports) - (every > 1)]
     seconds = sum(each["step_time_s"] for each in reports)
     tokens = sum(each["tokens_per_s"] * each["step_time_s"] for each in reports)
     waited = sum(each["comm_s"] for each in reports) / seconds
-    found = {"tokens_per_s": tokens / seconds, "sent_bytes": reports[-1]["sent_bytes"], "waited": waited}
+    found = {"tokens_per_s": tokens / seconds, "waited": waited}
+    found["sent_bytes"] = sum(each["sent_bytes"] for each in reports) / len(reports)
     say(f"    {row}: {found['tokens_per_s']:,.0f} tokens/s, {waited:.0%} of it waiting")
-    return {**found, "cable_bytes": left / options.steps}
+    return {**found, "cable_bytes": left / steps}
 
 
 def loss(options: argparse.Namespace, cluster: Cluster, work: Path, kind: str, row: str) -> dict[str, Any]:
     """Validation losses on the way and at the end, at equal tokens."""
-    name = f"{kind}-{row}-loss"
+    name = f"{kind}-{row.replace(' ', '-')}-loss"
     every, more = max(1, options.iters // 10), ["--val-batches", "-1" if kind == "lora" else "20"]
     words = words_of(options, work, kind, row, work / name, options.iters)
     train(options, cluster, [*words, "--steps-per-eval", str(every), "--steps-per-report", "10", *more], work, name)
@@ -273,7 +289,7 @@ def report(found: dict[str, Any]) -> str:
         plain = found["losses"].get(kind, {}).get("plain", {}).get("last")
         for row in first:
             cells = [f"{_middle(links[link][row], 'tokens_per_s') / base:.0%}" for link in links]
-            cells += [f"{_middle(first[row], key) / 1e6:.2f} MB" for key in ("sent_bytes", "cable_bytes")]
+            cells += [f"{_middle(first[row], key) / 1e6:.3g} MB" for key in ("sent_bytes", "cable_bytes")]
             last = found["losses"].get(kind, {}).get(row, {}).get("last")
             apart = "" if plain is None or row == "plain" or last is None else f" ({last / plain - 1:+.2%})"
             cells.append("-" if last is None else f"{last:.4f}{apart}")
