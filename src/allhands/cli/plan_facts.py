@@ -327,7 +327,7 @@ def _step(
     every, packed = config.sync_every, _packed(config, model, kind)
     overlapped = kind == "cuda" and every == 1
     beside = config.sync_fragments * config.sync_delay
-    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every, beside)
+    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every, beside, word)
 
 
 def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | None:

@@ -26,6 +26,7 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
         console.print(f"- {note}", markup=False)
     console.print()
     _show_time(console, outlook)
+    _show_lighter(console, outlook)
     _show_memory(console, outlook)
     advice = outlook.advice
     console.print("Is distributing worth it?", style="bold")
@@ -96,6 +97,30 @@ def _show_lines(console: Console, outlook: Outlook) -> None:
             console.print(f"{line.machines}: {line.computers}", markup=False)
     if any(line.weights for line in outlook.lines):
         console.print("efficient: against the sum of their speeds, by which shares are cut (--rank-weights auto)")
+
+
+def _show_lighter(console: Console, outlook: Outlook) -> None:
+    """What sends less, where the link is slow."""
+    if not outlook.lighter:
+        return
+    plain, (_, *others) = outlook.lighter[0], outlook.lighter
+    unit = f"{outlook.lines[-1].machines} {_unit(outlook.job)}"
+    part, alone_s = f"{100 * plain.exposed_s / plain.step_s:.0f} % of a step", outlook.lines[0].prediction.step_s
+    console.print(
+        f"On {unit} {part} is waiting for the link. With less to send a batch, which one of them computes in "
+        f"{_milliseconds(alone_s)}, takes:",
+        markup=False,
+    )
+    table = _table(["with", "a batch", "waiting", "sent"])
+    for way in (plain, *others):
+        waiting = f"{100 * way.exposed_s / way.step_s:.0f} %"
+        table.add_row(way.flags or "as it is", _milliseconds(way.step_s), waiting, format_size(way.sent_bytes))
+    print_table(console, table, ("waiting",))
+    console.print(
+        "Each is another training, so that none is chosen by itself; what it costs in loss is in docs/slow-links.md",
+        markup=False,
+    )
+    console.print()
 
 
 def _show_validations(console: Console, outlook: Outlook) -> None:

@@ -11,6 +11,7 @@ from allhands.io.formatting import format_bytes
 from allhands.parallel.rounds import Rounds
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
+from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import ExchangeTimes, faster_than
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
@@ -150,6 +151,7 @@ class Outlook:
         alone: the computer that is meant by one.
         alone_s: seconds of the training on it, by a process that has all of it.
         advised: of the lines the number of computers that is advised; 1 where none of several is.
+        lighter: what sends less, on as many computers as the last line has, where the link is slow.
     """
 
     job: Job
@@ -162,6 +164,7 @@ class Outlook:
     alone: Computer
     alone_s: float
     advised: int = 1
+    lighter: tuple[Lighter, ...] = ()
 
     def line(self, machines: int) -> OutlookLine:
         """That of so many computers."""
@@ -192,6 +195,7 @@ class Outlook:
             "advised_machines": self.advised,
             "laws": {str(n): {"amdahl": a, "gustafson": g} for n, (a, g) in self.laws.items()},
             "memory": [{**_plain(strategy), "fits": fit} for strategy, fit in fits],
+            "lighter": [asdict(each) for each in self.lighter],
             "advice": asdict(self.advice),
         }
 
@@ -253,7 +257,9 @@ def look_ahead(job: Job) -> Outlook:
     taken = (advice.outcome == "accumulate" and situation.larger) or situation.offer
     advised = taken.machines if several and taken else 1
     told, fits = tuple(way for way, _ in memory), tuple(fit for _, fit in memory)
-    return Outlook(job, tuple(lines), enough, laws, told, fits, advice, first, alone_s, advised)
+    speeds = [each.speed for each in groups[-1]]
+    lighter = lighter_ways(job.step, job.link or _Nothing(), speeds, job.room, job.kind)
+    return Outlook(job, tuple(lines), enough, laws, told, fits, advice, first, alone_s, advised, tuple(lighter))
 
 
 class _Nothing:

@@ -35,6 +35,7 @@ class StepModel:
         packed: how gradients travel; ``None``: as they are.
         every: steps from one exchange to the next; in those between a few numbers travel.
         beside: of so many steps the computation hides an exchange that travels meanwhile.
+        word: bytes of a number of the gradients.
     """
 
     serial_s: float
@@ -47,6 +48,7 @@ class StepModel:
     packed: PackedGradients | None = None
     every: int = 1
     beside: int = 0
+    word: int = 4
 
     @property
     def alone_s(self) -> float:

@@ -1,0 +1,76 @@
+"""What sends less over a slow link: how long a step would take with each, and how many bytes a rank would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from allhands.distributed.codecs import CODECS
+from allhands.parallel.costs import DataCosts, LocalCosts, PackedGradients
+from allhands.parallel.rounds import Rounds
+from allhands.plan.links import ExchangeTimes
+from allhands.plan.speed import StepModel, predict
+
+# Of a step that must be waiting for the link, that less of it is worth a thought.
+_FELT = 0.1
+_BATCHES = 4
+_EVERY = 50
+_STREAMED = Rounds(_EVERY, fragments=5, delay=10)
+
+
+@dataclass(frozen=True)
+class Lighter:
+    """One way to send less.
+
+    Attributes:
+        flags: that switch it on; empty: as it is.
+        step_s: of one batch, ``exposed_s`` of it is waiting for the exchange.
+        sent_bytes: by a rank for one batch.
+    """
+
+    flags: str
+    step_s: float
+    exposed_s: float
+    sent_bytes: int
+
+
+def lighter_ways(step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str) -> list[Lighter]:
+    """As it is, then all that sends less; nothing where a step hardly waits for the link, or sends less already."""
+    if len(speeds) < 2 or step.every > 1 or step.packed is not None or not step.gradient_bytes:
+        return []
+    ways = [_way(flags, model, batches, link, speeds, room) for flags, model, batches in _models(step, kind, speeds)]
+    return ways if ways[0].exposed_s >= _FELT * ways[0].step_s else []
+
+
+def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tuple[str, StepModel, int]]:
+    """Flags, the step with them, and its batches."""
+    backend = "nccl" if kind == "cuda" else "ring"
+    packed = {
+        name: PackedGradients(codec, backend, step.word)
+        for name, codec in CODECS.items()
+        if codec.gains(backend, len(speeds), step.word)
+    }
+    yield "", step, 1
+    yield f"--grad-accumulation-steps {_BATCHES}", step.times(_BATCHES), _BATCHES
+    for name, way in packed.items():
+        yield f"--compress {name}", replace(step, packed=way), 1
+    local = replace(step, every=_EVERY, overlapped=False)
+    yield f"--sync-every {_EVERY}", local, 1
+    if "int4" in packed:
+        flags = f"--sync-every {_EVERY} --compress int4"
+        local = replace(local, packed=packed["int4"])
+        yield flags, local, 1
+        flags += f" --sync-fragments {_STREAMED.fragments} --sync-delay {_STREAMED.delay}"
+        yield flags, replace(local, beside=_STREAMED.fragments * _STREAMED.delay), 1
+
+
+def _way(
+    flags: str, model: StepModel, batches: int, link: ExchangeTimes, speeds: Sequence[float], room: int
+) -> Lighter:
+    found, ranks = predict(model, link, speeds, room), len(speeds)
+    gradient, packed = model.gradient_bytes, None
+    if model.packed is not None:
+        packed = model.packed.traffic(gradient, ranks)
+    costs = DataCosts() if model.every == 1 else LocalCosts(Rounds(model.every))
+    sent = costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(ranks)
+    return Lighter(flags, found.step_s / batches, found.exposed_s / batches, round(sent / batches))
