@@ -300,17 +300,8 @@ class TrainConfig(_Strict):
     outer_momentum: float = Field(
         0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
     )
-    sync_fragments: int = Field(
-        1,
-        ge=1,
-        description="With --sync-every: exchange the weights in so many parts, in turn, instead of all at once.",
-    )
-    sync_delay: int = Field(
-        0,
-        ge=0,
-        description="With --sync-every: let an exchange travel during so many further steps, which then do not wait "
-        "for it.",
-    )
+    sync_fragments: int = Field(1, ge=1, description="With --sync-every: exchange weights in so many parts, in turn.")
+    sync_delay: int = Field(0, ge=0, description="With --sync-every: steps that do not wait for a part on its way.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."

@@ -8,6 +8,7 @@ from typing import Any
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.codecs import CODECS
+from allhands.distributed.hierarchy import ByComputer
 from allhands.distributed.packed import Packing
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ModelError
@@ -38,7 +39,7 @@ def choices(
         "micro-batches": _sizing(config, sizing),
         "step": _step(accelerator, config, compiled),
         "loss": _loss(model),
-        "all-reduce": f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB",
+        "all-reduce": _all_reduce(config, communicator),
         "gradients on the way": _carried(config, communicator, model),
         "optimizer": _optimizer(communicator, divided),
     }
@@ -76,6 +77,11 @@ def _products(accelerator: Accelerator) -> str:
         return "on the GPU"
     status = preload_blas()
     return f"{status.state} ({status.reason})"
+
+
+def _all_reduce(config: TrainConfig, communicator: Communicator) -> str:
+    told = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
+    return f"{told}, {communicator.told}" if isinstance(communicator, ByComputer) else told
 
 
 def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str:

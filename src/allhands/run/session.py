@@ -21,6 +21,7 @@ from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
 from allhands.distributed.codecs import Codec
+from allhands.distributed.hierarchy import by_computer
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
@@ -335,7 +336,10 @@ class _Session:
             objective=self.objective,
             heartbeat=heartbeat,
         )
-        return make_step(self.ready.loaded.model, optimizer, self.ready.communicator, options)
+        communicator = self.ready.communicator
+        if options.codec is None and not options.rounds.delay:
+            communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
+        return make_step(self.ready.loaded.model, optimizer, communicator, options)
 
     @property
     def _cpu_native(self) -> bool:
@@ -374,7 +378,7 @@ class _Session:
         kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
         self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
-        parts = (ready.loaded.model, ready.accelerator, ready.communicator, sizing)
+        parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
     def _saving(
