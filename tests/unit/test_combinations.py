@@ -25,6 +25,7 @@ from allhands.config.schema import build_config
         ({"sync_every": 0}, "--sync-every"),
         ({"sync_every": 2, "outer_momentum": 1.0}, "--outer-momentum"),
         ({"diloco": True}, "sync_every"),
+        ({"fragment_sync_delay": 5}, "sync_delay"),
     ],
 )
 def test_rounds_and_what_they_cannot_go_with(flags: dict[str, Any], named: str) -> None:

@@ -64,6 +64,10 @@ _ROUNDS = (
     "ranks average their weights every so many steps with [[sync_every: 50]]; DiLoCo's outer step is that with "
     "[[outer_lr: 0.7]] and [[outer_momentum: 0.9]]"
 )
+_FRAGMENTS = (
+    "parts of the weights are exchanged in turn, beside the computation, with [[sync_every: 50]], "
+    "[[sync_fragments: 5]] and [[sync_delay: 10]]"
+)
 _TYPES = (
     "a model computes in its weights' type: allhands model get MODEL --dtype bfloat16 --out DIR, then [[model: DIR]]"
 )
@@ -104,6 +108,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("fsdp", "fsdp_config", "zero", "zero_stage", "deepspeed", "deepspeed_config"), _SHARDED),
     **dict.fromkeys(("compression", "gradient_compression", "grad_compression", "powersgd", "topk"), _COMPRESS),
     **dict.fromkeys(("local_sgd", "local_steps", "diloco"), _ROUNDS),
+    **dict.fromkeys(("streaming_diloco", "num_fragments", "fragment_sync_delay"), _FRAGMENTS),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "amp"), _TYPES),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), _ADAM),
     **dict.fromkeys(("num_gpus", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),
