@@ -391,3 +391,8 @@ def test_verbose_tells_each_choice_and_normal_none(tiny_model: Path, tiny_data: 
     assert lines["all-reduce"] == "calls of about 32 MB"
     assert lines["optimizer"] == "whole"
     assert re.search(r"shapes of micro-batches: [1-9]\d* computed, none of them compiled", text)
+    more: Any = {"sync_every": 6, "sync_fragments": 3, "sync_delay": 2, "outer_momentum": 0.9}
+    _, text = trained(tiny_model, tiny_data, tmp_path / "rounds", log_level="verbose", **more)
+    lines = dict(line.removeprefix("chosen: ").split(": ", 1) for line in text.splitlines() if "chosen: " in line)
+    assert [number in lines["rounds"] for number in ("6 steps", "0.9", "3 parts", "2 steps")] == [True] * 4
+    assert {"changes on the way", "gradients on the way"} & lines.keys() == {"changes on the way"}

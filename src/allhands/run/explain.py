@@ -43,6 +43,10 @@ def choices(
         "gradients on the way": _carried(config, communicator, model),
         "optimizer": _optimizer(communicator, divided),
     }
+    if config.sync_every > 1:
+        # In rounds the changes of weights travel, which are packed as gradients are.
+        found["changes on the way"] = found.pop("gradients on the way")
+        found["rounds"] = _rounds(config)
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 
 
@@ -82,6 +86,15 @@ def _products(accelerator: Accelerator) -> str:
 def _all_reduce(config: TrainConfig, communicator: Communicator) -> str:
     told = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
     return f"{told}, {communicator.told}" if isinstance(communicator, ByComputer) else told
+
+
+def _rounds(config: TrainConfig) -> str:
+    told = f"of {config.sync_every} steps, then the mean of the ranks' changes"
+    if config.outer_lr != 1.0 or config.outer_momentum:
+        told += f" times {config.outer_lr:g}, with momentum {config.outer_momentum:g}"
+    if config.sync_fragments > 1:
+        told += f"; in {config.sync_fragments} parts, in turn"
+    return told + (f"; on their way for {config.sync_delay} steps, which do not wait" if config.sync_delay else "")
 
 
 def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str:
