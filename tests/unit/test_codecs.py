@@ -14,6 +14,7 @@ from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.codecs import CODECS
 from allhands.distributed.packed import Packing, pack, unpack
+from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ConfigError
 from allhands.kernels.fused.embedding import Apart
 from allhands.parallel.costs import DataCosts, DividedOptimizerCosts, PackedGradients, Traffic
@@ -218,3 +219,8 @@ def test_rows_of_a_table_travel_where_they_are_fewer_bytes_than_the_packed_table
     assert not rows.fits(Batch())  # type: ignore[arg-type]
     Batch.most = 200
     assert rows.fits(Batch())  # type: ignore[arg-type]
+
+
+def test_calls_are_as_large_as_asked_for_or_as_the_back_end_likes() -> None:
+    assert bucket_bytes_for("nccl", 1.5) == bucket_bytes_for("ring", 1.5) == 1_500_000
+    assert bucket_bytes_for("nccl", None) > bucket_bytes_for("ring", None) == bucket_bytes_for("mpi", None)
