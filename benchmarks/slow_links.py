@@ -198,12 +198,11 @@ def over_link(options: argparse.Namespace, cluster: Cluster, work: Path, kind: s
     name = f"{kind}-{row.replace(' ', '-')}-{time.monotonic_ns()}"
     # Whole rounds, after the first, without the end, where all of it is exchanged at once.
     every = round_of(row)
-    counted = every if every > 1 else options.steps
-    steps = WARM_UP + counted + (every + 1 if every > 1 else 0)
+    before, counted, after = (every, every, 1) if every > 1 else (0, options.steps, 0)
+    steps = WARM_UP + before + counted + after
     words = words_of(options, work, kind, row, work / name, steps)
     left = train(options, cluster, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name)
-    reports = events_of(work / name, "train")
-    reports = reports[len(reports) - counted - (every > 1) : len(reports) - (every > 1)]
+    reports = events_of(work / name, "train")[WARM_UP + before : WARM_UP + before + counted]
     seconds = sum(each["step_time_s"] for each in reports)
     tokens = sum(each["tokens_per_s"] * each["step_time_s"] for each in reports)
     waited = sum(each["comm_s"] for each in reports) / seconds

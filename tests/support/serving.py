@@ -38,9 +38,10 @@ class Served:
     def send(self, data: bytes) -> bytes:
         """Everything that comes back for these bytes, until the server closes."""
         with self.connect() as client:
-            with contextlib.suppress(OSError):  # it may have answered and closed already
+            with contextlib.suppress(ConnectionError):
                 client.sendall(data)
-                client.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # not connected: it has answered and closed already
+                    client.shutdown(socket.SHUT_WR)
             return received(client)
 
     def ask(

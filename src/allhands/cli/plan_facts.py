@@ -326,7 +326,7 @@ def _step(
     gradient = _trained(config, model, measured) * word
     every, packed = config.sync_every, _packed(config, model, kind)
     overlapped = kind == "cuda" and every == 1
-    beside = config.sync_fragments * config.sync_delay
+    beside = rounds_of(config).beside
     return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every, beside, word)
 
 

@@ -47,7 +47,8 @@ class ByComputer(MlxGroup):
         flat = array.reshape(-1)
         mx.eval(flat)
         each = -(-flat.size // self.computers)
-        flat = mx.concatenate([flat, mx.zeros((each * self.computers - flat.size,), dtype=flat.dtype)])
+        if missing := each * self.computers - flat.size:
+            flat = mx.concatenate([flat, mx.zeros((missing,), dtype=flat.dtype)])
         parts = self._between(list(self._of_this_computer(flat).reshape(self.computers, each)))
         return mx.concatenate(parts)[: array.size].reshape(array.shape)
 
@@ -102,10 +103,9 @@ def by_computer(communicator: Communicator, local_rank: int, local_size: int) ->
     told = numbers(communicator.all_gather(mx.array([float(local_rank), float(local_size)])))
     places, sizes = told[::2], told[1::2]
     firsts = [rank for rank, place in enumerate(places) if place == 0]
-    ends = [*firsts[1:], communicator.size]
     whole = all(
         places[first:end] == [*range(end - first)] and set(sizes[first:end]) == {end - first}
-        for first, end in zip(firsts, ends, strict=True)
+        for first, end in pairwise([*firsts, communicator.size])
     )
     if not whole or firsts[:1] != [0] or not 1 < len(firsts) < communicator.size:
         return communicator

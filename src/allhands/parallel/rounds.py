@@ -37,6 +37,19 @@ class Rounds:
         return [number for number, end in enumerate(ends) if (steps - end) % self.every == 0]
 
     @property
+    def beside(self) -> int:
+        """Steps of a round during which an exchange travels."""
+        return self.fragments * self.delay
+
+    @property
+    def flags(self) -> str:
+        """What asks for them on a command line."""
+        told = f"--sync-every {self.every}"
+        if not self.is_mean:
+            told += f" --outer-lr {self.learning_rate:g} --outer-momentum {self.momentum:g}"
+        return f"{told} --sync-fragments {self.fragments} --sync-delay {self.delay}" if self.streams else told
+
+    @property
     def is_mean(self) -> bool:
         """Whether the weights after a round are the mean of the ranks' weights."""
         return self.learning_rate == 1.0 and self.momentum == 0.0

@@ -347,11 +347,11 @@ class Balance:
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
-            tokens = self._tokens_of_step(most)
-            # Many rows can be divided almost at will.
-            fluid = self._rows is None or self._rows.order.batch_size > _MANY_ROWS * self.size
-            judged = begin + _JUDGED * self._accumulation
-            seconds = fluid_seconds(tokens) if fluid or self._rows is None else self._rows(begin, judged)
+            tokens, rows = self._tokens_of_step(most), self._rows
+            if rows is None or rows.order.batch_size > _MANY_ROWS * self.size:  # these can be divided almost at will
+                seconds = fluid_seconds(tokens)
+            else:
+                seconds = rows(begin, begin + _JUDGED * self._accumulation)
             new = better_weights(weights, speeds, worth, tokens, seconds)
             if new is None or new == weights:
                 continue

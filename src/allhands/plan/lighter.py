@@ -14,8 +14,8 @@ from allhands.plan.speed import StepModel, predict
 # Of a step that must be waiting for the link, that less of it is worth a thought.
 _FELT = 0.1
 _BATCHES = 4
-_EVERY = 50
-_STREAMED = Rounds(_EVERY, fragments=5, delay=10)
+_ROUNDS = Rounds(50)
+_STREAMED = replace(_ROUNDS, fragments=5, delay=10)
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,20 @@ def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tup
     yield f"--grad-accumulation-steps {_BATCHES}", step.times(_BATCHES), _BATCHES
     for name, way in packed.items():
         yield f"--compress {name}", replace(step, packed=way), 1
-    local = replace(step, every=_EVERY, overlapped=False)
-    yield f"--sync-every {_EVERY}", local, 1
+    local = replace(step, every=_ROUNDS.every, overlapped=False)
+    yield _ROUNDS.flags, local, 1
     if "int4" in packed:
-        flags = f"--sync-every {_EVERY} --compress int4"
         local = replace(local, packed=packed["int4"])
-        yield flags, local, 1
-        flags += f" --sync-fragments {_STREAMED.fragments} --sync-delay {_STREAMED.delay}"
-        yield flags, replace(local, beside=_STREAMED.fragments * _STREAMED.delay), 1
+        yield f"{_ROUNDS.flags} --compress int4", local, 1
+        yield f"{_STREAMED.flags} --compress int4", replace(local, beside=_STREAMED.beside), 1
 
 
 def _way(
     flags: str, model: StepModel, batches: int, link: ExchangeTimes, speeds: Sequence[float], room: int
 ) -> Lighter:
     found, ranks = predict(model, link, speeds, room), len(speeds)
-    gradient, packed = model.gradient_bytes, None
-    if model.packed is not None:
-        packed = model.packed.traffic(gradient, ranks)
+    gradient = model.gradient_bytes
+    packed = None if model.packed is None else model.packed.traffic(gradient, ranks)
     costs = DataCosts() if model.every == 1 else LocalCosts(Rounds(model.every))
     sent = costs.traffic(gradient, gradient, scatters=False, packed=packed).sent(ranks)
     return Lighter(flags, found.step_s / batches, found.exposed_s / batches, round(sent / batches))

@@ -160,12 +160,7 @@ def ways_of_team(
 
 def _in_rounds(rounds: Rounds) -> Entry:
     """Local steps as they were asked for."""
-    flags = f"--sync-every {rounds.every}"
-    if not rounds.is_mean:
-        flags += f" --outer-lr {rounds.learning_rate:g} --outer-momentum {rounds.momentum:g}"
-    if rounds.streams:
-        flags += f" --sync-fragments {rounds.fragments} --sync-delay {rounds.delay}"
-    return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=flags)
+    return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=rounds.flags)
 
 
 def _same(work: Work) -> Work:

@@ -22,6 +22,7 @@ from allhands.parallel.base import Strategy
 from allhands.parallel.shares import Balance, RowSeconds
 from allhands.run.state import LoopState
 from allhands.runtime.sizing import Sizing
+from allhands.train.result import StepResult
 
 SHARES = "shares"  # of what a checkpoint says
 
@@ -75,9 +76,12 @@ def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
     return len(set(numbers(communicator.all_gather(mx.array([mine]))))) == 1
 
 
-def rebalanced(balance: Balance, told: tuple[float, ...], state: LoopState, accumulation: int) -> SharesChanged | None:
-    """Hear what all ranks told of their step before; what to tell if that changes their shares."""
-    moved = balance.hear(told, state.iteration)
+def rebalanced(
+    balance: Balance, result: StepResult, num_ranks: int, state: LoopState, accumulation: int
+) -> SharesChanged | None:
+    """Hear what all ranks told of their step before ``result``'s; what to tell if that changes their shares."""
+    moved = balance.hear(result.of_each(num_ranks, slice(0, len(balance.own))), state.iteration)
+    balance.own = result.pace
     if moved is None:
         return None
     from_step = state.step + (moved.begin - state.iteration) // accumulation

@@ -142,10 +142,10 @@ def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
         if _reports(parts, before, state.iteration):
             _report(parts, state, started, result.gathered)
         asked = bool(result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()))
-        waits = not asked or stops or _waits_for_round(parts, state, time.perf_counter() - begun)
+        early = asked and not stops and not _waits_for_round(parts, state, time.perf_counter() - begun)
         stops = asked or stops
         ends = parts.step.strategy.steps_left == 0 and (stops or _is_due(parts, settled, state.iteration))
-        if done or ends or not waits:
+        if done or early or ends:
             parts.step.strategy.close_round()
         if parts.step.strategy.in_round:  # what is due now is due at its end
             _tell_saved(parts, state, wait=False)
@@ -285,9 +285,8 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     state.trained_tokens += result.num_targets
     state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
     if pace:
-        told = result.of_each(parts.communicator.size, slice(0, len(pace)))
-        changed = rebalanced(parts.balance, told, state, parts.config.grad_accumulation_steps)
-        parts.balance.own = result.pace
+        accumulation = parts.config.grad_accumulation_steps
+        changed = rebalanced(parts.balance, result, parts.communicator.size, state, accumulation)
         if changed is not None:
             parts.sink.emit(changed)
     return replace(result, gathered=result.of_each(parts.communicator.size, slice(len(pace), None)))
@@ -380,6 +379,7 @@ def _extra(parts: LoopParts) -> list[float]:
     Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
     """
     mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
+    assert len(mine) == _PEAKS
     return [*(peak / 2**20 for peak in mine), *parts.copies.told]
 
 
@@ -496,5 +496,5 @@ def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:
 
 
 def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:
-    best, took_s = state.best_loss if math.isfinite(state.best_loss) else None, time.perf_counter() - started
-    return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)
+    best = state.best_loss if math.isfinite(state.best_loss) else None
+    return RunEnded(state.step, reason, time.perf_counter() - started, state.best_step, best, iteration=state.iteration)
