@@ -3,8 +3,8 @@
     python benchmarks/slow_links.py --data STORIES
 
 Two network namespaces on one bridge, a core and a rank in each, and a cable of limited speed between them. STORIES is a
-folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line, for the pre-training. Needs root, sshd, ip and tc.
-See README.md in this directory.
+folder with train.jsonl and valid.jsonl, ``{"text": ...}`` a line, for the pre-training. Needs root, sshd, ip, tc; or,
+with ``--gpus``, NVIDIA GPUs. See README.md in this directory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from harness import (
     ROOT,
@@ -52,6 +53,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 20": ("--sync-every", "20"),
     "every 50": ("--sync-every", "50"),
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
+    "every 50, momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
     "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
 }
 WORKS = {"pretrain": "pre-training, llama-15m, 4,096 tokens", "lora": "LoRA on the demo"}
@@ -73,7 +75,14 @@ LINKS = {
     "100mbit": Link("100mbit"),
     "20mbit": Link("20mbit", "64kb", 0.020),
 }
-NAMES = {"none": "no limit", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "20mbit": "20 Mbit/s, 20 ms"}
+NCCL = "nccl"  # two GPUs of this computer
+NAMES = {
+    "none": "no limit",
+    "1gbit": "1 Gbit/s",
+    "100mbit": "100 Mbit/s",
+    "20mbit": "20 Mbit/s, 20 ms",
+    NCCL: "two GPUs over NCCL",
+}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,6 +97,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=positive, default=1, help="runs over each link, in turn (%(default)s)")
     parser.add_argument("--iters", type=int, default=2000, help="of a run for the loss; 0 for none (%(default)s)")
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="number of GPUs: two over NCCL in place of cables, all for the losses"
+    )
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--block-size", type=positive, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the pre-training (%(default)s)")
@@ -95,6 +107,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="a directory for runs and logs")
     parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
     options = parser.parse_args(arguments)
+    if options.gpus:
+        options.links = (NCCL,) if options.gpus > 1 else ()
     if "pretrain" in options.works and options.data is None:
         parser.error("--data is needed for the pre-training; or leave it out: --works lora")
     return options
@@ -103,46 +117,93 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 # --- two computers ------------------------------------------------------------------------------------
 
 
+class Computers(Protocol):
+    """Where the two ranks of a run are."""
+
+    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+        """Command and environment of a rank; ``hosts`` is a file to write for the ring."""
+        ...
+
+    def left(self) -> int:
+        """Bytes that have left the second computer by its cable; 0 where there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """A network namespace and a core for each rank."""
+
+    cluster: Cluster
+
+    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+        nodes = list(self.cluster.nodes.values())
+        hosts.write_text(json.dumps([[f"{node.address}:{32100 + number}"] for number, node in enumerate(nodes)]))
+        pinned = ["taskset", "-c", str(place % (os.cpu_count() or 1)), *words]
+        variables = {"MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
+        return self.cluster.command(nodes[place].name, pinned), variables
+
+    def left(self) -> int:
+        return _left(list(self.cluster.nodes.values())[1].port)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Two GPUs over NCCL; or both ranks on one GPU, over a ring, where only the loss is asked for."""
+
+    port: int
+    alone: int | None = None
+
+    def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
+        if self.alone is None:
+            variables = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(self.port), "MLX_WORLD_SIZE": "2"}
+            return list(words), {**variables, "CUDA_VISIBLE_DEVICES": str(place)}
+        hosts.write_text(json.dumps([[f"127.0.0.1:{self.port + number}"] for number in range(2)]))
+        # MLX writes a compiled kernel where another process may already read it.
+        kernels = {"MLX_PTX_CACHE_DIR": str(hosts.with_suffix(f".{place}"))}
+        return list(words), {"MLX_HOSTFILE": str(hosts), "CUDA_VISIBLE_DEVICES": str(self.alone), **kernels}
+
+    def left(self) -> int:
+        return 0
+
+
 @contextmanager
-def computers(work: Path, link: Link) -> Iterator[Cluster]:
-    """Two of the tests' namespaces, with this cable between them."""
+def computers(work: Path, link: str) -> Iterator[Computers]:
+    """Two of the tests' namespaces, with this cable between them; or two GPUs."""
+    if link == NCCL:
+        yield Gpus(32300)
+        return
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import pytest
     from namespaces import namespaces
 
-    place = work / f"cluster-{time.monotonic_ns()}"
+    cable, place = LINKS[link], work / f"cluster-{time.monotonic_ns()}"
     place.mkdir()
     try:
         with namespaces(2, place) as cluster:
-            if link.delay_s:
-                cluster.delay("node1", link.delay_s)
-            if link.rate:
-                cluster.slow("node1", link.rate, burst=link.burst)
-            yield cluster
+            if cable.delay_s:
+                cluster.delay("node1", cable.delay_s)
+            if cable.rate:
+                cluster.slow("node1", cable.rate, burst=cable.burst)
+            yield Namespaces(cluster)
     except pytest.skip.Exception as error:
         raise BenchmarkError(str(error)) from None
 
 
-def train(options: argparse.Namespace, cluster: Cluster, words: Sequence[str], work: Path, name: str) -> int:
+def train(options: argparse.Namespace, where: Computers, words: Sequence[str], work: Path, name: str) -> int:
     """One run, a rank on each computer; bytes that have left the second one by its cable.
 
     Raises:
         BenchmarkError: a rank failed or takes too long.
     """
-    nodes = list(cluster.nodes.values())
-    hosts = work / f"{name}-hosts.json"
-    hosts.write_text(json.dumps([[f"{node.address}:{32100 + place}"] for place, node in enumerate(nodes)]))
     ranks: list[subprocess.Popen[bytes]] = []
-    before = _left(nodes[1].port)
-    deadline = time.monotonic() + options.timeout
+    before, deadline = where.left(), time.monotonic() + options.timeout
     try:
-        for place, node in enumerate(nodes):
-            pinned = ["taskset", "-c", str(place % (os.cpu_count() or 1)), *words]
-            variables = {"MLX_RANK": str(place), "MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
+        for place in range(2):
+            command, variables = where.start(place, words, work / f"{name}-hosts.json")
             log = (work / f"{name}-{place}.log").open("wb")
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-            environ = clean_environ(PYTHONPATH=python_path(), **variables)
-            ranks.append(subprocess.Popen(cluster.command(node.name, pinned), env=environ, **how))
+            environ = clean_environ(PYTHONPATH=python_path(), MLX_RANK=str(place), **variables)
+            ranks.append(subprocess.Popen(command, env=environ, **how))
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
                 break
@@ -155,7 +216,7 @@ def train(options: argparse.Namespace, cluster: Cluster, words: Sequence[str], w
     if any(codes):
         tail = "\n".join((work / f"{name}-0.log").read_text(errors="replace").splitlines()[-15:])
         raise BenchmarkError(f"{name}: the ranks ended with {codes}, or took too long:\n{tail}")
-    return _left(nodes[1].port) - before
+    return where.left() - before
 
 
 def _left(port: str) -> int:
@@ -175,9 +236,11 @@ def words_of(options: argparse.Namespace, work: Path, kind: str, row: str, direc
     else:
         text = "train --model demo --data demo --train --mask-prompt --num-layers 8 --learning-rate 1e-4"
     text += (
-        f" --batch-size {options.batch_size} --iters {iters} --seed 1 --cores-per-rank 1 --keep-last 0 "
+        f" --batch-size {options.batch_size} --iters {iters} --seed 1 --keep-last 0 "
         f"--gradient-check off --no-keep-best --adapter-path {directory}"
     )
+    # Steps between exchanges need float32 weights, which are not what a GPU takes by itself.
+    text += " --dtype float32" if options.gpus and kind == "pretrain" else "" if options.gpus else " --cores-per-rank 1"
     return [sys.executable, "-m", "allhands", *text.split(), *ROWS[row]]
 
 
@@ -193,15 +256,15 @@ def round_of(row: str) -> int:
     return int(words[words.index("--sync-every") + 1]) if "--sync-every" in words else 1
 
 
-def over_link(options: argparse.Namespace, cluster: Cluster, work: Path, kind: str, row: str) -> dict[str, float]:
+def over_link(options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str) -> dict[str, float]:
     """Tokens a second, bytes that rank 0 sends in a step, and bytes a step on the cable, all that is on it included."""
-    name = f"{kind}-{row.replace(' ', '-')}-{time.monotonic_ns()}"
+    name = f"{kind}-{_slug(row)}-{time.monotonic_ns()}"
     # Whole rounds, after the first, without the end, where all of it is exchanged at once.
     every = round_of(row)
     before, counted, after = (every, every, 1) if every > 1 else (0, options.steps, 0)
     steps = WARM_UP + before + counted + after
     words = words_of(options, work, kind, row, work / name, steps)
-    left = train(options, cluster, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name)
+    left = train(options, where, [*words, "--steps-per-report", "1", "--val-batches", "0"], work, name)
     reports = events_of(work / name, "train")[WARM_UP + before : WARM_UP + before + counted]
     seconds = sum(each["step_time_s"] for each in reports)
     tokens = sum(each["tokens_per_s"] * each["step_time_s"] for each in reports)
@@ -212,12 +275,12 @@ def over_link(options: argparse.Namespace, cluster: Cluster, work: Path, kind: s
     return {**found, "cable_bytes": left / steps}
 
 
-def loss(options: argparse.Namespace, cluster: Cluster, work: Path, kind: str, row: str) -> dict[str, Any]:
+def loss(options: argparse.Namespace, where: Computers, work: Path, kind: str, row: str) -> dict[str, Any]:
     """Validation losses on the way and at the end, at equal tokens."""
-    name = f"{kind}-{row.replace(' ', '-')}-loss"
+    name = f"{kind}-{_slug(row)}-loss"
     every, more = max(1, options.iters // 10), ["--val-batches", "-1" if kind == "lora" else "20"]
     words = words_of(options, work, kind, row, work / name, options.iters)
-    train(options, cluster, [*words, "--steps-per-eval", str(every), "--steps-per-report", "10", *more], work, name)
+    train(options, where, [*words, "--steps-per-eval", str(every), "--steps-per-report", "10", *more], work, name)
     curve = [(each["step"], each["loss"], each["elapsed_s"]) for each in events_of(work / name, "valid")]
     say(f"    {row}: validation loss {curve[-1][1]:.4f} after {options.iters} steps")
     return {"curve": curve, "last": curve[-1][1]}
@@ -236,18 +299,25 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
         kind: {link: {row: [] for row in options.rows} for link in options.links} for kind in options.works
     }
     for link in options.links:
-        with computers(work, LINKS[link]) as cluster:
+        with computers(work, link) as where:
             for kind in options.works:
                 say(f"{WORKS[kind]}, {NAMES[link]}")
                 for _ in range(options.repeat):  # in turns, so that what else the machine does befalls all alike
                     for row in options.rows:
-                        speeds[kind][link][row].append(over_link(options, cluster, work, kind, row))
+                        speeds[kind][link][row].append(over_link(options, where, work, kind, row))
     losses: dict[str, Any] = {}
-    if options.iters:
-        with computers(work, LINKS["none"]) as cluster:
-            for kind in options.works:
-                say(f"{WORKS[kind]}, the loss")
-                losses[kind] = {row: loss(options, cluster, work, kind, row) for row in options.rows}
+    for kind in options.works if options.iters else ():
+        say(f"{WORKS[kind]}, the loss")
+        if options.gpus:  # all rows at the same time, four of them at most on each GPU
+            at_once = ThreadPoolExecutor(4 * options.gpus)
+            runs = {
+                row: at_once.submit(loss, options, Gpus(32400 + 2 * place, place % options.gpus), work, kind, row)
+                for place, row in enumerate(options.rows)
+            }
+            losses[kind] = {row: run.result() for row, run in runs.items()}
+            continue
+        with computers(work, "none") as where:
+            losses[kind] = {row: loss(options, where, work, kind, row) for row in options.rows}
     kept = ("steps", "repeat", "iters", "batch_size", "block_size", "learning_rate")
     return {
         "date": datetime.date.today().isoformat(),
@@ -267,7 +337,7 @@ def rows(found: dict[str, Any]) -> Iterable[Row]:
             for row, runs in by_row.items():
                 name = f"{WORKS[kind]}, {NAMES[link]}"
                 yield row_of(name, f"allhands, {row}", "tokens/s", [run["tokens_per_s"] for run in runs], "higher")
-        for row, runs in next(iter(links.values())).items():
+        for row, runs in next(iter(links.values()), {}).items():
             sent = [run["sent_bytes"] for run in runs]
             yield row_of(f"{WORKS[kind]}, sent in a step", f"allhands, {row}", "bytes", sent, "lower")
     for kind, by_row in found["losses"].items():
@@ -279,16 +349,19 @@ def report(found: dict[str, Any]) -> str:
     """A table for each work: speeds against what is not packed and has no limit, bytes, loss."""
     settings, lines = found["settings"], list[str]()
     for kind, links in found["speeds"].items():
-        first = next(iter(links.values()))
-        base = _middle(first[next(iter(first))], "tokens_per_s")
-        tokens = f"batches of {settings['batch_size']}"
-        lines += [f"{WORKS[kind]}, {tokens}; {base:,.0f} tokens/s are 100 %", ""]
-        heads = ["", *(NAMES[link] for link in links), "sent in a step", "on the cable", "validation loss"]
+        first = next(iter(links.values()), {})
+        base = _middle(first[next(iter(first))], "tokens_per_s") if first else 0.0
+        lines += [f"{WORKS[kind]}, batches of {settings['batch_size']}", ""]
+        if first:
+            lines[-1:] = [f"{base:,.0f} tokens/s are 100 %", ""]
+        heads = ["", *(NAMES[link] for link in links), *(["sent in a step", "on the cable"] if first else [])]
+        heads.append("validation loss")
         lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
         plain = found["losses"].get(kind, {}).get("plain", {}).get("last")
-        for row in first:
+        for row in first or found["losses"].get(kind, {}):
             cells = [f"{_middle(links[link][row], 'tokens_per_s') / base:.0%}" for link in links]
-            cells += [f"{_middle(first[row], key) / 1e6:.3g} MB" for key in ("sent_bytes", "cable_bytes")]
+            if first:
+                cells += [f"{_middle(first[row], key) / 1e6:.3g} MB" for key in ("sent_bytes", "cable_bytes")]
             last = found["losses"].get(kind, {}).get(row, {}).get("last")
             apart = "" if plain is None or row == "plain" or last is None else f" ({last / plain - 1:+.2%})"
             cells.append("-" if last is None else f"{last:.4f}{apart}")
@@ -297,6 +370,10 @@ def report(found: dict[str, Any]) -> str:
     if found["losses"]:
         lines.append(f"Validation losses after {settings['iters']} steps without a limit, at equal tokens.")
     return "\n".join(lines)
+
+
+def _slug(row: str) -> str:
+    return "-".join("".join(letter if letter.isalnum() else " " for letter in row).split())
 
 
 def _middle(runs: Sequence[dict[str, float]], key: str) -> float:

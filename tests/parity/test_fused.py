@@ -5,6 +5,7 @@ Without an NVIDIA GPU the forms are computed by MLX's own operations; with one t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +394,40 @@ def test_kernel_add_rows_onto_a_table(dtype: mx.Dtype) -> None:
     whole = mx.concatenate([table.reshape(-1), mx.ones((64,), dtype=dtype)])
     again = kernels.add_rows(ids, rows, 900, onto=whole[: table.size].reshape(table.shape))
     assert np.array_equal(np.array((again + 0).astype(mx.float32)), found)
+
+
+def shifted(array: mx.array) -> mx.array:
+    """The same numbers as a view of a larger array, which begins where no 16 bytes begin."""
+    flat = mx.concatenate([mx.zeros((3,), dtype=array.dtype), array.reshape(-1)])
+    mx.eval(flat)
+    return flat[3:].reshape(array.shape)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernels_take_views_that_begin_anywhere(dtype: mx.Dtype) -> None:
+    """As sums over ranks are, which are parts of what has travelled."""
+    x, cotangent, weight = normal(37, 208, dtype=dtype), normal(37, 104, dtype=dtype), normal(208, dtype=dtype)
+    ids = mx.random.randint(0, 37, (20,))
+    moments = (normal(64, 104, dtype=dtype), mx.abs(normal(64, 104, dtype=dtype)))
+    w, g = normal(64, 104, dtype=dtype), normal(64, 104, dtype=dtype)
+    master, float_moments = w.astype(mx.float32), tuple(each.astype(mx.float32) for each in moments)
+    scalars = mx.array([0.5, 1, 1e-3, 0.9, 0.99, 1e-8, 1, 1, 0.1, 0.01])
+
+    def computed(view: Callable[[mx.array], mx.array]) -> list[mx.array]:
+        firsts, seconds = (view(moments[0]), view(moments[1])), (view(float_moments[0]), view(float_moments[1]))
+        return [
+            kernels.sum_of_squares([view(x), view(cotangent)]),
+            kernels.swiglu(view(x)),
+            kernels.swiglu_vjp(view(x), view(cotangent))[0],
+            *kernels.rms_norm(view(x), view(x), view(weight), 1e-5),
+            *kernels.rms_norm_vjp(view(x), view(weight), view(x), 1e-5, residual=None, trained=True),
+            kernels.take_rows(view(x), ids),
+            kernels.add_rows(ids, view(x)[:20], 64, onto=view(mx.zeros((64, 208), dtype=dtype))),
+            *kernels.adam(view(g), view(w), firsts, scalars),
+            *kernels.adam_master(view(g), view(master), seconds, scalars),
+        ]
+
+    for place, (found, expected) in enumerate(zip(computed(shifted), computed(lambda x: x), strict=True)):
+        assert relative(found, expected) < 1e-6, place

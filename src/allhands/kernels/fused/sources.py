@@ -68,14 +68,30 @@ struct alignas(16) Vec {
   U v[W];
 };
 
+// An array may be a view of another one, which begins anywhere; then values are read and written one by one.
+template <typename Block, typename U>
+__device__ __forceinline__ Block read(const U* p) {
+  if (reinterpret_cast<size_t>(p) % sizeof(Block) == 0) return *reinterpret_cast<const Block*>(p);
+  Block x;
+  #pragma unroll
+  for (int k = 0; k < sizeof(Block) / sizeof(U); k++) x.v[k] = p[k];
+  return x;
+}
+
 template <typename U>
 __device__ __forceinline__ Vec<U> load(const U* p, size_t i) {
-  return reinterpret_cast<const Vec<U>*>(p)[i];
+  return read<Vec<U>>(p + i * Vec<U>::W);
 }
 
 template <typename U>
 __device__ __forceinline__ void store(U* p, size_t i, const Vec<U>& x) {
-  reinterpret_cast<Vec<U>*>(p)[i] = x;
+  p += i * Vec<U>::W;
+  if (reinterpret_cast<size_t>(p) % sizeof(Vec<U>) == 0) {
+    *reinterpret_cast<Vec<U>*>(p) = x;
+    return;
+  }
+  #pragma unroll
+  for (int k = 0; k < Vec<U>::W; k++) p[k] = x.v[k];
 }
 
 template <typename U>
@@ -85,7 +101,7 @@ struct alignas(4 * sizeof(U)) Quad {
 
 template <typename U>
 __device__ __forceinline__ Quad<U> quad(const U* p, size_t i) {
-  return reinterpret_cast<const Quad<U>*>(p)[i];
+  return read<Quad<U>>(p + i * 4);
 }
 
 __device__ __forceinline__ float logistic(float x) {
