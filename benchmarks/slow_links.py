@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness import (
@@ -148,19 +149,22 @@ class Namespaces:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Two GPUs over NCCL; or both ranks on one GPU, over a ring, where only the loss is asked for."""
+    """Two GPUs over NCCL; or both ranks on one GPU, over a ring, where there is no second one."""
 
     port: int
-    alone: int | None = None
+    devices: tuple[int, int] = (0, 1)
 
     def start(self, place: int, words: Sequence[str], hosts: Path) -> tuple[list[str], dict[str, str]]:
-        if self.alone is None:
-            variables = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(self.port), "MLX_WORLD_SIZE": "2"}
-            return list(words), {**variables, "CUDA_VISIBLE_DEVICES": str(place)}
-        hosts.write_text(json.dumps([[f"127.0.0.1:{self.port + number}"] for number in range(2)]))
         # MLX writes a compiled kernel where another process may already read it.
-        kernels = {"MLX_PTX_CACHE_DIR": str(hosts.with_suffix(f".{place}"))}
-        return list(words), {"MLX_HOSTFILE": str(hosts), "CUDA_VISIBLE_DEVICES": str(self.alone), **kernels}
+        own = {
+            "CUDA_VISIBLE_DEVICES": str(self.devices[place]),
+            "MLX_PTX_CACHE_DIR": str(hosts.with_suffix(f".{place}")),
+        }
+        if len(set(self.devices)) > 1:
+            variables = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(self.port), "MLX_WORLD_SIZE": "2"}
+            return list(words), {**variables, **own}
+        hosts.write_text(json.dumps([[f"127.0.0.1:{self.port + number}"] for number in range(2)]))
+        return list(words), {"MLX_HOSTFILE": str(hosts), **own}
 
     def left(self) -> int:
         return 0
@@ -308,13 +312,22 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     losses: dict[str, Any] = {}
     for kind in options.works if options.iters else ():
         say(f"{WORKS[kind]}, the loss")
-        if options.gpus:  # all rows at the same time, four of them at most on each GPU
-            at_once = ThreadPoolExecutor(4 * options.gpus)
-            runs = {
-                row: at_once.submit(loss, options, Gpus(32400 + 2 * place, place % options.gpus), work, kind, row)
-                for place, row in enumerate(options.rows)
-            }
-            losses[kind] = {row: run.result() for row, run in runs.items()}
+        if options.gpus:  # as many rows at the same time as there are pairs of GPUs
+            pairs = [(first, min(first + 1, options.gpus - 1)) for first in range(0, options.gpus, 2)]
+            free = Queue[Gpus]()
+            for number, pair in enumerate(pairs):
+                free.put(Gpus(32400 + 2 * number, pair))
+
+            def on_a_pair(kind: str, row: str, free: Queue[Gpus] = free) -> dict[str, Any]:
+                where = free.get()
+                try:
+                    return loss(options, where, work, kind, row)
+                finally:
+                    free.put(where)
+
+            with ThreadPoolExecutor(len(pairs)) as at_once:
+                runs = {row: at_once.submit(on_a_pair, kind, row) for row in options.rows}
+                losses[kind] = {row: run.result() for row, run in runs.items()}
             continue
         with computers(work, "none") as where:
             losses[kind] = {row: loss(options, where, work, kind, row) for row in options.rows}

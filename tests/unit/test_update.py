@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 
 from allhands.io.trees import flatten, number, unflatten
 from allhands.kernels.fused import kernels
+from allhands.parallel.norms import sum_of_squares
 from allhands.train.graph_update import GraphUpdate
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, KernelAdamW
@@ -343,3 +344,12 @@ def test_kernel_adam_scalars(bias_correction: bool, max_norm: float) -> None:
     ended = kernels.adam_scalars((mx.array(mx.inf), *numbers[1:]), options, bias_correction=bias_correction)
     assert not ended[2].item()
     assert ended[0][:, 1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [7, 4096, 1 << 24])
+def test_the_norm_of_many_numbers_is_exact(size: int) -> None:
+    """A CPU's own sum of so many numbers is 3 % off."""
+    drawn = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    exact = np.sqrt((drawn.astype(np.float64) ** 2).sum())
+    assert clip({"all": mx.array(drawn)}, None)[1].item() == pytest.approx(exact, rel=2e-6)
+    assert mx.sqrt(sum_of_squares([mx.array(drawn)])).item() == pytest.approx(exact, rel=2e-6)

@@ -80,6 +80,12 @@ def evaluate(
     hosts: Annotated[
         str | None, typer.Option("--hosts", help="Computers to evaluate on, by name: node1,node2:2.")
     ] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks. [data]")
+    ] = None,
+    pp_split: Annotated[
+        str | None, typer.Option("--pp-split", help="With --strategy pipeline: blocks of each rank, such as 20,12.")
+    ] = None,
     config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     tasks: Annotated[
@@ -123,7 +129,7 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
         if launch.launcher != "single" or not (config.hostfile or config.hosts):
             _check_adapter(config)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
-        return _supervise(config)
+        return supervise_verb(config)
     with install(launch, os.environ) as worker:
         worker.unstarted = "stopped before the evaluation: there is no result"
         _evaluate_as_rank(config, launch, worker, as_json)
@@ -132,7 +138,7 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def _supervise(config: EvalConfig) -> int:
+def supervise_verb(config: EvalConfig) -> int:
     """Start the processes, here or on several computers, and answer for them; their logs stay if they have failed."""
     from allhands.cli.launching import run
     from allhands.cli.train import job_of, with_hostfile

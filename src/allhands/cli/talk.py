@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -63,8 +64,7 @@ def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
 def run_generate(options: GenerateOptions) -> None:
     """Print the answer as it comes, then what it cost."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    _require_prompt(prompt)
     from allhands.model.beyond import answering, limits_told
 
     use = answering(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
@@ -72,28 +72,80 @@ def run_generate(options: GenerateOptions) -> None:
         _generate(options, prompt)
 
 
+def _require_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+
+
 def _generate(options: GenerateOptions, prompt: str) -> None:
-    from allhands.infer.generate import Sampling, load_for_generation, prompt_tokens, stream_answer
+    from allhands.infer.generate import load_for_generation
 
     if options.ignore_chat_template and options.chat != ChatChoice():
         flag = "--system" if options.chat.template is None else "--chat-template"
         raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
     trust = options.trust_remote_code
     loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
-    tell_notes(loaded)
-    tell_harm(options.adapter_path, options.model)
+    _answer(options, loaded, prompt)
+
+
+def _answer(options: GenerateOptions, loaded: LoadedModel, prompt: str, *, speaks: bool = True) -> None:
+    """Print the answer, if this process ``speaks``."""
+    from allhands.infer.generate import Sampling, prompt_tokens, stream_answer
+
+    if speaks:
+        tell_notes(loaded)
+        tell_harm(options.adapter_path, options.model)
     tokens = prompt_tokens(
         loaded, prompt, system_prompt=options.system_prompt, use_template=not options.ignore_chat_template
     )
     sampling = Sampling(options.temp, options.top_p, options.seed)
     cost = None
     for text, cost in stream_answer(loaded, tokens, options.max_tokens, sampling):  # noqa: B007 - the last one
-        print(text, end="", flush=True)
+        if speaks:
+            print(text, end="", flush=True)
+    if not speaks:
+        return
     print("\n" + "=" * 10)
     if cost is not None:
         print(f"Prompt: {cost.prompt_tokens} tokens, {cost.prompt_tps:.3f} tokens-per-sec")
         print(f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec")
         print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
+
+
+def run_generate_divided(options: GenerateOptions, ranks: dict[str, Any]) -> int:
+    """:func:`run_generate` on several ranks, or as one of them; the exit code.
+
+    ``ranks``: options of a training that say where ranks are and what each has.
+    """
+    from allhands.cli.evaluate import supervise_verb
+    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
+    from allhands.cluster.environment import recognise_here
+    from allhands.cluster.worker import install
+    from allhands.config.eval_schema import EvalConfig
+    from allhands.config.schema import build_config
+
+    launch = recognise_here()
+    with rank_0_speaks_first(launch):
+        if options.prompt == "-":
+            raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
+        _require_prompt(options.prompt)
+        values = {"model": options.model, "trust_remote_code": options.trust_remote_code, "strategy": "pipeline"}
+        values |= {} if options.adapter_path is None else {"adapter_path": str(options.adapter_path)}
+        config = build_config({**values, **ranks, "test": True}, None, EvalConfig)
+        assert isinstance(config, EvalConfig)
+        check_launch(config, launch)
+    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
+        return supervise_verb(config)
+    with install(launch, os.environ) as worker:
+        worker.unstarted = "stopped before the answer"
+        from allhands.cluster.join import surroundings_of
+        from allhands.infer.divided import load_divided
+
+        loaded = load_divided(config, surroundings_of(worker, launch, config), options.chat)
+        _answer(options, loaded, options.prompt, speaks=launch.rank == 0)
+        if launch.size > 1:
+            leave(launch)
+    return 0
 
 
 @dataclass(frozen=True)

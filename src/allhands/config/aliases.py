@@ -52,8 +52,12 @@ OUTDATED: dict[str, str] = {
     "wandb": "report_to says where to report",
 }
 _SHARDED = (
-    "the model is not divided among ranks here, each has all of it: [[num_ranks]] or [[hosts]] divides the batch, and "
-    "[[strategy: zero1]] the optimizer's state (as ZeRO-1); torchtitan and DeepSpeed divide the model"
+    "matrices and experts are not divided among ranks here: [[num_ranks]] or [[hosts]] divides the batch, and "
+    "[[strategy: zero1]] the optimizer's state (as ZeRO-1), [[strategy: pipeline]] the model's blocks"
+)
+_STAGES = (
+    "each rank has some of the model's blocks with [[strategy: pipeline]]; [[pp: 2]] makes pipelines of two ranks, and "
+    "[[pp_schedule: interleaved]] another order of the passes"
 )
 _EXCHANGE = (
     "gradients are exchanged once a step: larger batches or [[grad_accumulation_steps]] exchange less often, "
@@ -103,7 +107,8 @@ ELSEWHERE: dict[str, str] = {
     "push_to_hub": "upload the result afterwards: allhands upload DIR --to OWNER/NAME",
     **dict.fromkeys(("flash_attn", "attn_implementation"), _KERNELS),
     **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _SHARDED),
-    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline", "pp", "pp_size"), _SHARDED),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree"), _STAGES),
+    **dict.fromkeys(("pipeline", "pp_size", "pipeline_parallel_schedule"), _STAGES),
     **dict.fromkeys(("context_parallel", "context_parallel_size", "sequence_parallel", "expert_parallel"), _SHARDED),
     **dict.fromkeys(("fsdp", "fsdp_config", "zero", "zero_stage", "deepspeed", "deepspeed_config"), _SHARDED),
     **dict.fromkeys(("compression", "gradient_compression", "grad_compression", "powersgd", "topk"), _COMPRESS),

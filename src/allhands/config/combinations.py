@@ -40,6 +40,21 @@ def refuse_combinations(config: Any) -> None:
     if unknown:
         raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
     _refuse_rounds(config)
+    _refuse_stages(config)
+
+
+def _refuse_stages(config: Any) -> None:
+    if config.strategy != "pipeline":
+        fields = type(config).model_fields
+        for name in ("pp", "pp_schedule", "pp_split"):
+            if getattr(config, name) != fields[name].default:
+                given = "--" + name.replace("_", "-")
+                raise ValueError(f"{given} has an effect only with --strategy pipeline: add it")
+        return
+    if config.compress != "none":
+        raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
+    if config.rank_weights not in (None, "equal"):
+        raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
 
 
 def _refuse_rounds(config: Any) -> None:
@@ -50,7 +65,11 @@ def _refuse_rounds(config: Any) -> None:
                 given = "--" + name.replace("_", "-")
                 raise ValueError(f"{given} has an effect only with --sync-every: add it, with 2 or more steps")
     elif config.strategy != "auto":
-        what = {"zero1": "divides one optimizer, and here each rank has its own", "data": "sums gradients in each step"}
+        what = {
+            "data": "sums gradients in each step",
+            "zero1": "divides one optimizer, and here each rank has its own",
+            "pipeline": "divides the model",
+        }
         raise ValueError(
             f"--sync-every {config.sync_every} is a strategy of its own: --strategy {config.strategy} "
             f"{what[config.strategy]}; leave one of the two out"

@@ -277,22 +277,28 @@ class TrainConfig(_Strict):
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
     )
-    strategy: Literal["auto", "data", "zero1"] = Field(
+    strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
         "auto",
-        description="How ranks divide the work: data (each updates everything) or zero1 (each keeps and updates a "
-        "part of the optimizer's state); auto: zero1 with NCCL and float32 copies, else data.",
+        description="How ranks divide the work: data, zero1 (the optimizer's state divided) or pipeline (each has some "
+        "of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
+    )
+    pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
+    pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
+        "1f1b", description="With --strategy pipeline: order of the passes; interleaved and zb wait less."
+    )
+    pp_split: str = Field(
+        "auto", pattern=r"^auto$|^\d+(,\d+)*$", description="Blocks of each stage, such as 20,12; auto: alike."
     )
     compress: Literal["none", "bf16", "int8", "int4"] = Field(
         "none",
-        description="Gradients on the way between ranks, for slow links: bf16 is half of float32's bytes, int8 0.28, "
-        "int4 0.16; what rounding leaves out is sent later (int8, int4). Changes the result a little.",
+        description="Gradients on their way, for slow links: bf16 is half of float32's bytes, int8 0.28, int4 0.16; "
+        "what rounding leaves out is sent later (int8, int4). Changes the result a little.",
     )
     sync_every: int = Field(
         1,
         ge=1,
         le=10**6,
-        description="Steps that ranks take by themselves before their weights are averaged: for slow links, changes "
-        "the result. 1: gradients are summed in each step.",
+        description="Steps of each rank by itself before weights are averaged: for slow links, changes the result.",
     )
     outer_lr: float = Field(
         1.0, gt=0, description="With --sync-every: learning rate of the outer step. 1 averages; DiLoCo takes 0.7."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +49,12 @@ class Speed:
 
 
 def load_for_generation(
-    model: str, adapter_path: Path | None, *, trust_remote_code: bool = False, chat: ChatChoice | None = None
+    model: str,
+    adapter_path: Path | None,
+    *,
+    trust_remote_code: bool = False,
+    chat: ChatChoice | None = None,
+    cut: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
     """Load a model, on top of it an adapter, and make it fast on this device.
 
@@ -57,6 +62,7 @@ def load_for_generation(
 
     Args:
         chat: the chat template, where it is not the model's own or the one that lies beside the adapter.
+        cut: leaves the model with a part of itself, before its weights are read.
 
     Raises:
         ConfigError: there is no such chat template.
@@ -70,10 +76,14 @@ def load_for_generation(
     stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
     if stop is not None:
         notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
-    loaded = load_model(str(tokenizer.path), trust_remote_code=trust_remote_code, tokenizer=tokenizer.tokenizer)
+    how: Any = {"trust_remote_code": trust_remote_code, "lazy": cut is not None}
+    loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     loaded = replace(loaded, notes=notes)
     if adapter_path is not None:
         put_on(loaded.model, adapter_path)
+    if cut is not None:
+        cut(loaded.model)
+        mx.eval(loaded.model.parameters())
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.

@@ -100,6 +100,7 @@ def load_model(
     dtype: str | None = None,
     tokenizer: TokenizerWrapper | None = None,
     hashed: bool = False,
+    lazy: bool = False,
 ) -> LoadedModel:
     """Load a model and its tokenizer, the parameters evaluated, in evaluation mode.
 
@@ -109,6 +110,7 @@ def load_model(
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
         tokenizer: the model's, if it has been loaded already.
         hashed: begin with the fingerprint meanwhile, because it will be asked for at once.
+        lazy: leave parameters to be read when they are needed, if they are.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -117,10 +119,11 @@ def load_model(
     check_dtype(dtype)
     path = resolve(path_or_repo)
     hashing = begin_fingerprint(path) if hashed else None
-    model, config = build(path, trust_remote_code, wanted=True)
+    model, config = build(path, trust_remote_code, wanted=not lazy)
     if dtype is not None:
         cast_parameters(model, dtype, path)
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     return LoadedModel(model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing)
 
 

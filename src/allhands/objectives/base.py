@@ -48,6 +48,13 @@ class Objective(Protocol):
         """
         ...
 
+    def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
+        """The tokens (B, T) of :meth:`values`, as MLX's arrays, and what else a model of so many blocks is called with.
+
+        For ranks that compute some blocks alone and have no loss.
+        """
+        ...
+
     def cpu_gradient(self, model: Any) -> GradFunction | None:
         """The gradient where operations compute when they are called; ``None``: that of :meth:`sums` will do."""
         ...

@@ -44,6 +44,10 @@ class CausalLM:
         loss = make_loss(model, cpu_native=cpu_native, with_grad=with_grad)
         return lambda *arrays: (loss(*arrays),)
 
+    def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
+        inputs, _, _, *documents = arrays
+        return inputs, _kept_apart(num_layers, documents[0] if documents else None)
+
     def cpu_gradient(self, model: Any) -> GradFunction | None:
         parts = split(model)
         return None if parts is None else partial(_eager_gradient, model, parts)

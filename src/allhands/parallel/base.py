@@ -23,6 +23,7 @@ from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.passes import Passes
+from allhands.parallel.piping import Piping
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Reduced, Times
@@ -40,6 +41,7 @@ class Exchanging:
         codec: how gradients are packed on the way; ``None``: they are not.
         rounds: of local steps, for a strategy that makes such.
         inject_fault: is asked before each exchange at the end of a round whether to fail on purpose.
+        piping: this rank's part of the model, for a strategy that divides its blocks.
     """
 
     communicator: Communicator
@@ -49,6 +51,7 @@ class Exchanging:
     codec: Codec | None = None
     rounds: Rounds = field(default_factory=Rounds)
     inject_fault: Callable[[Literal["round"]], object] = lambda point: None
+    piping: Piping | None = None
 
     @property
     def size(self) -> int:

@@ -219,3 +219,18 @@ class LocalCosts:
         if packed is not None:  # changes of weights are packed as gradients are
             return Traffic(all_reduced=packed.all_reduced // every, gathered=packed.gathered // every)
         return Traffic(all_reduced=weight_bytes // every)
+
+
+class PipelineCosts:
+    """Each rank has an equal part of the blocks, and hands on hidden states: no gradient travels."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        parts = {
+            name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")
+        }
+        return replace(memory, **parts)
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        return Traffic()

@@ -33,9 +33,9 @@ from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
-from allhands.parallel.norms import sum_of_squares
+from allhands.parallel.norms import squares_of, sum_of_squares
 from allhands.parallel.passes import Pass, Passes
-from allhands.parallel.sums import Gradients, Named, Reduced, Times
+from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
 
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
 # remains of the exchange.
@@ -154,7 +154,7 @@ class DataParallel:
         exchanging, squares = self._exchanging, None
         arrays = [grad for _, grad in mine.grads]
         size = exchanging.bucket_bytes
-        every = [*numbers, *_places(extra, exchanging.communicator)]
+        every = [*numbers, *places_of_all(extra, exchanging.communicator)]
         if self._packing is None:
             sums, totals = sum_over_ranks(exchanging.communicator, arrays, every, bucket_bytes=size)
         else:
@@ -163,7 +163,7 @@ class DataParallel:
             sums, totals, self._left_next = found
         if (shards := self.shards) is not None:
             # This rank's own parts of all that it has, so that no second exchange is needed for the norm.
-            squares = sum((mx.square(each.astype(mx.float32)).sum() for each in sums), mx.zeros(()))
+            squares = sum(map(squares_of, sums), mx.zeros(()))
             sums = [mx.contiguous(shards.part(i, whole)) for i, whole in enumerate(sums)]
         if exchanging.cpu_native or exchanging.size > 1:
             exchanging.heartbeat("reduce")
@@ -277,7 +277,7 @@ class OverlappedData(DataParallel):
             # Of what all ranks have, only the first one's.
             parts = zip(pending.arrays, shards.divided, strict=True)
             every.append(sum_of_squares([part for part, divided in parts if divided or shards.first]))
-        every += _places(extra, communicator)
+        every += places_of_all(extra, communicator)
         totals = start_sum(communicator, every, stream=self._stream)
         squares = None if shards is None else totals[len(numbers)]
         gathered = communicator.size * len(extra)
@@ -326,12 +326,6 @@ class _Exposed:
         if seen is not None:
             self._share = seen
         return self._share
-
-
-def _places(mine: Sequence[float], communicator: Communicator) -> list[float]:
-    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
-    rank, size = communicator.rank, communicator.size
-    return [*[0.0] * (rank * len(mine)), *mine, *[0.0] * ((size - rank - 1) * len(mine))]
 
 
 def _named(named: list[Named], arrays: Sequence[mx.array]) -> list[Named]:

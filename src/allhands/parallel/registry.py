@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts, LocalCosts
+from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts, LocalCosts, PipelineCosts
 
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
@@ -44,6 +44,7 @@ class Entry:
         flags: what switches it on.
         packs: whether gradients can travel in another form than that in which they are added up (``--compress``).
         exact: whether it trains as one process does; what does not is only used, and planned, where it was asked for.
+        divides_model: whether each rank has a part of the model alone.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Entry:
     flags: str = ""
     packs: bool = False
     exact: bool = True
+    divides_model: bool = False
 
 
 def _undividable(wanted: TrainingNeeds) -> str:
@@ -62,6 +64,10 @@ def _undividable(wanted: TrainingNeeds) -> str:
         "operations are computed one by one on this processor": wanted.cpu_native,
     }
     return next((problem for problem, here in problems.items() if here), "")
+
+
+def _not_in_stages(wanted: TrainingNeeds) -> str:
+    return "a callback looks at whole gradients, which no rank has" if wanted.wants_gradients else ""
 
 
 def _not_local(wanted: TrainingNeeds) -> str:
@@ -81,6 +87,14 @@ STRATEGIES = {
         _undividable,
         "--strategy zero1",
         packs=True,
+    ),
+    "pipeline": Entry(
+        "pipeline",
+        PipelineCosts(),
+        "allhands.parallel.pipeline:pipeline",
+        _not_in_stages,
+        "--strategy pipeline",
+        divides_model=True,
     ),
     "local": Entry(
         "local steps",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from allhands.distributed.backend import Communicator
 from allhands.distributed.reduce import Lookups, PendingReduce
 
 Named = tuple[str, mx.array]
@@ -83,3 +84,9 @@ class Times:
     @property
     def whole_s(self) -> float:
         return self.compute_s + self.comm_s
+
+
+def places_of_all(mine: Sequence[float], communicator: Communicator) -> list[float]:
+    """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
+    rank, size = communicator.rank, communicator.size
+    return [*[0.0] * (rank * len(mine)), *mine, *[0.0] * ((size - rank - 1) * len(mine))]

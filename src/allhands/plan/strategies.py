@@ -141,7 +141,8 @@ def ways_of_team(
             sent_bytes=traffic.sent(ranks),
         )
 
-    for entry in (each for each in STRATEGIES.values() if each.exact) if rounds is None else (plain,):
+    whole = [each for each in STRATEGIES.values() if each.exact and not each.divides_model]
+    for entry in whole if rounds is None else [plain]:
         if not entry.unfit(wanted):
             yield way(entry.title, entry.flags, _same, entry)
     ways = [*_less(largest)]

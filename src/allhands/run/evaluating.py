@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allhands.config.eval_schema import EvalConfig
 from allhands.errors import DataError
 from allhands.model.beyond import limits_told, use_of
 from allhands.run.adapter_files import check_adapter
+from allhands.run.piping import piped, piped_sums
 from allhands.run.preparing import RunContext, prepare
 from allhands.train.evaluation import Evaluator
 
@@ -51,6 +52,7 @@ def run_evaluation(config: EvalConfig, surroundings: RunContext) -> Evaluation:
 
 def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
+    surroundings = replace(surroundings, mesh=piped(config, surroundings.mesh))
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
     windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]
     if windows is None or not len(windows):
@@ -66,6 +68,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         cpu_native=ready.accelerator.cpu_native,
         stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
+        piped=piped_sums(config, ready.stages, ready.communicator, surroundings.mesh),
     )
     try:
         loss, num_tokens, _ = evaluator()

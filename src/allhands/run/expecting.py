@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
 from allhands.distributed.codecs import CODECS
 from allhands.distributed.mesh import Mesh
+from allhands.errors import ModelError
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
@@ -146,6 +148,28 @@ def _in_half(model: Any) -> bool:
 
 def _bytes(tree: Any) -> int:
     return sum(array.nbytes for _, array in flatten(tree))
+
+
+def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh, *, divided: bool) -> None:
+    """Refuse a model whose files of weights alone are larger than the memory of this rank.
+
+    Args:
+        divided: whether ranks have a part of the model each.
+
+    Raises:
+        ModelError: they are.
+    """
+    whole = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    needed, room = whole // (mesh.pipe if divided else 1), Device(accelerator, mesh, 0).room
+    if needed <= room:
+        return
+    what = f"the weights of one of {mesh.pipe} stages are about" if divided else "the weights are"
+    more = "more computers" if divided else "a second computer"
+    raise ModelError(
+        f"{what} {format_bytes(needed)}, and this process may have {format_bytes(room)} of memory",
+        where=str(path),
+        hint=f"divide the model among computers: --strategy pipeline with {more} (--hosts), or quantise it",
+    )
 
 
 def scarce(expected: int, present_bytes: int, ranks: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from rich.console import Console
 from allhands.checkpoints import quick_step
 from allhands.checkpoints.copies import Copies
 from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share_history
+from allhands.config.pretrain_schema import pretraining
 from allhands.errors import AllhandsError
 from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
 from allhands.io.terminal import print_line
-from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, Sink, Sinks, read_metrics
+from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
-from allhands.run.preparing import LoadedRun, RunContext
+from allhands.run.preparing import LoadedRun, RunContext, versions
+from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
@@ -41,6 +44,36 @@ class Outputs:
     surroundings: RunContext
     ready: LoadedRun
     copies: Copies
+
+    def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
+        """What the run says of itself as it begins ``total`` batches; the largest has that shape."""
+        ready, mesh = self.ready, self.surroundings.mesh
+        config, windows, restored = ready.config, ready.data.train, ready.restored
+        fresh = pretraining(config)
+        return RunStarted(
+            name=self.directory.name,
+            model=config.model if fresh is None else f"{fresh.shape}, new",
+            method=config.fine_tune_type if fresh is None else "pre-training",
+            num_ranks=mesh.size,
+            backend=ready.communicator.backend,
+            batch_size=config.batch_size,
+            total_steps=state.steps_in_all(total, config.grad_accumulation_steps),
+            trainable_params=ready.trainable.parameters,
+            total_params=ready.trainable.total_parameters,
+            num_train_examples=len(windows) if windows else 0,
+            cores_per_rank=self.surroundings.cores_per_rank,
+            versions=versions(),
+            time=time.time(),
+            step=state.step,
+            attempt=self.surroundings.attempt,
+            elapsed_s=state.before_s,
+            resumed_from=restored.place if restored and not restored.own else None,
+            largest=largest,
+            vocabulary=ready.loaded.vocabulary,
+            iteration=state.iteration,
+            total_iterations=total,
+            grad_accumulation_steps=config.grad_accumulation_steps,
+        )
 
     @contextmanager
     def claim(self) -> Generator[None, None, None]:

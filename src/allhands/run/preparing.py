@@ -56,12 +56,22 @@ from allhands.model.adapters import (
 )
 from allhands.model.dropout import DropoutKeys, dropout_keys_of
 from allhands.model.fresh import fitted, new_model
-from allhands.model.load import LoadedModel, load_bare_tokenizer, load_model, load_tokenizer, require_in_vocabulary
+from allhands.model.load import (
+    LoadedModel,
+    LoadedTokenizer,
+    load_bare_tokenizer,
+    load_model,
+    load_tokenizer,
+    require_in_vocabulary,
+)
 from allhands.model.passes import Applied, PassContext, apply_passes
+from allhands.model.stages import Stage
 from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
+from allhands.run.expecting import require_room_for_weights
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import StartCheck
+from allhands.run.piping import divides, kept_of, stages_of
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -129,6 +139,7 @@ class LoadedRun:
         run_id: the same on all ranks.
         kernels: which forms of operations are computed, and why.
         passes: what became of each substitution of modules.
+        stages: of the model, which are all that this rank has of it; empty where it has all.
     """
 
     config: TrainConfig
@@ -144,6 +155,7 @@ class LoadedRun:
     run_id: str
     kernels: Settlement
     passes: tuple[Applied, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
@@ -184,11 +196,8 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
-            path = str(tokenizer.path)
             compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
-            loaded = load_model(path, trust_remote_code=trust, tokenizer=tokenizer.tokenizer, hashed=compared)
-            if compared:
-                _ = loaded.fingerprint  # reads all weights
+            loaded = _loaded(config, tokenizer, accelerator, mesh, compared=compared)
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
@@ -196,9 +205,13 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += _padding_told(model, data)
+    if start is not None and divides(config):
+        load_trained(model, start, new=fresh is not None, tested=not config.train)
+    stages = stages_of(config, model, mesh) if divides(config) else ()
     with _busy(surroundings):
+        mx.eval(model.parameters())
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
-    if start is not None:
+    if start is not None and not stages:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
@@ -207,13 +220,16 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
     communicator = surroundings.connect()
-    data = _agreed(communicator, surroundings, RankFacts(config, loaded, data, start), made_data)
+    facts = RankFacts(config, loaded, data, start, equal=() if stages else None)
+    data = _agreed(communicator, surroundings, facts, made_data)
     kernels = agreed(kernels, communicator)
     context.selection.select_by(kernels.choices)
     notes += kernels.notes
     applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
+    if restored is not None and stages:
+        restored = kept_of(restored, model, surroundings.busy)
     if restored is not None:
         restore_weights(model, restored, surroundings.busy)
     elif config.train and config.resume == AUTO:
@@ -223,7 +239,20 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     surroundings.started()
     dropout = dropout_keys_of(model)
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
-    return LoadedRun(*parts, tuple(notes), run_id, kernels, applied)
+    return LoadedRun(*parts, tuple(notes), run_id, kernels, applied, stages)
+
+
+def _loaded(
+    config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
+) -> LoadedModel:
+    """The model, which may be read later where ranks divide it; ``compared``: its fingerprint will be asked for."""
+    divided = divides(config)
+    require_room_for_weights(tokenizer.path, accelerator, mesh, divided=divided)
+    how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": divided}
+    loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
+    if compared:
+        _ = loaded.fingerprint  # reads all weights
+    return loaded
 
 
 def _agreed(
@@ -268,7 +297,8 @@ def _passes_checked(
         if surroundings.console is not None:
             surroundings.console.print(line, highlight=False, markup=False)
 
-    leads = surroundings.mesh.local_rank == 0
+    # A part of a model has no loss by itself.
+    leads = surroundings.mesh.local_rank == 0 and not divides(config)
     check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
     # By this rank's own choices, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))

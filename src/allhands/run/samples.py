@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from allhands.io.trees import number
 from allhands.observe.metrics import Sampled
+from allhands.parallel.pipeline import PipedModel
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Sampler:
         beat: called with the number of steps done before each token.
     """
 
-    model: nn.Module
+    model: nn.Module | PipedModel
     tokenizer: Any
     prompts: Sequence[str]
     num_tokens: int

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from allhands.checkpoints.format import Groups
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
@@ -34,10 +34,12 @@ from allhands.model.fresh import ModelFiles
 from allhands.model.tokenizer import positions_of
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.observe.metrics import METRICS_FILE, RunEnded, RunStarted, Sampled, Sink
+from allhands.observe.metrics import METRICS_FILE, RunEnded, Sampled, Sink
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
+from allhands.parallel.pipeline import PipedModel
+from allhands.parallel.piping import Piping
 from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
@@ -47,6 +49,7 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, sca
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
+from allhands.run.piping import WholeWeights, micro_batch_tokens, piped, piped_sums, piping_of
 from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -94,6 +97,7 @@ def run_finetune(
     require_place_of_run(config)
     callbacks = checked(callbacks)
     directory = Path(config.adapter_path)
+    surroundings = replace(surroundings, mesh=piped(config, surroundings.mesh))
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
         require_trackers(tracker_names(config.report_to))
@@ -175,8 +179,9 @@ class _Session:
         config, ready = self.config, self.ready
         optimizer, state = self._optimizer(total)
         compiled = compiles(config, total, self.ready.loaded.model)
-        sizing = ready.accelerator.sizing(config.micro_batch_tokens, compiled=compiled).fitted(windows.work)
-        if config.micro_batch_tokens is None and self.mesh.size > 1:
+        tokens = micro_batch_tokens(config, windows.work, self.mesh)
+        sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
+        if tokens is None and self.mesh.size > 1:
             device = Device(ready.accelerator, self.mesh, self.observer.resident())
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
@@ -190,7 +195,7 @@ class _Session:
         step = self._step(optimizer, state, compiled)
         require_timed(balance, config, step.strategy)
         self._restore_optimizer(optimizer, step)
-        sink.emit(self._started(total, state, largest))
+        sink.emit(self.outputs.started(total, state, largest))
         positions = positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
         if config.compress != "none" and self.mesh.size == 1:
@@ -248,7 +253,7 @@ class _Session:
         if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step, iteration: []
         return Sampler(
-            model=self.ready.loaded.model,
+            model=self.ready.loaded.model if self._piping is None else PipedModel(self._piping),
             tokenizer=self.ready.loaded.tokenizer,
             prompts=config.sample_prompts,
             num_tokens=config.sample_tokens,
@@ -328,6 +333,7 @@ class _Session:
             rules=rules,
             strategy=strategy,
             rounds=rounds_of(config),
+            piping=self._piping,
             codec=self._codec(strategy),
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -337,9 +343,14 @@ class _Session:
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
-        if options.codec is None and not options.rounds.delay:
+        if options.codec is None and not options.rounds.delay and options.piping is None:
             communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
         return make_step(self.ready.loaded.model, optimizer, communicator, options)
+
+    @cached_property
+    def _piping(self) -> Piping | None:
+        ready = self.ready
+        return piping_of(self.config, ready.stages, ready.communicator, self.mesh) if ready.stages else None
 
     @property
     def _cpu_native(self) -> bool:
@@ -386,8 +397,14 @@ class _Session:
     ) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
         """What saves on this rank: everything if it keeps files, else what only it holds."""
         ready = self.ready
+        whole = WholeWeights(ready.loaded.model, ready.communicator) if self._piping is not None else None
+
+        def groups() -> Groups:
+            mine = sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy)
+            return mine if whole is None else whole.put_into(mine)
+
         held = Held(
-            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy),
+            groups=groups,
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
@@ -395,7 +412,8 @@ class _Session:
         def described(state: LoopState) -> dict[str, Any]:
             return {**self._described(state), SHARES: balance.to_json(state.iteration)}
 
-        return saving(ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
+        made = partial(saving, ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
+        return made() if whole is None else whole.saved_by(made)
 
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
@@ -464,37 +482,10 @@ class _Session:
             weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
+            piped=piped_sums(self.config, self.ready.stages, self.ready.communicator, self.mesh, self.objective),
         )
 
     def _test(self, step: int) -> float:
         evaluator = self._evaluator(self.ready.data.test, self.config.test_batches)
         assert evaluator is not None
         return evaluator(step).loss
-
-    def _started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        config, windows, restored = self.config, self.ready.data.train, self.ready.restored
-        fresh = pretraining(config)
-        return RunStarted(
-            name=self.directory.name,
-            model=config.model if fresh is None else f"{fresh.shape}, new",
-            method=config.fine_tune_type if fresh is None else "pre-training",
-            num_ranks=self.mesh.size,
-            backend=self.ready.communicator.backend,
-            batch_size=config.batch_size,
-            total_steps=state.steps_in_all(total, config.grad_accumulation_steps),
-            trainable_params=self.ready.trainable.parameters,
-            total_params=self.ready.trainable.total_parameters,
-            num_train_examples=len(windows) if windows else 0,
-            cores_per_rank=self.surroundings.cores_per_rank,
-            versions=versions(),
-            time=time.time(),
-            step=state.step,
-            attempt=self.surroundings.attempt,
-            elapsed_s=state.before_s,
-            resumed_from=restored.place if restored and not restored.own else None,
-            largest=largest,
-            vocabulary=self.ready.loaded.vocabulary,
-            iteration=state.iteration,
-            total_iterations=total,
-            grad_accumulation_steps=config.grad_accumulation_steps,
-        )

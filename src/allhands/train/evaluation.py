@@ -24,6 +24,7 @@ from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
+from allhands.parallel.pipeline import PipedSums
 from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
@@ -55,21 +56,24 @@ class Evaluator:
         weights: Callable[[], tuple[float, ...]] | None = None,
         stop_requested: Callable[[], int] = lambda: 0,
         beat: Callable[[str, int], None] = lambda phase, step: None,
+        piped: PipedSums | None = None,
     ) -> None:
         """``stop_requested`` tells whether this rank has been asked to stop: all of them do then.
 
         Examples are divided among the data ranks of ``mesh``; ranks that differ on other axes compute the same ones.
         ``weights`` gives the ranks' speeds of the moment, where they are not those of ``mesh`` all the time.
-        ``beat`` is called with "validate" and the number of steps done before each forward pass.
+        ``beat`` is called with "validate" and the number of steps done before each forward pass. ``piped`` computes the
+        sums where ranks have a part of the model each.
         """
         self._model = model
         self._windows = windows
         self._communicator = communicator
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
-        self._shares = along(communicator, mesh, "data", "shard", alike=True)
+        self._shares = communicator if piped else along(communicator, mesh, "data", "shard", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._objective = objective
-        self._sums = objective.sums(model, cpu_native=cpu_native, with_grad=False)
+        self._piped = piped
+        self._sums = piped or objective.sums(model, cpu_native=cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()
         self._stop_requested = stop_requested
         self._beat = beat
@@ -109,7 +113,10 @@ class Evaluator:
             # A device has the next pass in its queue when it has done with one.
             mx.async_eval(sums)
             mx.eval(before)
-            counts.update(objective.counts(batch))
+            if self._piped is None or self._piped.counts:
+                counts.update(objective.counts(batch))
+        if self._piped is not None:
+            self._piped.finish()
         self._model.train()
         self._beat("reduce", step)
         _, summed = sum_over_ranks(self._shares, [], own_numbers(sums, counts, stop))

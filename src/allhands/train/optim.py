@@ -15,6 +15,7 @@ from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import LrSchedule, TrainConfig
 from allhands.errors import ConfigError
 from allhands.io.trees import flatten
+from allhands.parallel.norms import squares_of
 from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
 
 Schedule = Callable[[mx.array], mx.array] | float
@@ -147,7 +148,7 @@ def clip(grads: Any, max_norm: float | None, norm: mx.array | None = None) -> tu
         norm: where ``grads`` are a part of all.
     """
     if norm is None:
-        norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for _, g in flatten(grads)), mx.zeros(())))
+        norm = mx.sqrt(sum((squares_of(g) for _, g in flatten(grads)), mx.zeros(())))
     if max_norm is None:
         return grads, norm
     factor = mx.minimum(max_norm / (norm + 1e-6), 1.0)

@@ -24,6 +24,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
 from allhands.parallel.gradient import Computing
 from allhands.parallel.passes import Passes
+from allhands.parallel.piping import Piping
 from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
@@ -41,6 +42,7 @@ class StepOptions:
         rules: what is done with the mean gradient.
         strategy: by its name.
         rounds: of local steps, for a strategy that makes such.
+        piping: this rank's part of the model, for a strategy that divides its blocks.
         bucket_bytes: of an exchange: arrays travel together up to about so many.
         codec: how gradients are packed on the way; ``None``: they are not.
         overlap: whether gradients travel while others are computed; default: with NCCL.
@@ -57,6 +59,7 @@ class StepOptions:
     rules: Rules = field(default_factory=Rules)
     strategy: str = "data"
     rounds: Rounds = field(default_factory=Rounds)
+    piping: Piping | None = None
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -73,7 +76,8 @@ def make_step(
     """The step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
-    exchanging = Exchanging(communicator, options.bucket_bytes, native, heartbeat, options.codec, rounds, inject)
+    how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping)
+    exchanging = Exchanging(communicator, *how)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)

@@ -6,6 +6,7 @@ not finite: then model and optimizer are as before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -117,7 +118,8 @@ class UpdateByHand:
         sums.clear()
         if rules.after_backward is not None and (given := rules.after_backward(mean)) is not None:
             mean = given
-        clipped, norm = clip(mean, rules.max_grad_norm)
+        norm = None if reduced.squares is None else mx.sqrt(reduced.squares) / max(num_targets, 1.0)
+        clipped, norm = clip(mean, rules.max_grad_norm, norm)
         del mean
         if all_finite(reduced.loss, norm):
             rules.begin()
@@ -144,7 +146,8 @@ class NativeUpdater:
             given = rules.after_backward(unflatten([(name, g / num_targets) for name, g in sums]))
             if given is not None:
                 sums, num_targets = flatten(given), 1.0
-        norm = self._native.norm(sums) / num_targets
+        squares = reduced.squares  # of all ranks, where each has a part of the gradients
+        norm = (self._native.norm(sums) if squares is None else math.sqrt(number(squares))) / num_targets
         if all_finite(reduced.loss, mx.array(norm)):
             rules.begin()
             clipped = 1.0 if rules.max_grad_norm is None else min(rules.max_grad_norm / (norm + 1e-6), 1.0)

@@ -1,0 +1,277 @@
+"""Cut a model of mlx_lm into stages from outside: a rank keeps some of its blocks, and computes those alone.
+
+The model's own code runs unchanged. In the place of a block that another rank has stands its outline: it has the
+settings that the model's code may look at, no weights, and passes its input on. The last outline before the rank's
+blocks gives what the stage before has sent; the first one after them takes what the stage is to send, and the model's
+code is left there. So masks, places of caches and whatever else follows from the number of a block are those of the
+whole model.
+
+Only architectures whose cut models have been compared with mlx_lm's own are cut: :data:`CAN_BE_CUT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from allhands.errors import ConfigError, ModelError
+
+_PACKAGE = "mlx_lm.models."
+# Modules of mlx_lm.models whose blocks hand on nothing but hidden states: from one block to the next, each once in a
+# pass. `tests/parity/test_stages.py` compares every one of them.
+CAN_BE_CUT = frozenset(
+    """
+    cohere cohere2 deepseek_v2 gemma gemma2 gemma3 gemma3_text glm4 gpt_oss granite llama mixtral olmo2 olmo3 phi3
+    qwen2 qwen2_moe qwen3 qwen3_moe smollm3
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a stage: ``first`` to ``stop - 1`` of ``count``."""
+
+    first: int
+    stop: int
+    count: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding belongs to it."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the final norm and the head belong to it."""
+        return self.stop == self.count
+
+
+def blocks_of_stages(sizes: Sequence[int]) -> list[Blocks]:
+    """Stages of so many blocks each, in order."""
+    stops = list(accumulate(sizes))
+    return [Blocks(stop - size, stop, stops[-1]) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
+    """Refuse numbers of blocks that are not one for each stage, or do not make up the model.
+
+    Raises:
+        ConfigError: they are, or do, not.
+    """
+    told = ",".join(map(str, split))
+    if len(split) != num_stages or min(split) < 1 or sum(split) != num_blocks:
+        raise ConfigError(
+            f"{told} does not divide the model's {num_blocks} blocks among {num_stages} stages",
+            where="--pp-split",
+            hint=f"give {num_stages} numbers above 0 whose sum is {num_blocks}, or auto",
+        )
+
+
+def kind_of(model: nn.Module) -> str:
+    """The module of mlx_lm.models that the model is from."""
+    return type(model).__module__.removeprefix(_PACKAGE)
+
+
+def check_cut(model: nn.Module) -> None:
+    """Refuse an architecture that has not been compared with its cut form.
+
+    Raises:
+        ModelError: it has not.
+    """
+    kind = kind_of(model)
+    if kind not in CAN_BE_CUT:
+        raise ModelError(
+            f"models of the kind {kind} cannot be divided into stages",
+            where="--strategy pipeline",
+            hint=f"use --strategy data, or a model of one of these kinds: {', '.join(sorted(CAN_BE_CUT))}",
+        )
+
+
+class _Outline(nn.Module):
+    """A module's settings, and its children's, without arrays; passes its first argument on."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        kind = vars(original)["_kind"] if isinstance(original, _Outline) else type(original)
+        object.__setattr__(self, "_kind", kind)
+        for name, value in vars(original).items():
+            if not name.startswith("_") and not isinstance(value, mx.array):
+                object.__setattr__(self, name, value)
+        for name, value in original.items():
+            if isinstance(value, nn.Module):
+                object.__setattr__(self, name, _Outline(value))
+
+    def __getattr__(self, key: str) -> Any:
+        # What the original's class has for all: a property of its settings.
+        kind = self.__dict__.get("_kind")
+        found = None if kind is None else vars(kind).get(key)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        return super().__getattr__(key)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class _Inlet(_Outline):
+    """The last block before a stage's own: gives what the stage before has sent."""
+
+    received: mx.array | None = None
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.received is not None, "a stage was computed without its input"
+        return self.received
+
+
+class _Reached(Exception):
+    """A stage's last block is done."""
+
+    def __init__(self, hidden: mx.array) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Outlet(_Outline):
+    """The first block after a stage's own: takes what is to be sent."""
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(x)
+
+
+class _NoEmbedding(nn.Module):
+    """In the place of the embedding, where what it gives is not looked at."""
+
+    def __init__(self, features: int, dtype: mx.Dtype) -> None:
+        super().__init__()
+        object.__setattr__(self, "made", (features, dtype))
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        features, dtype = cast("Any", self).made
+        return mx.zeros((*tokens.shape, features), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some blocks of a model, which may be computed by themselves.
+
+    Attributes:
+        model: with all that its rank has, by the names that the arrays have in the whole.
+        blocks: which are computed.
+        features: of the hidden states that stages hand on; ``dtype`` is their type.
+        shared: name of the embedding's table where it is the head too: then the first and the last stage have it.
+    """
+
+    model: nn.Module
+    blocks: Blocks
+    features: int
+    dtype: mx.Dtype
+    shared: str
+    _layers: list[nn.Module]
+    _view: list[nn.Module]
+
+    @contextmanager
+    def computing(self, received: mx.array | None) -> Generator[None]:
+        """Within the block the model computes this stage, with what the stage before has sent; the first has none."""
+        before, first = list(self._layers), self.blocks.first
+        self._layers[:] = self._view
+        if first:
+            object.__setattr__(self._view[first - 1], "received", received)
+        try:
+            yield
+        finally:
+            self._layers[:] = before
+            if first:
+                object.__setattr__(self._view[first - 1], "received", None)
+
+    def hidden(self, *arguments: Any, **more: Any) -> mx.array:
+        """What a stage that is not the last one hands on, of tokens (B, T); within :meth:`computing`."""
+        try:
+            self.model(*arguments, **more)
+        except _Reached as reached:
+            return reached.hidden
+        raise AssertionError("the model's code has not come to the end of the stage")
+
+
+def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
+    """Leave ``model`` with the blocks of these stages, and with what else they need; nothing is computed.
+
+    Raises:
+        ModelError: the architecture cannot be cut.
+    """
+    check_cut(model)
+    body, layers = _body_of(model)
+    name, embedding = _embedding_of(body)
+    made = embedding(mx.zeros((1, 1), dtype=mx.int32))  # lazily: nothing is looked at but its shape and type
+    outside = _outside(model, body, embedding)
+    # Where no module outside of the blocks has a weight for each token, the table of tokens is the head.
+    tied = not any(_has_rows(module, embedding) for _, _, module in outside)
+    prefix = next(path for path, module in model.named_modules() if module is body)
+    facts = int(made.shape[-1]), made.dtype, f"{prefix}.{name}" if tied else ""
+    originals = list(layers)
+    outlines: list[nn.Module] = [_Outline(each) for each in originals]
+    mine = {place for part in parts for place in range(part.first, part.stop)}
+    layers[:] = [each if place in mine else outlines[place] for place, each in enumerate(originals)]
+    if not any(part.is_first or (part.is_last and tied) for part in parts):
+        body[name] = _NoEmbedding(*facts[:2])
+    if not any(part.is_last for part in parts):
+        for owner, key, module in outside:
+            owner[key] = _Outline(module)
+    stages: list[Stage] = []
+    for part in parts:
+        view = [each if part.first <= place < part.stop else outlines[place] for place, each in enumerate(originals)]
+        if not part.is_first:
+            view[part.first - 1] = _Inlet(outlines[part.first - 1])
+        if not part.is_last:
+            view[part.stop] = _Outlet(outlines[part.stop])
+        stages.append(Stage(model, part, *facts, layers, view))
+    return stages
+
+
+def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that has the blocks, and its list of them."""
+    blocks = cast("Any", model).layers
+    for module in model.modules():
+        for value in module.values():
+            if isinstance(value, list) and len(value) == len(blocks) and all(map(_same, value, blocks)):
+                return module, value
+    raise ModelError(f"the blocks of the kind {kind_of(model)} are not found", where="--strategy pipeline")
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _embedding_of(body: nn.Module) -> tuple[str, Any]:
+    """Name and module of the table of tokens."""
+    tables = (nn.Embedding, nn.QuantizedEmbedding)
+    found = ((name, child) for name, child in body.items() if isinstance(child, tables) or "embed" in name)
+    return next((name, child) for name, child in found if isinstance(child, nn.Module))
+
+
+def _outside(model: nn.Module, body: nn.Module, embedding: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Owner, name and module of what is neither block nor embedding, as far up as that is so."""
+    found: list[tuple[nn.Module, str, nn.Module]] = []
+    for module in model.modules():
+        if not any(_same(each, body) for each in module.modules()):
+            continue
+        for name, child in module.items():
+            if (
+                isinstance(child, nn.Module)
+                and child is not embedding
+                and not any(_same(m, body) for m in child.modules())
+            ):
+                found.append((module, name, child))
+    return found
+
+
+def _has_rows(module: nn.Module, embedding: Any) -> bool:
+    """Whether a module outside of the blocks is a head: it has a weight for each of the table's tokens."""
+    arrays: Any = tree_flatten(module.parameters())
+    return any(value.ndim > 1 and value.shape[:1] == embedding.weight.shape[:1] for _, value in arrays)

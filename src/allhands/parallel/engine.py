@@ -1,0 +1,336 @@
+"""Compute a rank's stages by a schedule: a list of passes and messages, one after the other.
+
+In a graph, forward and backward pass of a micro-batch are made together and evaluated apart: MLX keeps what the
+backward pass needs of the forward pass, and the gradient that the next stage will send is an array that is not there
+yet. So nothing is computed twice, and the gradients of inputs can be evaluated before those of weights. Where
+operations compute when they are called, the forward pass keeps its input alone, and is computed again.
+
+Every message has its place in the lists of both its ends (:mod:`allhands.parallel.schedules`), and ranks hand them out
+in that order, over a stream of their own: a rank computes while they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator, MlxGroup
+from allhands.distributed.capabilities import can
+from allhands.io.trees import flatten, unflatten
+from allhands.model.stages import Stage
+from allhands.objectives.base import Objective
+from allhands.parallel.gradient import Computing, FlatWeights
+from allhands.parallel.schedules import Action, Schedule
+
+# Messages that a rank may have handed out and nobody taken: what is sent stays in memory.
+_ON_THEIR_WAY = 16
+
+
+class Messages:
+    """What ranks of a pipeline send to each other, in the order in which it is handed out.
+
+    Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has zeros.
+    """
+
+    def __init__(self, communicator: Communicator, heartbeat: Callable[[str], None]) -> None:
+        """Called on all ranks of the pipeline together."""
+        assert isinstance(communicator, MlxGroup)
+        self._group = communicator
+        self._heartbeat = heartbeat
+        self._sent: list[mx.array] = []
+        able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
+        self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
+
+    def send(self, array: mx.array, peer: int) -> None:
+        """Hand out an array that is there; it travels while this rank goes on."""
+        pair = self._pairs.get(peer)
+        token = self._group.send(array, peer) if pair is None else pair.all_sum(array)
+        mx.async_eval(token)
+        self._sent.append(token)
+        if len(self._sent) > _ON_THEIR_WAY:
+            mx.eval(self._sent.pop(0))
+
+    def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
+        """What a rank will send, not asked for yet."""
+        pair = self._pairs.get(peer)
+        return self._group.receive(shape, dtype, peer) if pair is None else pair.all_sum(mx.zeros(shape, dtype))
+
+    def here(self, array: mx.array) -> mx.array:
+        """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
+        self._heartbeat("reduce")
+        mx.eval(array)
+        self._heartbeat("compute")
+        return array
+
+    def finish(self) -> None:
+        """Wait until everything has been taken by its receiver."""
+        self._heartbeat("reduce")
+        mx.eval(self._sent)
+        self._sent.clear()
+
+
+def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:
+    """A group of two for each neighbour of this rank, the last and the first being neighbours too.
+
+    Called on all ranks of ``group`` together.
+    """
+    rank, size = group.rank, group.size
+    if size == 2:
+        return {1 - rank: group}
+    found: dict[int, MlxGroup] = {}
+    # Each rank is in one group at a time: pairs that begin at even ranks, then at odd ones, then the ends.
+    for begin in (0, 1):
+        other = rank + 1 if rank % 2 == begin else rank - 1
+        members = sorted((rank, other)) if 0 <= other < size else [rank]
+        part = group.split(members)
+        if len(members) == 2:
+            found[other] = part
+    ends = [0, size - 1]
+    part = group.split(ends if rank in ends else [rank])
+    if rank in ends:
+        found[ends[1 - ends.index(rank)]] = part
+    return found
+
+
+@dataclass
+class _Passing:
+    """A micro-batch in a stage between its forward pass and the end of its backward pass."""
+
+    arguments: tuple[mx.array, ...]
+    received: mx.array | None = None
+    cotangent: mx.array | None = None
+    of_input: mx.array | None = None
+    of_weights: list[mx.array] = field(default_factory=list[mx.array])
+
+
+class StageCompute:
+    """The passes of one stage.
+
+    Args:
+        stage: whose model is what is trained on this rank.
+        flat: its trained weights as few arrays; ``None``: by name.
+    """
+
+    def __init__(self, stage: Stage, objective: Objective, computing: Computing, flat: FlatWeights | None) -> None:
+        self.stage = stage
+        self._objective = objective
+        self._computing = computing
+        self._flat = flat
+        self._sums = objective.sums(stage.model, cpu_native=False) if stage.blocks.is_last else None
+        self._gradient: Any = self._vjp
+        if computing.compiled and not computing.cpu_native:
+            state = [stage.model.state, mx.random.state]
+            self._gradient = mx.compile(self._vjp, inputs=state, outputs=[mx.random.state])
+
+    def trained(self) -> list[mx.array]:
+        """What is trained, in the order of its gradients."""
+        if self._flat is not None:
+            return list(self._flat.weights())
+        return [array for _, array in flatten(self.stage.model.trainable_parameters())]
+
+    def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+        """What a stage hands on, alone; of the last one the sums. For who wants no gradient of it."""
+        with self._as_it_was():
+            return self._computed(received, arguments)
+
+    def begin(
+        self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...]
+    ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
+        """What :meth:`forward` gives, and the gradients of what was received and of the weights, all still lazy.
+
+        ``cotangent``: the gradient of what is handed on; ``None``: the last stage begins it.
+        """
+        given = mx.zeros((0,)) if received is None else received
+        towards = mx.ones(()) if cotangent is None else cotangent
+        with self._as_it_was():
+            outputs, gradients = self._gradient(self.trained(), given, towards, *arguments)
+        return outputs, gradients[0] if received is not None else None, gradients[1:]
+
+    def _vjp(
+        self, trained: list[mx.array], received: mx.array, cotangent: mx.array, *arguments: mx.array
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        def run(received: mx.array, *trained: mx.array) -> list[mx.array]:
+            with self._installed(trained):
+                return self._computed(received if received.size else None, arguments)
+
+        # Further sums have no gradient.
+        count = 1 + (len(self._objective.further) if self.stage.blocks.is_last else 0)
+        cotangents = [cotangent, *[mx.zeros(())] * (count - 1)]
+        outputs, gradients = mx.vjp(run, [received, *trained], cotangents)
+        return outputs, list(gradients)
+
+    def _computed(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+        dropout = self._computing.dropout
+        keys, arrays = (None, arguments) if dropout is None else (arguments[0], arguments[1:])
+        with self.stage.computing(received), nullcontext() if keys is None else cast("Any", dropout).using(keys):
+            if self._sums is not None:
+                return [each.astype(mx.float32) for each in self._sums(*arrays)]
+            inputs, more = self._objective.model_inputs(self.stage.blocks.count, *arrays)
+            return [self.stage.hidden(inputs, **more)]
+
+    @contextmanager
+    def _installed(self, trained: Sequence[mx.array]) -> Generator[None]:
+        model = self.stage.model
+        with ExitStack() as stack:
+            if self._flat is not None:
+                assert self._flat.leaves is not None
+                stack.enter_context(self._flat.leaves.installed(list(trained)))
+            else:
+                names = [name for name, _ in flatten(model.trainable_parameters())]
+                model.update(unflatten(list(zip(names, trained, strict=True))))
+            yield
+
+    @contextmanager
+    def _as_it_was(self) -> Generator[None]:
+        """Leave the model with its own arrays: tracing leaves placeholders."""
+        if self._flat is not None:
+            assert self._flat.leaves is not None
+            with self._flat.leaves.kept():
+                yield
+            return
+        before = self.stage.model.trainable_parameters()
+        try:
+            yield
+        finally:
+            self.stage.model.update(before)
+
+
+class Engine:
+    """Runs schedules on this rank.
+
+    Args:
+        compute: of the stages of this rank, by their number.
+        arguments: the arrays of a micro-batch that a pass takes.
+    """
+
+    def __init__(
+        self,
+        compute: dict[int, StageCompute],
+        messages: Messages,
+        arguments: Callable[[MicroBatch], tuple[mx.array, ...]],
+        *,
+        cpu_native: bool,
+    ) -> None:
+        self.compute = compute
+        self.messages = messages
+        self.arguments = arguments
+        self.cpu_native = cpu_native
+
+    def run(
+        self, schedule: Schedule, rank: int, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
+    ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
+        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's weights."""
+        step = _Step(self, schedule, micro_batches)
+        for action in schedule.ranks[rank]:
+            if action.kind == "forward":
+                note(micro_batches[action.micro_batch])
+            step.take(action)
+        self.messages.finish()
+        return step.sums, step.gradients
+
+
+class _Step:
+    """A step as it is taken."""
+
+    def __init__(self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch]) -> None:
+        self._engine, self._schedule, self._batches = engine, schedule, micro_batches
+        self._messages: Messages = engine.messages
+        self._passing: dict[tuple[int, int], _Passing] = {}
+        self._came: dict[tuple[int, int], mx.array] = {}
+        self._to_send: dict[tuple[int, int, int], mx.array] = {}
+        self.sums: list[mx.array] = []
+        self.gradients: dict[int, list[mx.array]] = {}
+
+    def take(self, action: Action) -> None:
+        """Do one thing of the list."""
+        getattr(self, f"_{action.kind}")(action)
+
+    def _peer(self, stage: int) -> int:
+        return stage % len(self._schedule.ranks)
+
+    def _hidden(self, stage: int, batch: int) -> tuple[tuple[int, ...], mx.Dtype]:
+        """Shape and type of what travels between stages."""
+        compute = self._engine.compute[stage].stage
+        return (*self._batches[batch].inputs.shape, compute.features), compute.dtype
+
+    def _send(self, action: Action) -> None:
+        self._messages.send(self._to_send.pop((action.stage, action.micro_batch, action.to)), action.peer)
+
+    def _receive(self, action: Action) -> None:
+        place = action.to, action.micro_batch
+        if action.to < action.stage:
+            cotangent = self._passing[place].cotangent
+            assert cotangent is not None
+            mx.async_eval(cotangent)
+            return
+        array = self._messages.expected(*self._hidden(*place), action.peer)
+        mx.async_eval(array)
+        self._came[place] = array
+
+    def _forward(self, action: Action) -> None:
+        stage, batch = place = action.stage, action.micro_batch
+        compute = self._engine.compute[stage]
+        last = compute.stage.blocks.is_last
+        passing = _Passing(self._engine.arguments(self._batches[batch]))
+        if stage:
+            passing.received = self._messages.here(self._came.pop(place))
+        if not last:
+            passing.cotangent = self._messages.expected(*self._hidden(*place), self._peer(stage + 1))
+        self._passing[place] = passing
+        if self._engine.cpu_native:
+            if last:  # whose backward pass is next, and computes it
+                return
+            outputs = compute.forward(passing.received, passing.arguments)
+        else:
+            outputs, passing.of_input, passing.of_weights = compute.begin(
+                passing.received, passing.cotangent, passing.arguments
+            )
+        mx.eval(outputs)
+        self._end_forward(place, outputs, last=last)
+
+    def _end_forward(self, place: tuple[int, int], outputs: list[mx.array], *, last: bool) -> None:
+        if last:
+            self.sums = [a + b for a, b in zip(self.sums, outputs, strict=True)] if self.sums else outputs
+        else:
+            self._to_send[(*place, place[0] + 1)] = outputs[0]
+
+    def _inputs(self, action: Action) -> None:
+        """The gradient of what was received; where that is the same pass, of the weights as well."""
+        stage, batch = place = action.stage, action.micro_batch
+        passing = self._passing[place]
+        if passing.cotangent is not None:
+            self._messages.here(passing.cotangent)
+        if self._engine.cpu_native:
+            compute = self._engine.compute[stage]
+            outputs, passing.of_input, passing.of_weights = compute.begin(
+                passing.received, passing.cotangent, passing.arguments
+            )
+            mx.eval(outputs, passing.of_weights, [] if passing.of_input is None else passing.of_input)
+            if compute.stage.blocks.is_last:
+                self._end_forward(place, outputs, last=True)
+        if passing.of_input is not None:
+            mx.eval(passing.of_input)
+            self._to_send[stage, batch, stage - 1] = passing.of_input
+
+    def _weights(self, action: Action) -> None:
+        """Add up the gradients of the weights."""
+        new = self._passing.pop((action.stage, action.micro_batch)).of_weights
+        before = self.gradients.get(action.stage)
+        # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
+        total = (
+            [mx.contiguous(each) for each in new]
+            if before is None
+            else [a + b for a, b in zip(before, new, strict=True)]
+        )
+        del new, before
+        self.gradients[action.stage] = total
+        mx.eval(total, self.sums)
+
+    def _backward(self, action: Action) -> None:
+        self._inputs(action)
+        self._weights(action)

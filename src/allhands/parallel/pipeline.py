@@ -1,0 +1,301 @@
+"""Pipeline parallelism: each rank computes some blocks of the model, for all rows of its copy of the model.
+
+Ranks along the axis ``pipe`` of the mesh are one copy of the model, and hand on hidden states and their gradients.
+Those along ``data`` compute other rows with the same blocks, and add up gradients. The loss is on the last stage alone.
+What is added up over all ranks is each copy's once: other stages' numbers are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.handout import gather_json
+from allhands.distributed.packed import Left
+from allhands.distributed.reduce import sum_over_ranks
+from allhands.distributed.shards import Shards
+from allhands.io.trees import flatten
+from allhands.kernels.fused.flat_params import FlatParams
+from allhands.objectives.base import Objective
+from allhands.parallel.base import Exchanging
+from allhands.parallel.engine import Engine, Messages, StageCompute
+from allhands.parallel.gradient import Computing
+from allhands.parallel.norms import sum_of_squares
+from allhands.parallel.passes import Passes
+from allhands.parallel.piping import Piping
+from allhands.parallel.schedules import make_schedule
+from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
+
+
+def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
+    """``--strategy pipeline``."""
+    return Pipeline(exchanging)
+
+
+class Pipeline:
+    """:class:`~allhands.parallel.base.Strategy` of a rank that has some blocks of the model."""
+
+    name = "pipeline"
+    overlaps = False
+    sees_passes = False
+    keeps_own_optimizer = False
+    in_round = False
+    steps_left = 0
+    shards: Shards | None = None
+
+    def __init__(self, exchanging: Exchanging) -> None:
+        assert exchanging.piping is not None
+        # Of a stream of their own, so that messages travel while passes are computed; all groups exchange there then.
+        stream: Any = mx.new_stream(mx.cpu) if isinstance(exchanging.communicator, MlxGroup) else None
+        self._exchanging = replace(exchanging, communicator=moved_to(exchanging.communicator, stream))
+        self._piping = exchanging.piping
+        self.left: list[Left] = []
+        self._leaves: FlatParams | None = None
+        self._engine: Engine | None = None
+        self._compute: dict[int, StageCompute] = {}
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._exchanging.communicator
+
+    @property
+    def outer_state(self) -> Mapping[str, mx.array]:
+        return {}
+
+    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
+        pass
+
+    def close_round(self) -> None:
+        pass
+
+    def place(self, leaves: FlatParams | None) -> Shards | None:
+        return None
+
+    def prepare(self, passes: Passes) -> None:
+        piping, exchanging = self._piping, self._exchanging
+        flat = passes.flat
+        self._leaves = None if flat is None else flat.leaves
+        for number, stage in enumerate(piping.stages):
+            place = piping.pipe.rank + number * piping.pipe.size
+            self._compute[place] = StageCompute(stage, passes.objective, passes.computing, flat)
+        messages = Messages(piping.pipe, exchanging.heartbeat)
+        self._engine = Engine(self._compute, messages, passes.arguments, cpu_native=exchanging.cpu_native)
+
+    def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
+        assert self._engine is not None
+        piping, objective = self._piping, passes.objective
+        schedule = make_schedule(piping.schedule, piping.pipe.size, len(micro_batches), len(piping.stages))
+        sums, found = self._engine.run(schedule, piping.pipe.rank, micro_batches, passes.note)
+        trained = passes.trained()
+        grads = [mx.zeros_like(each) for each in trained] if not found else _added(list(found.values()))
+        names = _names(passes)
+        further = len(objective.further)
+        total = mx.zeros((1 + further,) if further else ())
+        counts = {"targets": 0, "tokens": 0}
+        if piping.is_last:
+            for batch in micro_batches:
+                counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
+            if sums:
+                total = mx.stack(sums) if further else sums[0]
+        return Gradients(total, list(zip(names, grads, strict=True)), counts)
+
+    def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+        exchanging, piping = self._exchanging, self._piping
+        exchanging.heartbeat("reduce")
+        arrays = [grad for _, grad in mine.grads]
+        arrays = self._with_table(arrays, [name for name, _ in mine.grads])
+        if piping.data.size > 1:
+            arrays, _ = sum_over_ranks(piping.data, arrays, bucket_bytes=exchanging.bucket_bytes)
+        # Every number of the model once: the table of the first stage, one copy's.
+        counted = piping.data.rank == 0
+        squares = sum_of_squares(self._without_table(arrays, mine.grads)) if counted else mx.zeros(())
+        every = [*numbers, squares, *places_of_all(extra, exchanging.communicator)]
+        _, totals = sum_over_ranks(exchanging.communicator, [], every)
+        mx.eval(arrays, totals)
+        exchanging.heartbeat("update")
+        named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
+        gathered = exchanging.communicator.size * len(extra)
+        return Reduced(named, totals, totals[len(numbers)], num_gathered=gathered)
+
+    def _is_table(self, name: str) -> bool:
+        return name.startswith(f"{self._piping.stages[0].shared}.")
+
+    def _tables(self, arrays: Sequence[mx.array], names: Sequence[str]) -> list[tuple[int, int, mx.array]]:
+        """The gradients of the shared table: which array, which part of it, and that."""
+        if not self._piping.shares_table:
+            return []
+        if self._leaves is None:
+            return [
+                (i, 0, array) for i, (name, array) in enumerate(zip(names, arrays, strict=True)) if self._is_table(name)
+            ]
+        return [
+            (i, part, array)
+            for i, chunk in enumerate(self._leaves.chunks)
+            for part, (place, array) in enumerate(zip(chunk.places, chunk.parts(arrays[i]), strict=True))
+            if self._is_table(place.name)
+        ]
+
+    def _with_table(self, arrays: list[mx.array], names: Sequence[str]) -> list[mx.array]:
+        """``arrays`` with what the first and the last stage have found of the table both have; called on all ranks."""
+        piping = self._piping
+        if not piping.shares_table:
+            return arrays
+        mine = self._tables(arrays, names)
+        shapes = [list(array.shape) for _, _, array in mine]
+        told = _agreed_shapes(piping.pipe, shapes)
+        if not told:
+            return arrays
+        parts = [array.astype(mx.float32) for _, _, array in mine] or [mx.zeros(shape) for shape in told]
+        sums, _ = sum_over_ranks(piping.pipe, parts, bucket_bytes=self._exchanging.bucket_bytes)
+        found = list(arrays)
+        for (i, part, array), total in zip(mine, sums, strict=bool(mine)):
+            total = total.astype(array.dtype)
+            if self._leaves is None:
+                found[i] = total
+            else:
+                chunk = self._leaves.chunks[i]
+                pieces = chunk.parts(found[i])
+                found[i] = chunk.joined([total if each == part else piece for each, piece in enumerate(pieces)])
+        return found
+
+    def _without_table(self, arrays: Sequence[mx.array], named: Sequence[Named]) -> list[mx.array]:
+        """What counts for the norm on this rank: the table is the first stage's."""
+        if not self._piping.shares_table or self._piping.stages[0].blocks.is_first:
+            return list(arrays)
+        tables = {(i, part) for i, part, _ in self._tables(arrays, [name for name, _ in named])}
+        if self._leaves is None:
+            return [array for i, array in enumerate(arrays) if (i, 0) not in tables]
+        return [
+            piece
+            for i, chunk in enumerate(self._leaves.chunks)
+            for part, piece in enumerate(chunk.parts(arrays[i]))
+            if (i, part) not in tables
+        ]
+
+    def whole(self, parts: list[mx.array]) -> list[mx.array]:
+        return parts
+
+    def after_update(self, step: int) -> None:
+        pass
+
+    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        pass
+
+    def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
+        mx.eval(arrays)
+        return handed_out
+
+    def forget(self) -> None:
+        pass
+
+
+def _agreed_shapes(pipe: Communicator, shapes: list[list[int]]) -> list[list[int]]:
+    """The shapes of the trained tables, as those ranks have them that have tables; empty where nobody has."""
+    mine = [len(shapes), *(shapes[0] if shapes else (0, 0))]
+    told = np.asarray(pipe.all_gather(mx.array([mine]))).reshape(pipe.size, -1)
+    have = next((row for row in told if row[0]), None)
+    return [] if have is None else [[int(have[1]), int(have[2])]] * int(have[0])
+
+
+def _names(passes: Passes) -> list[str]:
+    if passes.flat is not None:
+        return [str(place) for place in range(len(passes.flat.weights()))]
+    return [name for name, _ in flatten(passes.model.trainable_parameters())]
+
+
+def _added(each: list[list[mx.array]]) -> list[mx.array]:
+    """Sums of the gradients of several stages of one rank, each of all that is trained there."""
+    first, *others = each
+    for other in others:
+        first = [a + b for a, b in zip(first, other, strict=True)]
+    return first
+
+
+class PipedSums:
+    """The sums of a batch by forward passes alone: on the last stage's rank, zeros elsewhere.
+
+    A rank goes on to the next batch when it has sent what it has computed.
+    """
+
+    def __init__(self, piping: Piping, objective: Objective, heartbeat: Callable[[str], None]) -> None:
+        self._piping, self._further = piping, len(objective.further)
+        self._messages = Messages(piping.pipe, heartbeat)
+        computing = Computing(cpu_native=False, compiled=False)
+        self._compute = [StageCompute(stage, objective, computing, None) for stage in piping.stages]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's sums are to be counted."""
+        return self._piping.is_last
+
+    def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
+        pipe, sums = self._piping.pipe, [mx.zeros(())] * (1 + self._further)
+        for number, compute in enumerate(self._compute):
+            place, stage, received = pipe.rank + number * pipe.size, compute.stage, None
+            if place:
+                shape = (*arrays[0].shape, stage.features)
+                received = self._messages.here(self._messages.expected(shape, stage.dtype, (place - 1) % pipe.size))
+            outputs = compute.forward(received, arrays)
+            mx.eval(outputs)
+            if stage.blocks.is_last:
+                sums = outputs
+            else:
+                self._messages.send(outputs[0], (place + 1) % pipe.size)
+        return tuple(sums)
+
+    def finish(self) -> None:
+        """Wait until the next stage has taken everything."""
+        self._messages.finish()
+
+
+class PipedModel:
+    """A model of which each rank has some blocks, called for the logits of the next token on all its ranks together.
+
+    Attributes:
+        model: with this rank's blocks; what is not called is looked up there.
+    """
+
+    def __init__(self, piping: Piping) -> None:
+        """Called on all ranks of the pipeline together, as the model is."""
+        self.model: Any = piping.stages[0].model
+        self._piping = piping
+        self._messages = Messages(piping.pipe, lambda phase: None)
+        stage = piping.stages[-1]
+        mine = None
+        if piping.is_last:
+            with stage.computing(mx.zeros((1, 1, stage.features), dtype=stage.dtype)):
+                logits = self.model(mx.zeros((1, 1), dtype=mx.int32))  # lazily: for its shape alone
+            mine = logits.shape[-1]
+        self._size = next(size for size in gather_json(piping.pipe, mine) if size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
+        """(B, 1, V) float32 logits of what follows (B, T) tokens."""
+        pipe, logits = self._piping.pipe, None
+        if cache is not None:
+            more["cache"] = cache
+        for number, stage in enumerate(self._piping.stages):
+            place, received = pipe.rank + number * pipe.size, None
+            if place:
+                shape = (*inputs.shape, stage.features)
+                received = self._messages.here(self._messages.expected(shape, stage.dtype, (place - 1) % pipe.size))
+            with stage.computing(received):
+                if stage.blocks.is_last:
+                    logits = self.model(inputs, **more)[:, -1:].astype(mx.float32)
+                else:
+                    hidden = stage.hidden(inputs, **more)
+                    mx.eval(hidden)
+                    self._messages.send(hidden, (place + 1) % pipe.size)
+        mine = mx.zeros((len(inputs), 1, self._size)) if logits is None else logits
+        total = pipe.all_sum(mine)
+        mx.eval(total)
+        self._messages.finish()
+        return total

@@ -1,0 +1,193 @@
+"""Schedules of pipeline parallel training, as plain data: which rank does what in which order.
+
+A model is a list of stages, of which each rank has one, or several that are not neighbours (interleaved, arXiv
+2104.04473). After as many forward passes as fill the pipeline, forward and backward passes take turns. Where a backward
+pass is divided (zero bubble, arXiv 2401.10241, H1), the gradients of inputs go first, and those of weights fill what
+would be waiting. A schedule is found by playing a step through; all ranks play the same game by the same rules, and so
+know each other's lists.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count
+from typing import Literal, get_args
+
+ScheduleName = Literal["1f1b", "interleaved", "zb"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+# "backward" is "inputs" and "weights" at once: the gradients of what a stage was given, and of its weights.
+Kind = Literal["forward", "backward", "inputs", "weights", "send", "receive"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does.
+
+    Attributes:
+        stage: of all stages, from 0; of a message the one that it leaves.
+        micro_batch: of the step, from 0.
+        peer: of a message the rank at its other end.
+        to: of a message the stage that it goes to: the next one gets activations, the one before gradients.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    peer: int = -1
+    to: int = -1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does in a step.
+
+    Attributes:
+        ranks: the actions of each rank, in order.
+        num_stages: of the model; stage ``s`` is on rank ``s % len(ranks)``.
+        idle: the part of the time in which a rank waits, on average over the ranks, if stages take equally long, a
+            backward pass takes twice as long as a forward pass, and messages take none.
+        most_alive: for each rank the most micro-batches of its stages whose activations it holds at once.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    num_stages: int
+    idle: float
+    most_alive: tuple[int, ...]
+
+
+@cache
+def make_schedule(name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+    """The schedule of a step.
+
+    Args:
+        stages_per_rank: more than 1 for ``interleaved`` only.
+
+    Raises:
+        ValueError: stages that the schedule does not have.
+    """
+    if (stages_per_rank > 1) != (name == "interleaved") or stages_per_rank < 1:
+        raise ValueError(f"{stages_per_rank} stages a rank are not for the schedule {name}")
+    return _Game(name, num_ranks, num_micro_batches, stages_per_rank).played()
+
+
+def forward_only(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """The forward passes alone, as validation has them; one stage a rank."""
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for wave in range(num_micro_batches + num_ranks - 1):
+        # The last stage first, which makes room for the one before.
+        for rank in reversed(range(num_ranks)):
+            if 0 <= (batch := wave - rank) < num_micro_batches:
+                ranks[rank].append(Action("forward", rank, batch))
+                if rank + 1 < num_ranks:
+                    ranks[rank].append(Action("send", rank, batch, rank + 1, rank + 1))
+                    ranks[rank + 1].append(Action("receive", rank, batch, rank, rank + 1))
+    waves = num_micro_batches + num_ranks - 1
+    idle = 1 - num_micro_batches / waves if waves else 0.0
+    return Schedule(tuple(map(tuple, ranks)), num_ranks, idle, (1,) * num_ranks)
+
+
+_SECONDS: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
+
+
+class _Game:
+    """A step as it is played through."""
+
+    def __init__(self, name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int) -> None:
+        self._split = name == "zb"
+        self._size, self._count, self._per_rank = num_ranks, num_micro_batches, stages_per_rank
+        self._last = num_ranks * stages_per_rank - 1
+        self._to_do = [deque(self._order(rank, backward=False)) for rank in range(num_ranks)]
+        self._to_return = [deque(self._order(rank, backward=True)) for rank in range(num_ranks)]
+        self._left: list[deque[tuple[int, int]]] = [deque() for _ in range(num_ranks)]  # weights' gradients
+        self._alive, self._most = [0] * num_ranks, [0] * num_ranks
+        # What has come, by the stage that it is for.
+        self._activations = {(0, batch) for batch in range(num_micro_batches)}
+        self._gradients = set[tuple[int, int]]()
+        self._lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+
+    def _order(self, rank: int, *, backward: bool) -> Iterator[tuple[int, int]]:
+        """(stage, micro-batch) of a rank's passes: of as many micro-batches as there are ranks, stage by stage."""
+        for first in range(0, self._count, self._size):
+            together = range(first, min(first + self._size, self._count))
+            stages = range(rank, self._last + 1, self._size)
+            for stage in reversed(stages) if backward else stages:
+                yield from ((stage, batch) for batch in together)
+
+    def _room(self, rank: int) -> int:
+        """How many passes a rank begins before one of them is to end: as many as keep the last rank busy."""
+        if self._per_rank == 1:
+            return self._size - rank
+        return 2 * (self._size - rank - 1) + (self._per_rank - 1) * self._size + 1
+
+    def played(self) -> Schedule:
+        """All lists, once everything is done."""
+        ends: list[tuple[int, int, int, Action]] = []
+        order, free, now = count(), set(range(self._size)), 0
+        while True:
+            # The last ranks first: what they end makes room for others. Where nobody can begin anything by the rules,
+            # which is so with a rest of micro-batches, whoever can begin something does.
+            for eager in (False, True):
+                for rank in sorted(free, reverse=True) if not (eager and ends) else ():
+                    if (action := self._next(rank, eager=eager)) is not None:
+                        free.remove(rank)
+                        self._lists[rank].append(action)
+                        heappush(ends, (now + _SECONDS[action.kind], next(order), rank, action))
+            if not ends:
+                break
+            now = ends[0][0]
+            while ends and ends[0][0] == now:
+                _, _, rank, action = heappop(ends)
+                free.add(rank)
+                self._end(rank, action)
+        left = sum(map(len, (*self._to_do, *self._to_return, *self._left)))
+        assert not left, f"{left} passes can never begin"
+        work = self._count * self._per_rank * 3
+        return Schedule(
+            tuple(map(tuple, self._lists)), self._last + 1, 1 - work / now if now else 0.0, tuple(self._most)
+        )
+
+    def _next(self, rank: int, *, eager: bool) -> Action | None:
+        """What the rank begins now, if it can begin anything; ``eager``: whether or not it is its turn."""
+        begun = len(self._to_return[rank]) - len(self._to_do[rank])
+        returns = bool(self._to_return[rank]) and self._to_return[rank][0] in self._gradients
+        if returns and (self._split or eager or begun >= self._room(rank) or not self._to_do[rank]):
+            stage, batch = self._to_return[rank].popleft()
+            if self._split:
+                self._left[rank].append((stage, batch))
+            return Action("inputs" if self._split else "backward", stage, batch)
+        # The first rank has as many alive without dividing its backward passes; so may the others.
+        room = eager or (begun < self._room(rank) and not (self._split and self._alive[rank] >= self._size))
+        if self._to_do[rank] and self._to_do[rank][0] in self._activations and room:
+            self._alive[rank] += 1
+            self._most[rank] = max(self._most[rank], self._alive[rank])
+            return Action("forward", *self._to_do[rank].popleft())
+        return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
+
+    def _end(self, rank: int, action: Action) -> None:
+        """What follows from a pass that is done: room, and something for the stage after it or before it."""
+        stage, batch = action.stage, action.micro_batch
+        if action.kind in ("backward", "weights"):
+            self._alive[rank] -= 1
+        if action.kind == "forward" and stage == self._last:
+            self._gradients.add((stage, batch))
+        elif action.kind == "forward":
+            self._activations.add((stage + 1, batch))
+            self._tell(rank, stage, batch, stage + 1)
+        elif action.kind in ("backward", "inputs") and stage:
+            self._gradients.add((stage - 1, batch))
+            self._tell(rank, stage, batch, stage - 1)
+
+    def _tell(self, rank: int, stage: int, batch: int, to: int) -> None:
+        """A message in both lists at the same moment of the game: so no two ranks ever wait for each other."""
+        if (peer := to % self._size) != rank:
+            self._lists[rank].append(Action("send", stage, batch, peer, to))
+            self._lists[peer].append(Action("receive", stage, batch, rank, to))
+
+
+def messages_of(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
+    """(stage, micro-batch, to) of the messages among a rank's actions, in order."""
+    return [(each.stage, each.micro_batch, each.to) for each in actions if each.kind in ("send", "receive")]

@@ -1,0 +1,157 @@
+"""Pipelines of real processes against one process: losses, norms, validation and weights, and what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny import run_allhands, write_chat_data, write_model
+
+OPTIONS = (
+    "--train --iters 4 --batch-size 8 --num-layers -1 --steps-per-report 1 --val-batches -1 --steps-per-eval 2 "
+    "--save-every 2 --gradient-check off --learning-rate 0.05 --optimizer sgd --seed 3 --max-grad-norm 0.5"
+)
+PIPELINE = ("--strategy", "pipeline")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    write_model(folder / "model", layers=6, hidden=64)
+    write_model(folder / "untied", layers=4, hidden=64, tied=False)
+    write_model(folder / "quantised", layers=4, hidden=64, bits=4)
+    write_chat_data(folder / "data")
+    return folder
+
+
+def train(place: Path, name: str, *more: str, code: int = 0, model: str = "model") -> str:
+    """Train into the folder ``name``; what the command has said on standard error."""
+    given = [*OPTIONS.split(), "--model", place / model, "--data", place / "data", "--adapter-path", place / name]
+    fields = [each for each in more if each.startswith("--")]
+    # What a case gives in its own way is taken out of the common options.
+    for field in fields:
+        if field in given:
+            del given[(at := given.index(field)) : at + 2]
+    done = run_allhands("train", *given, *more)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr
+
+
+def told(run: Path, event: str, *keys: str) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if line["event"] == event for key in keys]
+
+
+def arrays(path: Path) -> dict[str, mx.array]:
+    found: Any = mx.load(str(path))
+    return found
+
+
+def assert_same(one: Path, other: Path, rel: float = 2e-5) -> None:
+    assert told(other, "train", "loss", "grad_norm") == pytest.approx(told(one, "train", "loss", "grad_norm"), rel=rel)
+    assert told(other, "valid", "loss") == pytest.approx(told(one, "valid", "loss"), rel=rel)
+    expected, found = (arrays(run / "adapters.safetensors") for run in (one, other))
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        apart = mx.linalg.norm(found[key] - array) / mx.maximum(mx.linalg.norm(array), 1e-6)
+        assert apart.item() < 10 * rel, key
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    train(place, "alone")
+    return place / "alone"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("-n", "2", "--backend", "ring"),
+        ("-n", "2", "--backend", "mpi"),
+        ("-n", "2", "--backend", "ring", "--compile", "on"),
+        ("-n", "3", "--backend", "ring", "--pp-split", "1,3,2"),
+        ("-n", "2", "--backend", "ring", "--pp-schedule", "zb", "--compile", "on"),
+        ("-n", "2", "--backend", "ring", "--pp-schedule", "interleaved"),
+        ("-n", "4", "--backend", "mpi", "--pp", "2"),
+        ("-n", "2", "--backend", "ring", "--batch-size", "8", "--micro-batch-tokens", "4096"),
+    ],
+    ids=["ring", "mpi", "compiled", "uneven", "zero bubble", "interleaved", "two pipelines", "one micro-batch"],
+)
+def test_ranks_with_some_blocks_each_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
+    name = "-".join(more).replace(",", "")
+    train(place, name, *more, *PIPELINE)
+    assert_same(alone, place / name)
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("model", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2")),
+        ("untied", ("--fine-tune-type", "full", "--compile", "on")),
+        ("model", ("--fine-tune-type", "full", "--compile", "on")),
+        ("quantised", ("--fine-tune-type", "dora", "--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
+    ],
+    ids=["full", "untied", "tied, compiled", "quantised, dropout", "packed documents"],
+)
+def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...]) -> None:
+    one, other = f"one-{'-'.join(more)}"[:80], f"two-{'-'.join(more)}"[:80]
+    train(place, one, *more, model=model)
+    train(place, other, *more, "-n", "2", *PIPELINE, model=model)
+    assert_same(place / one, place / other)
+
+
+def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, alone: Path) -> None:
+    train(place, "whole", "-n", "2", *PIPELINE)
+    for name in ("bits", "three", "none"):
+        train(place, name, "-n", "2", *PIPELINE, "--iters", "2")
+    train(place, "bits", "-n", "2", *PIPELINE, "--resume", "auto")
+    train(place, "three", "-n", "3", *PIPELINE, "--resume", "auto")
+    train(place, "none", "--resume", "auto")
+    whole, again = (arrays(place / name / "adapters.safetensors") for name in ("whole", "bits"))
+    assert all(mx.array_equal(whole[key], again[key]).item() for key in whole)
+    for name in ("three", "none"):
+        assert_same(alone, place / name)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("-n", "2", *PIPELINE, "--pp-split", "3,4"), "--pp-split"),
+        (("-n", "3", *PIPELINE, "--pp", "2"), "--pp 2"),
+        (("--strategy", "pipeline"), "--strategy pipeline"),
+        (("-n", "2", "--pp", "2"), "--pp"),
+        (("-n", "2", *PIPELINE, "--compress", "int8"), "--compress"),
+        (("-n", "4", "--backend", "ring", *PIPELINE, "--pp", "2"), "--backend ring"),
+    ],
+)
+def test_what_makes_no_pipeline_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
+    assert words in train(place, "refused", *more, code=2)
+
+
+def test_a_pipeline_evaluates_and_answers_as_one_process(place: Path, alone: Path) -> None:
+    where = ("--model", place / "model", "--adapter-path", alone)
+    ranks = ("-n", "2", "--backend", "ring", *PIPELINE)
+    found: list[list[str]] = []
+    for more in ((), ranks):
+        evaluated = run_allhands("eval", *where, "--data", place / "data", "--split", "valid", "--json", *more)
+        asked = run_allhands("generate", *where, "--prompt", "hello", "--max-tokens", "24", "--temp", "0", *more)
+        assert evaluated.returncode == asked.returncode == 0, evaluated.stderr + asked.stderr
+        loss = json.loads(evaluated.stdout)["loss"]
+        found.append([f"{loss:.5f}", asked.stdout.partition("=====")[0]])
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 10
+
+
+def test_samples_of_a_pipeline_are_those_of_one_process(place: Path) -> None:
+    texts: list[list[str]] = []
+    for name, more in (("samples-1", ()), ("samples-2", ("-n", "2", "--backend", "ring", *PIPELINE))):
+        train(place, name, "--sample-prompts", '["hello", "you"]', "--sample-tokens", "12", *more)
+        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        texts.append([line["text"] for line in lines if line["event"] == "sampled"])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) >= 2
