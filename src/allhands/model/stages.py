@@ -28,8 +28,15 @@ _PACKAGE = "mlx_lm.models."
 # pass. `tests/parity/test_stages.py` compares every one of them.
 CAN_BE_CUT = frozenset(
     """
-    cohere cohere2 deepseek_v2 gemma gemma2 gemma3 gemma3_text glm4 gpt_oss granite llama mixtral olmo2 olmo3 phi3
-    qwen2 qwen2_moe qwen3 qwen3_moe smollm3
+    Klear afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 cohere cohere2
+    dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
+    falcon_h1 gear gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss
+    granite granitemoe granitemoehybrid hunyuan_v1_dense internlm2 internlm3 jamba kimi_k25 kimi_linear kimi_vl
+    laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4 llama4_text longcat_flash mamba mamba2 mellum mimo
+    mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl ministral3 mistral3 mistral4 mixtral muse_glimmer
+    nanochat nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe openelm phi phi3 phi3small phimoe
+    pixtral prism_hadamard_qwen35 qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next
+    qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 telechat3 youtu_llm
     """.split()  # noqa: SIM905
 )
 
@@ -173,8 +180,14 @@ class Stage:
     features: int
     dtype: mx.Dtype
     shared: str
+    _table: tuple[nn.Module, str]
     _layers: list[nn.Module]
     _view: list[nn.Module]
+
+    def type_of_hidden(self) -> mx.Dtype | None:
+        """That of the embedding's rows, as the model is now; ``None`` where another stage has the embedding."""
+        body, name = self._table
+        return cast("Any", body)[name](mx.zeros((1, 1), dtype=mx.int32)).dtype if self.blocks.is_first else None
 
     @contextmanager
     def computing(self, received: mx.array | None) -> Generator[None]:
@@ -195,7 +208,7 @@ class Stage:
         try:
             self.model(*arguments, **more)
         except _Reached as reached:
-            return reached.hidden
+            return reached.hidden.astype(self.dtype)
         raise AssertionError("the model's code has not come to the end of the stage")
 
 
@@ -230,7 +243,7 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
             view[part.first - 1] = _Inlet(outlines[part.first - 1])
         if not part.is_last:
             view[part.stop] = _Outlet(outlines[part.stop])
-        stages.append(Stage(model, part, *facts, layers, view))
+        stages.append(Stage(model, part, *facts, (body, name), layers, view))
     return stages
 
 

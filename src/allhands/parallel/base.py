@@ -40,7 +40,8 @@ class Exchanging:
         heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
         codec: how gradients are packed on the way; ``None``: they are not.
         rounds: of local steps, for a strategy that makes such.
-        inject_fault: is asked before each exchange at the end of a round whether to fail on purpose.
+        inject_fault: is asked before each message, and before each exchange at the end of a round, whether to fail on
+            purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
     """
 
@@ -50,7 +51,7 @@ class Exchanging:
     heartbeat: Callable[[str], None] = lambda phase: None
     codec: Codec | None = None
     rounds: Rounds = field(default_factory=Rounds)
-    inject_fault: Callable[[Literal["round"]], object] = lambda point: None
+    inject_fault: Callable[[Literal["message", "round"]], object] = lambda point: None
     piping: Piping | None = None
 
     @property

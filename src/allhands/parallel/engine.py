@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 
@@ -37,8 +37,14 @@ class Messages:
     Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has zeros.
     """
 
-    def __init__(self, communicator: Communicator, heartbeat: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        heartbeat: Callable[[str], None],
+        inject_fault: Callable[[Literal["message"]], object] = lambda point: None,
+    ) -> None:
         """Called on all ranks of the pipeline together."""
+        self._inject_fault = inject_fault
         assert isinstance(communicator, MlxGroup)
         self._group = communicator
         self._heartbeat = heartbeat
@@ -48,6 +54,7 @@ class Messages:
 
     def send(self, array: mx.array, peer: int) -> None:
         """Hand out an array that is there; it travels while this rank goes on."""
+        self._inject_fault("message")
         pair = self._pairs.get(peer)
         token = self._group.send(array, peer) if pair is None else pair.all_sum(array)
         mx.async_eval(token)

@@ -84,7 +84,7 @@ class Pipeline:
         for number, stage in enumerate(piping.stages):
             place = piping.pipe.rank + number * piping.pipe.size
             self._compute[place] = StageCompute(stage, passes.objective, passes.computing, flat)
-        messages = Messages(piping.pipe, exchanging.heartbeat)
+        messages = Messages(piping.pipe, exchanging.heartbeat, exchanging.inject_fault)
         self._engine = Engine(self._compute, messages, passes.arguments, cpu_native=exchanging.cpu_native)
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:

@@ -111,7 +111,11 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
         require_neighbours(communicator.backend, mesh, "pipe")
     pipe = along(communicator, mesh, "pipe", alike=False)
     data = along(communicator, mesh, "data", alike=False)
-    return Piping(stages, pipe, data, config.pp_schedule)
+    # As the first stage has it now: a CPU computes in float32 what is stored in other types.
+    own = stages[0].type_of_hidden()
+    told = gather_json(pipe, None if own is None else str(own).removeprefix("mlx.core."))
+    dtype: mx.Dtype = getattr(mx, next(each for each in told if each is not None))
+    return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule)
 
 
 def piped_sums(

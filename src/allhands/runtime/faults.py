@@ -16,9 +16,10 @@ Kinds: ``kill``, ``term`` and ``stop`` (SIGKILL, SIGTERM and SIGSTOP to itself),
 ``seconds``), ``oom`` (takes memory until killed; where no memory limit is set, a MemoryError), ``nan`` (the gradient
 becomes NaN) and ``disk-full`` (a write fails).
 
-Points: ``step`` (before its batches are waited for), ``load`` (where one is made, in another thread), ``reduce``
-(before gradients are exchanged), ``update``, ``round`` (with ``--sync-every``, before ranks' weights are averaged),
-``validate``, and ``save``: before a file operation of a save, the first of it or the one numbered ``write``.
+Points: ``step`` (before its batches are waited for), ``load`` (where one is made, in another thread), ``message``
+(with ``--strategy pipeline``, before something is sent to another stage), ``reduce`` (before gradients are exchanged),
+``update``, ``round`` (with ``--sync-every``, before ranks' weights are averaged), ``validate``, and ``save``: before a
+file operation of a save, the first of it or the one numbered ``write``.
 ``attempt`` restricts a failure to that start of the job (1, 2, ...).
 """
 
@@ -40,7 +41,7 @@ from allhands.runtime.memory import memory_limit
 
 VARIABLE = "ALLHANDS_FAULTS"
 FaultKind = Literal["kill", "term", "stop", "raise", "exit", "hang", "spin", "slow", "oom", "nan", "disk-full"]
-Point = Literal["step", "load", "reduce", "update", "round", "save", "validate"]
+Point = Literal["step", "load", "message", "reduce", "update", "round", "save", "validate"]
 
 # Where a kind happens unless told otherwise, and those that make sense at one point only.
 _ONLY_AT: dict[str, Point] = {"nan": "reduce", "disk-full": "save"}

@@ -40,7 +40,7 @@ class Rules:
     max_grad_norm: float | None = None
     after_backward: Callable[[Any], Any] | None = None
     heartbeat: Callable[[str], None] = lambda phase: None
-    inject_fault: Callable[[Literal["reduce", "update", "round"]], object] = lambda point: None
+    inject_fault: Callable[[Literal["message", "reduce", "update", "round"]], object] = lambda point: None
 
     def begin(self) -> None:
         """To be called just before the update."""

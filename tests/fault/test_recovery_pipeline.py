@@ -1,0 +1,58 @@
+"""Ranks of a pipeline that die in every phase of a step: the run ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faulty import ITERS, Bench
+
+pytestmark = pytest.mark.long
+
+PIPELINE = ("--strategy", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_die_in_every_phase_of_a_pipeline(bench: Bench, tmp_path: Path) -> None:
+    """Before a batch, before messages forwards and backwards, before the update, in a validation and in a save."""
+    with bench.trial("undisturbed") as trial:
+        trial.run(*PIPELINE, ranks=2)
+        assert trial.steps() == list(range(1, ITERS + 1))
+        undisturbed = trial.result()
+    with bench.trial("disturbed") as trial:
+        trial.plan(
+            {"rank": 1, "step": 3, "kind": "kill"},
+            {"rank": 0, "step": 7, "kind": "kill", "at": "message"},
+            {"rank": 1, "step": 11, "kind": "exit", "code": 7, "at": "message"},
+            {"rank": 0, "step": 13, "kind": "kill", "at": "message"},
+            {"rank": 0, "step": 14, "kind": "kill", "at": "reduce"},
+            {"rank": 1, "step": 16, "kind": "raise", "at": "update"},
+            {"rank": 1, "step": 20, "kind": "kill", "at": "validate"},
+            {"rank": 0, "step": 25, "kind": "kill", "at": "save", "write": 3},
+        )
+        job = trial.start(*PIPELINE, ranks=2)
+        assert job.finish(280) == 0, (job.out, job.err)
+        assert [fault.index for fault in trial.fired()] == list(range(8))
+        assert len(trial.events("restarting")) == 8
+        assert trial.result() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["stop", "hang"])
+def test_a_rank_that_stands_still_between_two_messages_is_found(bench: Bench, kind: str, tmp_path: Path) -> None:
+    with bench.trial(f"undisturbed-{kind}") as trial:
+        trial.run(*PIPELINE, ranks=2)
+        undisturbed = trial.result()
+    with bench.trial(kind) as trial:
+        trial.plan({"rank": 1, "step": 8, "kind": kind, "at": "message"})
+        job = trial.start(*PIPELINE, "--hang-timeout-s", "5", ranks=2)
+        assert job.finish(200) == 0, (job.out, job.err)
+        assert len(trial.events("restarting")) == 1
+        assert trial.result() == undisturbed
