@@ -56,3 +56,16 @@ def test_a_rank_that_stands_still_between_two_messages_is_found(bench: Bench, ki
         assert job.finish(200) == 0, (job.out, job.err)
         assert len(trial.events("restarting")) == 1
         assert trial.result() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_ends_all_stages_alike(bench: Bench, tmp_path: Path) -> None:
+    with bench.trial("nan") as trial:
+        trial.plan({"rank": 1, "step": 4, "kind": "nan"})
+        job = trial.start(*PIPELINE, ranks=2)
+        assert job.finish(120) == 6, (job.out, job.err)
+        assert trial.steps() == [1, 2, 3, 4]
+    with bench.trial("nan-left-out") as trial:
+        trial.plan({"rank": 1, "step": 4, "kind": "nan"})
+        job = trial.start(*PIPELINE, "--non-finite", "skip", ranks=2)
+        assert job.finish(120) == 0, (job.out, job.err)
