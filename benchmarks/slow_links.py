@@ -55,6 +55,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 50": ("--sync-every", "50"),
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
     "every 50, momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    "pipeline": ("--strategy", "pipeline"),
     "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
 }
 WORKS = {"pretrain": "pre-training, llama-15m, 4,096 tokens", "lora": "LoRA on the demo"}

@@ -111,7 +111,11 @@ def test_replicas_part_between_rounds_and_are_equal_after_each(local: Any) -> No
     assert alone[0] == mine[0]  # of the first rank's batch alone, divided by its own tokens
 
 
-@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if entry.exact])
+# Those whose ranks have all of the model; test_pipeline.py has the others.
+WHOLE = [name for name, entry in STRATEGIES.items() if entry.exact and not entry.divides_model]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("cpu_native", [True, False])
 def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cpu_native: bool) -> None:
     if STRATEGIES[name].unfit(TrainingNeeds("adamw", cpu_native)):
@@ -133,7 +137,7 @@ def test_every_strategy_in_the_registry_trains_as_one_process_does(name: str, cp
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if not entry.divides_model])
 def test_the_traffic_that_the_registry_tells_is_what_travels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of arrays that all divide evenly; a few numbers of the step travel besides."""
     monkeypatch.setattr(shards, "_LEAST", 1)
