@@ -11,6 +11,7 @@ in that order, over a stream of their own: a rank computes while they travel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Messages:
         assert isinstance(communicator, MlxGroup)
         self._group = communicator
         self._heartbeat = heartbeat
+        self.waited_s = 0.0  # for others, so far
         self._sent: list[mx.array] = []
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
@@ -70,14 +72,18 @@ class Messages:
     def here(self, array: mx.array) -> mx.array:
         """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
         self._heartbeat("reduce")
+        began = time.perf_counter()
         mx.eval(array)
+        self.waited_s += time.perf_counter() - began
         self._heartbeat("compute")
         return array
 
     def finish(self) -> None:
         """Wait until everything has been taken by its receiver."""
         self._heartbeat("reduce")
+        began = time.perf_counter()
         mx.eval(self._sent)
+        self.waited_s += time.perf_counter() - began
         self._sent.clear()
 
 

@@ -90,6 +90,7 @@ class Pipeline:
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         assert self._engine is not None
         piping, objective = self._piping, passes.objective
+        before = self._engine.messages.waited_s
         schedule = make_schedule(piping.schedule, piping.pipe.size, len(micro_batches), len(piping.stages))
         sums, found = self._engine.run(schedule, piping.pipe.rank, micro_batches, passes.note)
         trained = passes.trained()
@@ -103,7 +104,8 @@ class Pipeline:
                 counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
             if sums:
                 total = mx.stack(sums) if further else sums[0]
-        return Gradients(total, list(zip(names, grads, strict=True)), counts)
+        waited_s = self._engine.messages.waited_s - before
+        return Gradients(total, list(zip(names, grads, strict=True)), counts, waited_s=waited_s)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         exchanging, piping = self._exchanging, self._piping

@@ -24,6 +24,7 @@ class Gradients:
         lookups: what the look-ups of a table contribute, where they travel by themselves.
         pending: the exchange of ``grads``, if it was started with the pass.
         ahead: whether the first pass was handed out before the step began.
+        waited_s: seconds that this rank has waited for others within its passes.
     """
 
     sums: mx.array
@@ -32,6 +33,7 @@ class Gradients:
     lookups: Lookups | None = None
     pending: PendingReduce | None = None
     ahead: bool = False
+    waited_s: float = 0.0
 
     @property
     def each_sum(self) -> list[mx.array]:

@@ -25,6 +25,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.io.regions import Flat, Region
 from allhands.io.trees import flatten, unflatten
+from allhands.model.adapters import count_parameters
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
@@ -66,8 +67,11 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     return replace(mesh, data=mesh.size // stages, pipe=stages, weights=())
 
 
-def split_of(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
+def split_of(config: TrainConfig, num_blocks: int, num_ranks: int, head: float = 0.0) -> list[int]:
     """Blocks of each stage, in the model's order.
+
+    Args:
+        head: how many blocks take as long as the head, which the last stage has besides.
 
     Raises:
         ConfigError: what was asked for does not divide the model.
@@ -86,18 +90,28 @@ def split_of(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
             where="--strategy pipeline",
             hint="take fewer ranks, or --pp with fewer stages",
         )
-    # The first and the last stage have the embedding and the head besides: what does not divide goes to the others.
-    sizes = [num_blocks // count] * count
-    order = [*range(1, count - 1), 0, count - 1] if count > 2 else [0, 1]
-    for place in order[: num_blocks % count]:
-        sizes[place] += 1
+    # Each block to the stage that would be done with it first; the last stage has its head already.
+    sizes = [1] * count
+    for _ in range(num_blocks - count):
+        least = min(range(count), key=lambda place: sizes[place] + (head if place == count - 1 else 0.0))
+        sizes[least] += 1
     return sizes
+
+
+def head_in_blocks(model: nn.Module) -> float:
+    """How many blocks multiply by as many numbers as the head, on average over the blocks."""
+    blocks: Any = model.layers
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
+    rows = max((each.weight.shape[0] for each in tables), default=0)
+    width = max((each(mx.zeros((1,), dtype=mx.int32)).shape[-1] for each in tables), default=0)
+    inside = sum(count_parameters(block) for block in blocks) / max(len(blocks), 1)
+    return rows * width / inside if inside else 0.0
 
 
 def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
     """Leave ``model`` with this rank's stages; nothing is computed."""
     blocks: Any = model.layers
-    parts = blocks_of_stages(split_of(config, len(blocks), mesh.pipe))
+    parts = blocks_of_stages(split_of(config, len(blocks), mesh.pipe, head_in_blocks(model)))
     return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
 
 

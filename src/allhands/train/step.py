@@ -126,8 +126,8 @@ class TrainStep:
         computed = time.perf_counter()
         num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
+        times = Times(computed - started - mine.waited_s, time.perf_counter() - computed + mine.waited_s)
         del mine
-        times = Times(computed - started, time.perf_counter() - computed)
         handing_out = time.perf_counter()
         updated = self.updater(reduced)
         update_s = time.perf_counter() - handing_out
