@@ -43,13 +43,16 @@ def refuse_combinations(config: Any) -> None:
     _refuse_stages(config)
 
 
+def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
+    """Refuse options that are not at their defaults, as they have an effect only with another one."""
+    for name in names:
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise ValueError(f"--{name.replace('_', '-')} has an effect only with {needs}")
+
+
 def _refuse_stages(config: Any) -> None:
     if config.strategy != "pipeline":
-        fields = type(config).model_fields
-        for name in ("pp", "pp_schedule", "pp_split"):
-            if getattr(config, name) != fields[name].default:
-                given = "--" + name.replace("_", "-")
-                raise ValueError(f"{given} has an effect only with --strategy pipeline: add it")
+        _refuse_given(config, ("pp", "pp_schedule", "pp_split"), "--strategy pipeline: add it")
         return
     if config.compress != "none":
         raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
@@ -59,11 +62,8 @@ def _refuse_stages(config: Any) -> None:
 
 def _refuse_rounds(config: Any) -> None:
     if config.sync_every == 1:
-        fields = type(config).model_fields
-        for name in ("outer_momentum", "outer_lr", "sync_fragments", "sync_delay"):
-            if getattr(config, name) != fields[name].default:
-                given = "--" + name.replace("_", "-")
-                raise ValueError(f"{given} has an effect only with --sync-every: add it, with 2 or more steps")
+        names = ("outer_momentum", "outer_lr", "sync_fragments", "sync_delay")
+        _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")
     elif config.strategy != "auto":
         what = {
             "data": "sums gradients in each step",

@@ -225,9 +225,9 @@ class PipedSums:
     A rank goes on to the next batch when it has sent what it has computed.
     """
 
-    def __init__(self, piping: Piping, objective: Objective, heartbeat: Callable[[str], None]) -> None:
+    def __init__(self, piping: Piping, objective: Objective) -> None:
         self._piping, self._further = piping, len(objective.further)
-        self._messages = Messages(piping.pipe, heartbeat)
+        self._messages = Messages(piping.pipe, lambda phase: None)
         computing = Computing(cpu_native=False, compiled=False)
         self._compute = [StageCompute(stage, objective, computing, None) for stage in piping.stages]
 

@@ -10,7 +10,7 @@ know each other's lists.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -186,8 +186,3 @@ class _Game:
         if (peer := to % self._size) != rank:
             self._lists[rank].append(Action("send", stage, batch, peer, to))
             self._lists[peer].append(Action("receive", stage, batch, rank, to))
-
-
-def messages_of(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
-    """(stage, micro-batch, to) of the messages among a rank's actions, in order."""
-    return [(each.stage, each.micro_batch, each.to) for each in actions if each.kind in ("send", "receive")]

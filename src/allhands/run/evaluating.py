@@ -9,8 +9,10 @@ from pathlib import Path
 from allhands.config.eval_schema import EvalConfig
 from allhands.errors import DataError
 from allhands.model.beyond import limits_told, use_of
+from allhands.objectives.causal_lm import CAUSAL_LM
+from allhands.parallel.pipeline import PipedSums
 from allhands.run.adapter_files import check_adapter
-from allhands.run.piping import piped, piped_sums
+from allhands.run.piping import piped, piping_of
 from allhands.run.preparing import RunContext, prepare
 from allhands.train.evaluation import Evaluator
 
@@ -57,6 +59,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]
     if windows is None or not len(windows):
         raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
+    piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
     evaluator = Evaluator(
         ready.loaded.model,
         windows,
@@ -68,7 +71,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         cpu_native=ready.accelerator.cpu_native,
         stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
-        piped=piped_sums(config, ready.stages, ready.communicator, surroundings.mesh),
+        piped=None if piping is None else PipedSums(piping, CAUSAL_LM),
     )
     try:
         loss, num_tokens, _ = evaluator()

@@ -27,9 +27,6 @@ from allhands.io.regions import Flat, Region
 from allhands.io.trees import flatten, unflatten
 from allhands.model.adapters import count_parameters
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
-from allhands.objectives.base import Objective
-from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
 
 # Stages of a rank where they are interleaved.
@@ -130,19 +127,6 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     told = gather_json(pipe, None if own is None else str(own).removeprefix("mlx.core."))
     dtype: mx.Dtype = getattr(mx, next(each for each in told if each is not None))
     return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule)
-
-
-def piped_sums(
-    config: TrainConfig,
-    stages: tuple[Stage, ...],
-    communicator: Communicator,
-    mesh: Mesh,
-    objective: Objective = CAUSAL_LM,
-) -> PipedSums | None:
-    """What an evaluation is computed by, where ranks have a part of the model each."""
-    if not stages:
-        return None
-    return PipedSums(piping_of(config, stages, communicator, mesh), objective, lambda phase: None)
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:

@@ -38,7 +38,7 @@ from allhands.observe.metrics import METRICS_FILE, RunEnded, Sampled, Sink
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
-from allhands.parallel.pipeline import PipedModel
+from allhands.parallel.pipeline import PipedModel, PipedSums
 from allhands.parallel.piping import Piping
 from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
@@ -49,7 +49,7 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, sca
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import WholeWeights, micro_batch_tokens, piped, piped_sums, piping_of
+from allhands.run.piping import WholeWeights, micro_batch_tokens, piped, piping_of
 from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -483,7 +483,7 @@ class _Session:
             weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
-            piped=piped_sums(self.config, self.ready.stages, self.ready.communicator, self.mesh, self.objective),
+            piped=None if self._piping is None else PipedSums(self._piping, self.objective),
         )
 
     def _test(self, step: int) -> float:
