@@ -1,5 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11, make and a way to PyPI; everything else they fetch.
 PYTHON ?= python3
+# A kernel that the place asks of OpenBLAS would be that of some ranks and not of others, which start by ssh.
+unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
