@@ -111,13 +111,15 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
         f"{_milliseconds(alone_s)}, takes:",
         markup=False,
     )
-    table = _table(["with", "a batch", "waiting", "sent"])
+    table = _table(["with", "a batch", "waiting", "sent", "loss"])
     for way in (plain, *others):
         waiting = f"{100 * way.exposed_s / way.step_s:.0f} %"
-        table.add_row(way.flags or "as it is", _milliseconds(way.step_s), waiting, format_size(way.sent_bytes))
+        price = "" if way is plain else "?" if way.price is None else f"{way.price:+.2%}"
+        table.add_row(way.flags or "as it is", _milliseconds(way.step_s), waiting, format_size(way.sent_bytes), price)
     print_table(console, table, ("waiting",))
     console.print(
-        "Each is another training, so that none is chosen by itself; what it costs in loss is in docs/slow-links.md",
+        "Each is another training, so that none is chosen by itself. loss: what it added to the validation loss of a "
+        "small model after 2,000 steps (docs/slow-links.md); of yours it may be more or less, and ? was not measured",
         markup=False,
     )
     console.print()
