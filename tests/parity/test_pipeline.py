@@ -95,8 +95,10 @@ def test_ranks_with_some_blocks_each_train_as_one_process(place: Path, alone: Pa
         ("model", ("--fine-tune-type", "full", "--compile", "on")),
         ("quantised", ("--fine-tune-type", "dora", "--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
         ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
+        ("model", ("--grad-checkpoint",)),
+        ("model", ("--grad-checkpoint", "--compile", "on")),
     ],
-    ids=["full", "untied", "tied, compiled", "quantised, dropout", "packed documents"],
+    ids=["full", "untied", "tied, compiled", "quantised, dropout", "packed documents", "recomputed", "in a graph"],
 )
 def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...]) -> None:
     one, other = f"one-{'-'.join(more)}"[:80], f"two-{'-'.join(more)}"[:80]

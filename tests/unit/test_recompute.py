@@ -124,3 +124,23 @@ def test_a_block_has_its_own_weights_after_a_pass(at_once: bool) -> None:
     checkpoint_layers([block], at_once=at_once)
     mx.eval(mx.grad(lambda x: block(x, gate=x)[0].sum())(mx.ones((2, 6))))
     assert all(array is weights[name] for name, array in tree_flatten(block.parameters()))
+
+
+class Skips(nn.Module):
+    """Has a weight, and passes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+@pytest.mark.parametrize("kind", [Skips, nn.Identity])
+def test_a_block_that_passes_on_its_input_hands_its_gradient_back(kind: type[nn.Module], at_once: bool) -> None:
+    block, x = kind(), mx.arange(12.0).reshape(2, 6)
+    checkpoint_layers([block], at_once=at_once)
+    assert mx.array_equal(block(x), x)
+    assert mx.array_equal(mx.grad(lambda x: (block(x) ** 2).sum())(x), 2 * x)

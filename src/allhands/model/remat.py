@@ -30,7 +30,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], *, at_once: bool = False) -> 
         at_once: for layers that compute when they are called (:mod:`allhands.kernels.native`), not in a graph.
     """
     for layer in layers:
-        if not hasattr(layer, "_recomputes"):
+        if not hasattr(layer, "_recomputes") and flatten(layer.parameters()):
             give_form(layer, _recomputing(type(layer), _called_at_once if at_once else _called_in_a_graph))
 
 
@@ -74,7 +74,8 @@ class _Call:
         finally:
             _put_together(self._given, self.inputs)
             self._install(self.weights)
-        return outputs
+        # A block that passes on what it was given makes nothing, and MLX ends the process where a function does.
+        return outputs or [mx.zeros(())]
 
     def result(self, outputs: Sequence[mx.array]) -> Any:
         """What the block returns, made of ``outputs``; its arguments are as it leaves them."""
