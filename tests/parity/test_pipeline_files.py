@@ -15,8 +15,8 @@ from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
 TRAINING = (
     "--iters 4 --batch-size 8 --steps-per-report 1 --val-batches 2 --steps-per-eval 2 --save-every 2 "
     "--learning-rate 0.01 --optimizer sgd --seed 3 --gradient-check off"
-).split()
-SHAPE = "--shape llama --layers 4 --dims 32 --mlp-dims 64 --heads 4 --kv-heads 2 --block-size 48".split()
+)
+SHAPE = "--shape llama --layers 4 --dims 32 --mlp-dims 64 --heads 4 --kv-heads 2 --block-size 48"
 PIPELINE = ("--strategy", "pipeline", "--backend", "ring")
 # By mlx_lm alone: what it answers, and its weights.
 BY_MLX_LM = """
@@ -52,7 +52,7 @@ def assert_equal(one: dict[str, mx.array], other: dict[str, mx.array]) -> None:
 
 def pretrain(place: Path, name: str, *more: str) -> Path:
     where = ("--data", place / "data", "--tokenizer", place / "tokenizer", "--adapter-path", place / name)
-    done = run_allhands("pretrain", *SHAPE, *TRAINING, *where, *more)
+    done = run_allhands("pretrain", *SHAPE.split(), *TRAINING.split(), *where, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return place / name
 

@@ -262,7 +262,12 @@ class PipedModel:
 
     Attributes:
         model: with this rank's blocks; what is not called is looked up there.
+        stops: on every rank or on none, whether this rank wants no more calls; asked in each call.
+        stopped: whether a rank wanted that in the last call: the same on all ranks.
     """
+
+    stops: Callable[[], bool] | None = None
+    stopped = False
 
     def __init__(self, piping: Piping) -> None:
         """Called on all ranks of the pipeline together, as the model is."""
@@ -298,7 +303,13 @@ class PipedModel:
                     mx.eval(hidden)
                     self._messages.send(hidden, (place + 1) % pipe.size)
         mine = mx.zeros((len(inputs), 1, self._size)) if logits is None else logits
+        if self.stops is not None:  # beside the logits, so that it costs no exchange of its own
+            wish = mx.full((len(inputs), 1, 1), float(self.stops()))
+            mine = mx.concatenate([mine, wish], axis=-1)
         total = pipe.all_sum(mine)
         mx.eval(total)
         self._messages.finish()
+        if self.stops is not None:
+            self.stopped = bool(total[0, 0, -1].item())
+            total = total[..., :-1]
         return total
