@@ -79,3 +79,56 @@ def test_a_model_in_parts_is_one_that_mlx_lm_loads(place: Path, tmp_path: Path, 
         alone = arrays(one / name / "model.safetensors")
         assert loaded.keys() == alone.keys()
         assert all(mx.allclose(loaded[key], alone[key], rtol=1e-4, atol=1e-5).item() for key in alone)
+
+
+@pytest.mark.parametrize("write", [1, 2, 3])
+def test_a_kill_in_a_save_leaves_the_model_before(place: Path, tmp_path: Path, write: int) -> None:
+    plan = tmp_path / "faults.json"
+    plan.write_text(json.dumps([{"rank": 0, "step": 4, "kind": "kill", "at": "save", "write": write}]))
+    where = ("--data", place / "data", "--tokenizer", place / "tokenizer", "--adapter-path", tmp_path / "run")
+    more = ("-n", "2", *PIPELINE, "--max-restarts", "0")
+    done = run_allhands(
+        "pretrain", *SHAPE.split(), *TRAINING.split(), *where, *more, env={"ALLHANDS_FAULTS": str(plan)}
+    )
+    assert done.returncode == 137, done.stderr
+    loaded = as_mlx_lm_loads(tmp_path / "run/model", tmp_path / "found.safetensors")
+    assert_equal(loaded, arrays(tmp_path / "run/checkpoints/step-0000002/adapters.safetensors"))
+
+
+# Ranks that do not see each other's files, as on computers that share none.
+BLIND = """
+import sys
+import allhands.checkpoints.parts as parts
+from allhands.cli.main import main
+sees = parts.sees_main
+parts.sees_main = lambda communicator, directory: sees(communicator, directory) and communicator.rank == 0
+sys.argv[0] = "allhands"
+main()
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--keep-last", "0")], ids=["checkpoints", "none"])
+def test_full_training_is_saved_alike_with_and_without_shared_files(
+    place: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """And goes on from there, with other stages too."""
+    (tmp_path / "blind.py").write_text(BLIND)
+    blind = ("launch", "-n", "2", "--backend", "ring", "--", sys.executable, tmp_path / "blind.py")
+    where = ("--model", place / "model", "--data", place / "data", "--fine-tune-type", "full", "--num-layers", "-1")
+    files = ("adapters.safetensors", "best/adapters.safetensors")
+    found: list[list[bytes]] = []
+    for name, start in (("seen", ()), ("blind", blind)):
+        given = ("train", "--train", *TRAINING.split(), *where, *more, *PIPELINE[:2], "--adapter-path", tmp_path / name)
+        done = run_allhands(*start, *given, *(() if start else ("-n", "2", *PIPELINE[2:])))
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append([(tmp_path / name / file).read_bytes() for file in files])
+        assert not list((tmp_path / name).rglob("*weights*"))
+    assert found[0] == found[1]
+    if not more:
+        kept = ("checkpoints/step-0000002", "checkpoints/step-0000004")
+        assert all((tmp_path / "seen" / each / "adapters.safetensors").is_file() for each in kept)
+        assert [path.name for path in (tmp_path / "seen" / "best").glob("adapters*")] == ["adapters.safetensors"]
+        longer = TRAINING.replace("--iters 4", "--iters 6").split()
+        words = ("train", "--train", *longer, *where, "--strategy", "pipeline", "-n", "3")
+        done = run_allhands(*words, "--adapter-path", tmp_path / "seen", "--resume", "auto")
+        assert done.returncode == 0, done.stdout + done.stderr
