@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from allhands.cli.options import (
-    BackendName,
-    ChatTemplate,
-    DividedBy,
-    Hostfile,
-    Hosts,
-    NumRanks,
-    Split,
-    System,
-    chat_choice,
-    ranks_asked,
-)
+from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks, Wire
 from allhands.io.paths import require_words

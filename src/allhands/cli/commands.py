@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from allhands.cli.options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 from allhands.cli.parser import App, HostsCommand
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[

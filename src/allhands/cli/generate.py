@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
-from allhands.cli.options import (
-    BackendName,
-    ChatTemplate,
-    DividedBy,
-    Hostfile,
-    Hosts,
-    NumRanks,
-    Split,
-    System,
-    chat_choice,
-    ranks_asked,
-)
+from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 
 
 def generate(
