@@ -22,7 +22,7 @@ from allhands.io.tensors import Tensor
 from allhands.io.trees import flatten
 
 # Names of safetensors' types. Numpy has no bfloat16: it travels as the integers of the same bits.
-_CODES: dict[mx.Dtype, str] = {
+CODES: dict[mx.Dtype, str] = {
     mx.bool_: "BOOL",
     mx.uint8: "U8",
     mx.uint16: "U16",
@@ -37,7 +37,7 @@ _CODES: dict[mx.Dtype, str] = {
     mx.float32: "F32",
     mx.complex64: "C64",
 }
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 _PIECE_BYTES = 4 << 20
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -48,7 +48,7 @@ _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 def owned(array: mx.array, shape: Shape | None = None, region: Region | None = None) -> OwnedSlice:
     """``array`` as a slice of one of ``shape``; by default as all of it."""
     shape = array.shape if shape is None else shape
-    return OwnedSlice(shape, _CODES[array.dtype], everything(shape) if region is None else region, array)
+    return OwnedSlice(shape, CODES[array.dtype], everything(shape) if region is None else region, array)
 
 
 def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
@@ -185,6 +185,26 @@ class SharedArray:
             yield words.view(np.uint8).data
 
 
+@dataclass(frozen=True)
+class ReadArray:
+    """An array that has been read."""
+
+    array: mx.array
+    dtype: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.array.shape
+
+    def read(self, region: Region | None = None) -> mx.array:
+        if region is None:
+            return self.array
+        if isinstance(region, Flat):
+            return self.array.reshape(-1)[region.start : region.stop]
+        stops = [start + size for start, size in zip(region.start, region.shape, strict=True)]
+        return self.array[tuple(slice(start, stop) for start, stop in zip(region.start, stops, strict=True))]
+
+
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
     """The arrays of a checkpoint's group, which is called like ``file``, by name.
 
@@ -202,7 +222,7 @@ def shared_arrays(communicator: Communicator, checkpoint: Checkpoint | None, fil
 
 
 def _array(words: NDArray[Any], dtype: str) -> mx.array:
-    array = mx.array(words).view(_DTYPES[dtype])
+    array = mx.array(words).view(DTYPES[dtype])
     mx.eval(array)
     return array
 
@@ -215,7 +235,7 @@ def require_same(
     Raises:
         CheckpointError: they are others.
     """
-    here = {name: (shape, _CODES[dtype]) for name, shape, dtype in wanted}
+    here = {name: (shape, CODES[dtype]) for name, shape, dtype in wanted}
     there = {name: (each.shape, each.dtype) for name, each in stored.items()}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
@@ -230,4 +250,4 @@ def _described(facts: tuple[Shape, str] | None) -> str:
     if facts is None:
         return "not trained"
     shape, code = facts
-    return f"{shape} {str(_DTYPES[code]).removeprefix('mlx.core.')}"
+    return f"{shape} {str(DTYPES[code]).removeprefix('mlx.core.')}"

@@ -2,7 +2,8 @@
 
 Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where all ranks see rank 0's
 directory each writes a file of its own slices into the checkpoint that rank 0 is making; otherwise ranks send their
-files, block by block, to those that keep files.
+files, block by block, to those that keep files. Divided weights are put together from these files, an array at a time:
+no rank ever has all of them in memory, and the checkpoint has the one file of weights that it always has.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 
 from allhands.checkpoints.arrays import snapshot
 from allhands.checkpoints.format import (
+    WEIGHTS_FILE,
     Groups,
     ShardedState,
     StoredArray,
@@ -33,16 +36,20 @@ from allhands.checkpoints.format import (
     file_of_rank,
 )
 from allhands.checkpoints.resuming import sees_main
+from allhands.checkpoints.slices import MappedFile
 from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_bytes, gather_json, hand_out_json
 from allhands.errors import AllhandsError, StorageError
 from allhands.io.files import storage_error_of
+from allhands.io.regions import ITEM_BYTES
 from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
 # As long as that nothing of a rank's file may come before it is given up; once the run is at its end, sooner.
 _PATIENCE_S, _AT_THE_END_S = 600.0, 30.0
+# Beside which ranks put their weights where no checkpoint is written; nothing ever has this name.
+_NOWHERE = "weights"
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,18 @@ class Ownership:
         found = _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
         return {file: state for file, state in found.items() if state}
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether some weights are not on all ranks."""
+        return any(_is_weight(array) for arrays in self.by_rank for array in arrays)
+
     def files(self, rank: int) -> list[str]:
         """The files of a rank's part."""
         return sorted({each.file for array in self.by_rank[rank] for each in array.slices})
+
+
+def _is_weight(array: StoredArray) -> bool:
+    return array.name.startswith(array_name(WEIGHTS_FILE, ""))
 
 
 def _in_file_of(array: StoredArray, rank: int) -> StoredArray:
@@ -120,6 +136,43 @@ class Delivery:
     draft: CheckpointDraft | None
     problem: AllhandsError | None
     collect: Callable[[Callable[[], None]], list[WrittenPart]] = lambda progress: []
+    _collected: list[WrittenPart] | None = None
+    _weights: list[list[Tensor]] | None = None
+
+    def parts(self, progress: Callable[[], None]) -> list[WrittenPart]:
+        """What all ranks have written, once they have.
+
+        Raises:
+            StorageError: one of them could not.
+        """
+        if self._collected is None:
+            self._collected = self.collect(progress)
+        return self._collected
+
+    def weights(self, progress: Callable[[], None]) -> list[list[Tensor]]:
+        """The weights of each rank's part, which are read one by one as they are written elsewhere.
+
+        From then on their files are no part of the checkpoint: it gets them put together.
+
+        Raises:
+            StorageError: one of the ranks could not write them.
+        """
+        if self.problem is not None:
+            raise self.problem
+        assert self.draft is not None
+        if self._weights is None:
+            self._weights, rest = [], list[WrittenPart]()
+            for part in self.parts(progress):
+                arrays = [array for array in part.arrays if _is_weight(array)]
+                names = {each.file for array in arrays for each in array.slices}
+                paths = {name: self.draft.directory / name for name in names}
+                self._weights.append(_tensors_in({name: MappedFile(path) for name, path in paths.items()}, arrays))
+                for path in paths.values():
+                    path.unlink()  # it can be read as long as it is open
+                files = {name: file for name, file in part.files.items() if name not in names}
+                rest.append(WrittenPart(files, [array for array in part.arrays if not _is_weight(array)]))
+            self._collected = rest
+        return self._weights
 
     @contextmanager
     def opened(self) -> Generator[CheckpointDraft]:
@@ -135,11 +188,27 @@ class Delivery:
             yield self.draft
 
 
+def _tensors_in(files: dict[str, MappedFile], arrays: Sequence[StoredArray]) -> list[Tensor]:
+    """Whole arrays that lie in ``files``; of the pages only those of the last array that was asked for are kept."""
+
+    def get(file: MappedFile, key: str, shape: tuple[int, ...], dtype: str) -> memoryview:
+        file.release()
+        return file.words(key, shape, np.dtype(f"u{ITEM_BYTES[dtype]}")).reshape(-1).data
+
+    found: list[Tensor] = []
+    for array in arrays:
+        (only,) = array.slices
+        data = partial(get, files[only.file], only.key, array.shape, array.dtype)
+        found.append(Tensor(only.key, array.dtype, array.shape, data))
+    return found
+
+
 @dataclass
 class PartExchange:
     """This rank's side of the exchange: every checkpoint is begun on all ranks together.
 
     Attributes:
+        directory: of the run.
         groups: gives what this rank holds now.
         spare_bytes: what a GPU's own memory has beside a step.
         waits: whether there is no room for what is held while training goes on, see :meth:`Held.waits`.
@@ -149,6 +218,7 @@ class PartExchange:
 
     communicator: Communicator
     ownership: Ownership
+    directory: Path
     groups: Callable[[], Groups]
     keeps: bool
     shared: bool
@@ -168,16 +238,22 @@ class PartExchange:
             return None
         seen = communicator.all_sum(mx.array([float(sees_main(communicator, directory))]))
         shared = bool(np.asarray(seen)[0] == communicator.size)
-        return cls(communicator, ownership, groups, keeps, shared, **more)
+        return cls(communicator, ownership, directory, groups, keeps, shared, **more)
 
-    def begin(self, target: Path) -> Delivery | None:
+    def begin(self, target: Path | None) -> Delivery | None:
         """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files, what is to be finished.
+
+        ``None``: no checkpoint is written, and weights come alone, if they are divided.
 
         Raises:
             RuntimeError: from MLX: another rank has ended.
         """
+        if target is None and not self.ownership.divides_weights:
+            return None
+        tensors = partial(self._tensors, only_weights=target is None)
+        target = target or self.directory / _NOWHERE
         delivery = self._opened(target) if self.keeps else None
-        return self._begin_shared(target, delivery) if self.shared else self._begin_sent(delivery)
+        return self._begin_shared(target, delivery, tensors) if self.shared else self._begin_sent(delivery, tensors())
 
     def close(self) -> None:
         """Wait for what this rank writes."""
@@ -195,21 +271,24 @@ class PartExchange:
         except AllhandsError as error:
             return Delivery(stack, None, error)
 
-    def _tensors(self) -> dict[str, list[Tensor]]:
+    def _tensors(self, *, only_weights: bool) -> dict[str, list[Tensor]]:
         mine, rank = self.ownership.mine(self.groups()), self.communicator.rank
+        mine = {file: state for file, state in mine.items() if file == WEIGHTS_FILE or not only_weights}
         tensors = snapshot({file: state for file, state in mine.items() if state}, self.spare_bytes())()
         return {file_of_rank(file, rank): of_file for file, of_file in tensors.items()}
 
     # --- into one directory ---
 
-    def _begin_shared(self, target: Path, delivery: Delivery | None) -> Delivery | None:
+    def _begin_shared(
+        self, target: Path, delivery: Delivery | None, tensors: Callable[[], dict[str, list[Tensor]]]
+    ) -> Delivery | None:
         wait(self._pending)
         draft = None if delivery is None else delivery.draft
         name: str | None = hand_out_json(self.communicator, None if draft is None else draft.directory.name)
         if name is None:
             return delivery
         directory = target.resolve().parent / name
-        self._pending = [self._thread.submit(self._write, directory, self._tensors())]
+        self._pending = [self._thread.submit(self._write, directory, tensors())]
         if self.waits():
             wait(self._pending)
         if delivery is not None:
@@ -246,7 +325,7 @@ class PartExchange:
                 seen, since = size, time.monotonic()
             if time.monotonic() > since + (_AT_THE_END_S if self._ending.is_set() else _PATIENCE_S):
                 raise StorageError(
-                    f"rank {rank} does not write its part of the optimizer's state",
+                    f"rank {rank} does not write its part of the checkpoint",
                     where=str(directory),
                     hint="look at that rank's log",
                 )
@@ -261,9 +340,8 @@ class PartExchange:
 
     # --- to other computers ---
 
-    def _begin_sent(self, delivery: Delivery | None) -> Delivery | None:
+    def _begin_sent(self, delivery: Delivery | None, tensors: dict[str, list[Tensor]]) -> Delivery | None:
         """Send every rank's part to all, of whom those that keep files write them, while the training waits."""
-        tensors = self._tensors()
         mine = {name: safetensors_size(of_file) for name, of_file in tensors.items()}
         sizes: list[dict[str, int]] = gather_json(self.communicator, mine)
         parts = [WrittenPart({}, arrays) for arrays in self.ownership.by_rank]

@@ -164,7 +164,7 @@ class Saver(Generic[P]):
         begun, plan = time.perf_counter(), self._plan
         wait([future for step, future in self._pending if step < state.step])
         target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
-        delivery = None if self._parts is None or target is None else self._parts.begin(target)
+        delivery = None if self._parts is None else self._parts.begin(target)
         tensors, described, waits = self._tensors(state.step), self._describe(state), self._waits()
         pause_s = time.perf_counter() - begun
         facts = (kind, state.step, state.iteration, state.best_step, described, tensors)
@@ -228,6 +228,20 @@ class Saver(Generic[P]):
         except OSError as error:
             raise storage_error_of(error, self._plan.directory) from error
 
+    def _weights(self, request: _Request) -> list[list[Tensor]]:
+        """The weights to write, by the rank that has them; in one list where all ranks have all.
+
+        Raises:
+            StorageError: a rank's could not be had.
+        """
+        common = request.tensors().get(WEIGHTS_FILE, [])
+        if request.delivery is None or self._parts is None or not self._parts.ownership.divides_weights:
+            return [common]
+        return [list(common), *request.delivery.weights(self._plan.busy)]
+
+    def _all_weights(self, request: _Request) -> list[Tensor]:
+        return [tensor for part in self._weights(request) for tensor in part]
+
     def _numbered(self, request: _Request) -> Path:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
 
@@ -245,7 +259,7 @@ class Saver(Generic[P]):
     def _there(self, request: _Request) -> frozenset[Path]:
         """What of it lies in its place already, whole, with these weights."""
         digest = hashlib.sha256()
-        for piece in safetensors_pieces(request.tensors()[WEIGHTS_FILE]):
+        for piece in safetensors_pieces(self._all_weights(request)):
             digest.update(piece)
         weights = digest.hexdigest()
 
@@ -264,7 +278,7 @@ class Saver(Generic[P]):
         target = self._plan.directory / BEST
         self._checkpoint(target, request)
         if self._plan.model is not None:
-            self._plan.model.write(self._plan.directory / BEST_MODEL, request.tensors()[WEIGHTS_FILE])
+            self._plan.model.write(self._plan.directory / BEST_MODEL, self._weights(request))
             return self._plan.directory / BEST_MODEL
         return target / WEIGHTS_FILE
 
@@ -308,7 +322,7 @@ class Saver(Generic[P]):
 
     def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their iteration's number and, unless they are suspect, as the adapter to use."""
-        plan, weights = self._plan, request.tensors()[WEIGHTS_FILE]
+        plan, weights = self._plan, self._all_weights(request)
         numbered = self._numbered(request)
         if request.kind == "suspect" or (plan.numbered and numbered not in there):
             write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
@@ -316,7 +330,7 @@ class Saver(Generic[P]):
             return numbered
         inject_fault("save", request.step, plan.rank)
         if plan.model is not None:
-            plan.model.write(plan.directory / MODEL, weights)
+            plan.model.write(plan.directory / MODEL, self._weights(request))
             inject_fault("save", request.step, plan.rank)
             return plan.directory / MODEL
         adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
@@ -346,14 +360,14 @@ class Saver(Generic[P]):
             "step": request.step,
             "run_id": self._plan.run_id,
             "state": {**request.state, **self._plan.constants()},
-            "tensors": request.tensors(),
+            "tensors": {**request.tensors(), WEIGHTS_FILE: self._all_weights(request)},
             "texts": texts,
             "progress": busy,
         }
         if delivery is None:
             return write_checkpoint(target, **contents)
         with delivery.opened() as draft:
-            return draft.publish(**contents, parts=lambda: delivery.collect(busy))
+            return draft.publish(**contents, parts=lambda: delivery.parts(busy))
 
 
 @contextmanager
@@ -379,7 +393,7 @@ def saving(
 
     def offer(state: P, kind: SaveKind) -> None:
         target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
-        if parts is not None and target is not None:
+        if parts is not None:
             parts.begin(target)
 
     with ExitStack() as stack:

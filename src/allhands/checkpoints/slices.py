@@ -32,7 +32,7 @@ class StoredNumbers:
         size: how many numbers it has.
     """
 
-    def __init__(self, stored: StoredArray, files: Mapping[str, _MappedFile]) -> None:
+    def __init__(self, stored: StoredArray, files: Mapping[str, MappedFile]) -> None:
         self.shape, self.dtype, self.size = stored.shape, stored.dtype, stored.size
         self._slices = [(each.region, each.key, files[each.file]) for each in stored.slices if each.region.size]
         self._word = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")
@@ -109,7 +109,7 @@ def _shared(one: Region, other: Region) -> Region | None:
     return Box(starts, shape) if all(n > 0 for n in shape) else None
 
 
-class _MappedFile:
+class MappedFile:
     """A safetensors file, of which pages are in memory only while they are read."""
 
     def __init__(self, path: Path) -> None:
@@ -149,5 +149,5 @@ def stored_numbers(checkpoint: Checkpoint, file: str) -> dict[str, StoredNumbers
     prefix = array_name(file, "")
     arrays = [array for array in checkpoint.arrays if array.name.startswith(prefix)]
     names = {each.file for array in arrays for each in array.slices}
-    opened = {name: _MappedFile(checkpoint.path / name) for name in sorted(names)}
+    opened = {name: MappedFile(checkpoint.path / name) for name in sorted(names)}
     return {array.name.removeprefix(prefix): StoredNumbers(array, opened) for array in arrays}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Generator
 from contextlib import suppress
@@ -12,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 from allhands.errors import AllhandsError
+from allhands.infer.dialogue import VARIABLE, Talks, Wire
 from allhands.io.paths import require_words
 from allhands.io.terminal import tell
 
 if TYPE_CHECKING:
     from allhands.infer.conversation import Conversation
+    from allhands.infer.divided import AnsweringRanks
+    from allhands.model.load import LoadedModel
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -37,27 +42,58 @@ def chat(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
     ] = False,
+    strategy: DividedBy = None,
+    num_ranks: NumRanks = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    backend: BackendName = None,
+    pp_split: Split = None,
 ) -> None:
     """Talk with a model, with or without a trained adapter.
 
     It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
-    is a turn.
+    is a turn. A model larger than one computer talks with --strategy pipeline.
     """
+    ranks = ranks_asked(
+        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
+    )
+    choice = chat_choice(chat_template, system)
+    if ranks is not None and VARIABLE not in os.environ:
+        from allhands.cli.divided import at_terminal, require_terminal_here
+
+        require_terminal_here()
+        raise typer.Exit(at_terminal(_talk))
     from allhands.cli.talk import tell_harm, tell_notes
     from allhands.infer.conversation import Conversation
     from allhands.infer.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
-    with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
-        choice = chat_choice(chat_template, system)
-        loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
-        tell_notes(loaded)
-        tell_harm(adapter_path, model)
-        sampling = Sampling(temp, top_p, seed)
-        _talk(Conversation(loaded, sampling, max_tokens=max_tokens, system_prompt=system_prompt))
+    def conversation(loaded: LoadedModel, *, speaks: bool = True) -> Conversation:
+        if speaks:
+            tell_notes(loaded)
+            tell_harm(adapter_path, model)
+        how = Sampling(temp, top_p, seed)
+        return Conversation(loaded, how, max_tokens=max_tokens, system_prompt=system_prompt)
+
+    if ranks is None:
+        with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
+            _talk(
+                conversation(load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice))
+            )
+        return
+    from allhands.cli.divided import run_divided
+
+    path = os.environ[VARIABLE]
+
+    def work(answering: AnsweringRanks, speaks: bool) -> None:
+        talks = conversation(answering.load(adapter_path, choice), speaks=speaks)
+        answering.converse(talks, Wire.to(path) if speaks else None)
+
+    env = {VARIABLE: path}
+    raise typer.Exit(run_divided(model, adapter_path, ranks, work, trust_remote_code=trust_remote_code, env=env))
 
 
-def _talk(conversation: Conversation) -> None:
+def _talk(conversation: Talks) -> None:
     if sys.stdin.isatty():
         print(_HELP, file=sys.stderr)
     for line in _lines():
@@ -101,7 +137,7 @@ def _lines() -> Generator[str]:
         yield line.strip()
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Talks, line: str) -> None:
     pieces = conversation.ask(line)
     try:
         for piece in pieces:

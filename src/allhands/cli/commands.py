@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from allhands.cli.parser import App, HostsCommand
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 
 Model = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[
@@ -286,6 +287,12 @@ def compare(
         Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that holds no such answers.")] = False,
+    strategy: DividedBy = None,
+    num_ranks: NumRanks = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    backend: BackendName = None,
+    pp_split: Split = None,
 ) -> None:
     """Answer held-out prompts before and after training.
 
@@ -293,7 +300,11 @@ def compare(
     """
     from allhands.cli.talk import Questions, run_compare
 
-    run_compare(model, adapter_path, Questions(data, num_prompts, max_tokens), show, out, force=force)
+    ranks = ranks_asked(
+        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
+    )
+    asked = Questions(data, num_prompts, max_tokens)
+    raise typer.Exit(run_compare(model, adapter_path, asked, show, out, force=force, ranks=ranks))
 
 
 def plot(

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -125,9 +126,7 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
         assert isinstance(config, EvalConfig)
         check_launch(config, launch)
-        # Other computers have files of their own.
-        if launch.launcher != "single" or not (config.hostfile or config.hosts):
-            _check_adapter(config)
+        check_adapter_here(config, launch)
     if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
         return supervise_verb(config)
     with install(launch, os.environ) as worker:
@@ -138,8 +137,11 @@ def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def supervise_verb(config: EvalConfig) -> int:
-    """Start the processes, here or on several computers, and answer for them; their logs stay if they have failed."""
+def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> int:
+    """Start the processes, here or on several computers, and answer for them; their logs stay if they have failed.
+
+    ``env`` is for all of them.
+    """
     from allhands.cli.launching import run
     from allhands.cli.train import job_of, with_hostfile
 
@@ -158,6 +160,7 @@ def supervise_verb(config: EvalConfig) -> int:
             # Rank 0 alone has something to say, and programs read it.
             tag_output=bool(config.tag_output),
             keep_logs=False,
+            env=env or {},
         )
         code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
         kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
@@ -167,8 +170,14 @@ def supervise_verb(config: EvalConfig) -> int:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_adapter(config: EvalConfig) -> None:
-    """Find an adapter's absence before anything is started or loaded."""
+def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
+    """Find an adapter's absence before anything is started or loaded.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if launch.launcher == "single" and (config.hostfile or config.hosts):
+        return  # other computers have files of their own
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
         from allhands.run.adapter_files import what_is
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
-from allhands.errors import ConfigError
-
-
-class Divided(StrEnum):
-    """How a model is divided among ranks."""
-
-    pipeline = "pipeline"
+from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 
 
 def generate(
@@ -37,18 +30,12 @@ def generate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
     ] = False,
-    strategy: Annotated[
-        Divided | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks.")
-    ] = None,
-    num_ranks: Annotated[
-        int | None, typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here.")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", help="With --strategy: computers, by name.")] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="With --strategy: who moves the bytes.")] = None,
-    pp_split: Annotated[
-        str | None, typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12.")
-    ] = None,
+    strategy: DividedBy = None,
+    num_ranks: NumRanks = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    backend: BackendName = None,
+    pp_split: Split = None,
 ) -> None:
     """Ask a model, with or without a trained adapter.
 
@@ -69,23 +56,10 @@ def generate(
         trust_remote_code,
         chat_choice(chat_template, system),
     )
-    ranks = {
-        name: value
-        for name, value in (
-            ("num_ranks", num_ranks),
-            ("hosts", hosts),
-            ("hostfile", hostfile),
-            ("backend", backend),
-            ("pp_split", pp_split),
-        )
-        if value is not None
-    }
-    if strategy is None:
-        for name in ranks:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                "it has no effect without --strategy pipeline", where=flag, hint="add it, or leave it out"
-            )
+    ranks = ranks_asked(
+        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
+    )
+    if ranks is None:
         run_generate(options)
     else:
         raise typer.Exit(run_generate_divided(options, ranks))

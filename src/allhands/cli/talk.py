@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from allhands.io.terminal import console_for, tell
 from allhands.observe.metrics import ANSWERS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
+    from allhands.infer.divided import AnsweringRanks
     from allhands.model.load import LoadedModel
 
 # What is in every file that save_comparison has written, near its end.
@@ -64,7 +64,7 @@ def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
 def run_generate(options: GenerateOptions) -> None:
     """Print the answer as it comes, then what it cost."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    _require_prompt(prompt)
+    _require_fitting(options, prompt)
     from allhands.model.beyond import answering, limits_told
 
     use = answering(options.model, options.adapter_path, trust_remote_code=options.trust_remote_code)
@@ -72,17 +72,22 @@ def run_generate(options: GenerateOptions) -> None:
         _generate(options, prompt)
 
 
-def _require_prompt(prompt: str) -> None:
+def _require_fitting(options: GenerateOptions, prompt: str) -> None:
+    """Refuse, before anything is started or loaded, what cannot be asked.
+
+    Raises:
+        ConfigError: an empty prompt, or options that exclude each other.
+    """
     if not prompt.strip():
         raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    if options.ignore_chat_template and options.chat != ChatChoice():
+        flag = "--system" if options.chat.template is None else "--chat-template"
+        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
 
 
 def _generate(options: GenerateOptions, prompt: str) -> None:
     from allhands.infer.generate import load_for_generation
 
-    if options.ignore_chat_template and options.chat != ChatChoice():
-        flag = "--system" if options.chat.template is None else "--chat-template"
-        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
     trust = options.trust_remote_code
     loaded = load_for_generation(options.model, options.adapter_path, trust_remote_code=trust, chat=options.chat)
     _answer(options, loaded, prompt)
@@ -112,40 +117,22 @@ def _answer(options: GenerateOptions, loaded: LoadedModel, prompt: str, *, speak
         print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
 
 
-def run_generate_divided(options: GenerateOptions, ranks: dict[str, Any]) -> int:
+def run_generate_divided(options: GenerateOptions, ranks: Mapping[str, Any]) -> int:
     """:func:`run_generate` on several ranks, or as one of them; the exit code.
 
     ``ranks``: options of a training that say where ranks are and what each has.
     """
-    from allhands.cli.evaluate import supervise_verb
-    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.worker import install
-    from allhands.config.eval_schema import EvalConfig
-    from allhands.config.schema import build_config
+    from allhands.cli.divided import run_divided
 
-    launch = recognise_here()
-    with rank_0_speaks_first(launch):
-        if options.prompt == "-":
-            raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
-        _require_prompt(options.prompt)
-        values = {"model": options.model, "trust_remote_code": options.trust_remote_code, "strategy": "pipeline"}
-        values |= {} if options.adapter_path is None else {"adapter_path": str(options.adapter_path)}
-        config = build_config({**values, **ranks, "test": True}, None, EvalConfig)
-        assert isinstance(config, EvalConfig)
-        check_launch(config, launch)
-    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
-        return supervise_verb(config)
-    with install(launch, os.environ) as worker:
-        worker.unstarted = "stopped before the answer"
-        from allhands.cluster.join import surroundings_of
-        from allhands.infer.divided import load_divided
+    if options.prompt == "-":
+        raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
+    _require_fitting(options, options.prompt)
 
-        loaded = load_divided(config, surroundings_of(worker, launch, config), options.chat)
-        _answer(options, loaded, options.prompt, speaks=launch.rank == 0)
-        if launch.size > 1:
-            leave(launch)
-    return 0
+    def work(answering: AnsweringRanks, speaks: bool) -> None:
+        loaded = answering.load(options.adapter_path, options.chat)
+        _answer(options, loaded, options.prompt, speaks=speaks)
+
+    return run_divided(options.model, options.adapter_path, ranks, work, trust_remote_code=options.trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -193,12 +180,22 @@ def _question(record: Record) -> str | None:
 
 
 def answers(
-    model: str, adapter_path: Path | None, prompts: Sequence[str], max_tokens: int, chat: ChatChoice | None = None
+    model: str,
+    adapter_path: Path | None,
+    prompts: Sequence[str],
+    max_tokens: int,
+    chat: ChatChoice | None = None,
+    load: Callable[[Path | None, ChatChoice | None], LoadedModel] | None = None,
 ) -> tuple[list[str], Any]:
-    """Greedy answers and their speed; the model is freed afterwards."""
+    """Greedy answers and their speed; the model is freed afterwards.
+
+    ``load`` loads it with an adapter, where that is not done by one process.
+    """
     from allhands.infer.generate import answer_all, load_for_generation
     from allhands.model.beyond import answering, limits_told
 
+    if load is not None:
+        return answer_all(load(adapter_path, chat), prompts, max_tokens)
     with limits_told(answering(model, adapter_path)):
         return answer_all(load_for_generation(model, adapter_path, chat=chat), prompts, max_tokens)
 
@@ -252,9 +249,18 @@ class Questions:
 
 
 def run_compare(
-    model: str, adapter_path: Path | None, asked: Questions, show: int, out: Path | None, *, force: bool = False
-) -> None:
-    """Answer held-out prompts without and with the adapter, and score both.
+    model: str,
+    adapter_path: Path | None,
+    asked: Questions,
+    show: int,
+    out: Path | None,
+    *,
+    force: bool = False,
+    ranks: Mapping[str, Any] | None = None,
+) -> int:
+    """Answer held-out prompts without and with the adapter, and score both; the exit code.
+
+    ``ranks``: options of a training that say where ranks are and what each has, if they are several.
 
     Raises:
         ConfigError: no adapter; or ``out`` is no file of such answers, and is not to be replaced by ``force``.
@@ -263,24 +269,57 @@ def run_compare(
         raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
     from allhands.run.adapter_files import check_adapter
 
-    check_adapter(adapter_path)
-    console = console_for()
-    if out is None and (adapter_path / METRICS_FILE).exists():
-        out = adapter_path / ANSWERS_FILE
-    if out is not None:  # before anything that takes long
-        require_ours(out, [SCORED], "comparison of answers", force=force)
-        make_directory(out.parent)
-        require_writable(out)
+    def place() -> Path | None:
+        """Where the answers are written; called before anything that takes long."""
+        path = adapter_path / ANSWERS_FILE if out is None and (adapter_path / METRICS_FILE).exists() else out
+        if path is not None:
+            require_ours(path, [SCORED], "comparison of answers", force=force)
+            make_directory(path.parent)
+            require_writable(path)
+        return path
+
+    if ranks is None:
+        check_adapter(adapter_path)
+        target = place()
+        _show(_asked_twice(model, adapter_path, asked, console_for()), asked, show, target)
+        return 0
+    from allhands.cli.divided import run_divided
+
+    def work(answering: AnsweringRanks, speaks: bool) -> None:
+        target = place() if speaks else None
+        console = console_for() if speaks else None
+        comparison = _asked_twice(model, adapter_path, asked, console, answering.load)
+        if speaks:
+            _show(comparison, asked, show, target)
+
+    return run_divided(model, adapter_path, ranks, work)
+
+
+def _asked_twice(
+    model: str,
+    adapter_path: Path,
+    asked: Questions,
+    console: Console | None,
+    load: Callable[[Path | None, ChatChoice | None], LoadedModel] | None = None,
+) -> AnswersCompared:
+    """The answers without and with the adapter; ``console`` is told how fast they came."""
     prompts, max_tokens = held_out_prompts(asked.data, asked.num_prompts), asked.max_tokens
     # Both are asked in the same words.
     kept = adapter_path / TEMPLATE_FILE
     chat = ChatChoice(str(kept)) if kept.is_file() else None
-    before, speed_before = answers(model, None, prompts, max_tokens, chat)
-    show_speed(console, "before", speed_before)
-    after, speed_after = answers(model, adapter_path, prompts, max_tokens)
-    show_speed(console, "after", speed_after)
-    comparison = compared(prompts, before, after)
-    console.print(comparison_table(comparison, show, max_tokens))
+    before, speed_before = answers(model, None, prompts, max_tokens, chat, load)
+    if console is not None:
+        show_speed(console, "before", speed_before)
+    after, speed_after = answers(model, adapter_path, prompts, max_tokens, load=load)
+    if console is not None:
+        show_speed(console, "after", speed_after)
+    return compared(prompts, before, after)
+
+
+def _show(comparison: AnswersCompared, asked: Questions, show: int, out: Path | None) -> None:
+    """Print the comparison, and write it to ``out``."""
+    console = console_for()
+    console.print(comparison_table(comparison, show, asked.max_tokens))
     # Answers that are learned from other data are no worse for being no pirate's.
     if asked.data == "demo" or comparison.before_share or comparison.after_share:
         for line in score_lines(comparison):

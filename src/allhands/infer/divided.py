@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,21 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from allhands.config.schema import TrainConfig
 from allhands.data.templates import ChatChoice
+from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import hand_out_json
+from allhands.errors import Interrupted
+from allhands.infer.dialogue import Talks, Wire, answer
 from allhands.infer.generate import load_for_generation
+from allhands.io.trees import numbers
 from allhands.model.load import LoadedModel
 from allhands.model.stages import Stage
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.run.piping import piped, piping_of, stages_of
 from allhands.run.preparing import RunContext
+
+# While nobody asks anything, ranks look so often: one that waits in an exchange takes a core.
+_LOOK_S = 0.05
 
 
 class AnsweringModel(PipedModel):
@@ -42,22 +52,75 @@ class AnsweringModel(PipedModel):
         return logits
 
 
-def load_divided(config: TrainConfig, surroundings: RunContext, chat: ChatChoice) -> LoadedModel:
-    """As :func:`load_for_generation`, with this rank's blocks alone; called on all ranks together.
+class AnsweringRanks:
+    """The ranks that answer together; each method is called on all of them.
 
-    Raises:
-        AllhandsError: as there, or the ranks do not make up a pipeline.
+    Attributes:
+        model: the last one that was loaded.
     """
-    mesh, stages = piped(config, surroundings.mesh), list[Stage]()
-    adapter = Path(config.adapter_path) if config.adapter_path else None
-    loaded = load_for_generation(
-        config.model,
-        adapter,
-        trust_remote_code=config.trust_remote_code,
-        chat=chat,
-        cut=lambda model: stages.extend(stages_of(config, model, mesh)),
-    )
-    communicator = surroundings.connect()
-    surroundings.started()
-    answering: Any = AnsweringModel(piping_of(config, tuple(stages), communicator, mesh))
-    return replace(loaded, model=answering)
+
+    model: AnsweringModel
+
+    def __init__(self, config: TrainConfig, surroundings: RunContext) -> None:
+        self._config, self._surroundings = config, surroundings
+        self._mesh = piped(config, surroundings.mesh)
+        self._communicator: Communicator | None = None
+
+    def load(self, adapter: Path | None, chat: ChatChoice | None) -> LoadedModel:
+        """As :func:`load_for_generation`, with this rank's blocks alone.
+
+        Raises:
+            AllhandsError: as there, or the ranks do not make up a pipeline.
+        """
+        config, mesh, stages = self._config, self._mesh, list[Stage]()
+        loaded = load_for_generation(
+            config.model,
+            adapter,
+            trust_remote_code=config.trust_remote_code,
+            chat=chat,
+            cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+        )
+        if self._communicator is None:
+            self._communicator = self._surroundings.connect()
+            self._surroundings.started()
+        self.model = AnsweringModel(piping_of(config, tuple(stages), self._communicator, mesh))
+        answering: Any = self.model
+        return replace(loaded, model=answering)
+
+    def converse(self, conversation: Talks, wire: Wire | None) -> None:
+        """Answer until the terminal is gone, with which rank 0 is connected by ``wire``.
+
+        Raises:
+            Interrupted: a rank was told to stop.
+        """
+
+        def enough() -> bool:
+            with suppress(EOFError):
+                return bool(self._surroundings.stop_requested()) or bool(wire and wire.take(0.0))
+            return True
+
+        self.model.stops = enough
+        while "end" not in (word := self._next_word(wire)):
+            if "reset" in word:
+                conversation.reset()
+            elif "ask" in word:
+                answer(conversation, word["ask"], wire, lambda: self.model.stopped)
+
+    def _next_word(self, wire: Wire | None) -> dict[str, Any]:
+        """What the terminal says next, on every rank."""
+        assert self._communicator is not None
+        while True:
+            word = None
+            if wire is None:
+                time.sleep(_LOOK_S)
+            else:
+                try:
+                    word = wire.take(_LOOK_S)
+                except EOFError:
+                    word = {"end": True}
+            mine = [float(word is not None), float(bool(self._surroundings.stop_requested()))]
+            said, stopped = numbers(self._communicator.all_sum(mx.array(mine)))
+            if stopped:
+                raise Interrupted("the conversation was ended")
+            if said:
+                return hand_out_json(self._communicator, word)

@@ -133,8 +133,11 @@ class ModelFiles:
             config = with_stop(config, tokenizer.get_vocab()[token], tokenizer.eos_token_id)
         return cls(config, loaded.path, mark, template)
 
-    def write(self, target: Path, weights: list[Tensor]) -> None:
+    def write(self, target: Path, weights: Sequence[Sequence[Tensor]]) -> None:
         """Make ``target`` the model with these weights, in place of what it was: whole at any instant.
+
+        Args:
+            weights: by the file that they come into; with an index, if these are several.
 
         Raises:
             StorageError: it cannot be written.
@@ -146,6 +149,22 @@ class ModelFiles:
                 shutil.copyfile(file, staged / file.name)
             if self.template is not None:
                 (staged / TEMPLATE_FILE).write_text(self.template, encoding="utf-8")
-            with (staged / "model.safetensors").open("wb") as stream:
-                stream.writelines(safetensors_pieces(list(portable_tensors(weights))))
+            _write_weights(staged, [part for part in weights if part])
             publish(staged, target, private=True)
+
+
+def _write_weights(directory: Path, weights: Sequence[Sequence[Tensor]]) -> None:
+    """One ``model.safetensors``, or numbered parts of it and their index, as Hugging Face has them."""
+    places: dict[str, str] = {}
+    size = 0
+    for number, tensors in enumerate(weights, start=1):
+        part = list(portable_tensors(tensors))
+        several = f"-{number:05d}-of-{len(weights):05d}" if len(weights) > 1 else ""
+        name = f"model{several}.safetensors"
+        with (directory / name).open("wb") as stream:
+            stream.writelines(safetensors_pieces(part))
+        places |= {tensor.name: name for tensor in part}
+        size += sum(tensor.num_bytes for tensor in part)
+    if len(weights) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -155,6 +155,7 @@ class Pipeline:
             return arrays
         parts = [array.astype(mx.float32) for _, _, array in mine] or [mx.zeros(shape) for shape in told]
         sums, _ = sum_over_ranks(piping.pipe, parts, bucket_bytes=self._exchanging.bucket_bytes)
+        mx.eval(sums)  # also where nothing comes of them: on the stages in the middle
         found = list(arrays)
         for (i, part, array), total in zip(mine, sums, strict=bool(mine)):
             total = total.astype(array.dtype)
@@ -219,6 +220,33 @@ def _added(each: list[list[mx.array]]) -> list[mx.array]:
     return first
 
 
+def _forward(
+    piping: Piping,
+    messages: Messages,
+    tokens: tuple[int, ...],
+    computed: Callable[[int, mx.array | None], Sequence[mx.array]],
+) -> Sequence[mx.array] | None:
+    """One forward pass through this rank's stages; what the model's last stage has found, ``None`` on other ranks.
+
+    Args:
+        tokens: shape of the tokens, (B, T).
+        computed: what a stage of this rank, by its number, finds of what it has received: hidden states first.
+    """
+    pipe, found = piping.pipe, None
+    for number, stage in enumerate(piping.stages):
+        place, received = pipe.rank + number * pipe.size, None
+        if place:
+            shape = (*tokens, stage.features)
+            received = messages.here(messages.expected(shape, stage.dtype, (place - 1) % pipe.size))
+        outputs = computed(number, received)
+        mx.eval(outputs)
+        if stage.blocks.is_last:
+            found = outputs
+        else:
+            messages.send(outputs[0], (place + 1) % pipe.size)
+    return found
+
+
 class PipedSums:
     """The sums of a batch by forward passes alone: on the last stage's rank, zeros elsewhere.
 
@@ -237,19 +265,11 @@ class PipedSums:
         return self._piping.is_last
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
-        pipe, sums = self._piping.pipe, [mx.zeros(())] * (1 + self._further)
-        for number, compute in enumerate(self._compute):
-            place, stage, received = pipe.rank + number * pipe.size, compute.stage, None
-            if place:
-                shape = (*arrays[0].shape, stage.features)
-                received = self._messages.here(self._messages.expected(shape, stage.dtype, (place - 1) % pipe.size))
-            outputs = compute.forward(received, arrays)
-            mx.eval(outputs)
-            if stage.blocks.is_last:
-                sums = outputs
-            else:
-                self._messages.send(outputs[0], (place + 1) % pipe.size)
-        return tuple(sums)
+        def computed(number: int, received: mx.array | None) -> Sequence[mx.array]:
+            return self._compute[number].forward(received, arrays)
+
+        sums = _forward(self._piping, self._messages, arrays[0].shape, computed)
+        return tuple(sums or [mx.zeros(())] * (1 + self._further))
 
     def finish(self) -> None:
         """Wait until the next stage has taken everything."""
@@ -261,7 +281,12 @@ class PipedModel:
 
     Attributes:
         model: with this rank's blocks; what is not called is looked up there.
+        stops: on every rank or on none, whether this rank wants no more calls; asked in each call.
+        stopped: whether a rank wanted that in the last call: the same on all ranks.
     """
+
+    stops: Callable[[], bool] | None = None
+    stopped = False
 
     def __init__(self, piping: Piping) -> None:
         """Called on all ranks of the pipeline together, as the model is."""
@@ -281,23 +306,25 @@ class PipedModel:
 
     def __call__(self, inputs: mx.array, cache: Any = None, **more: Any) -> mx.array:
         """(B, 1, V) float32 logits of what follows (B, T) tokens."""
-        pipe, logits = self._piping.pipe, None
         if cache is not None:
             more["cache"] = cache
-        for number, stage in enumerate(self._piping.stages):
-            place, received = pipe.rank + number * pipe.size, None
-            if place:
-                shape = (*inputs.shape, stage.features)
-                received = self._messages.here(self._messages.expected(shape, stage.dtype, (place - 1) % pipe.size))
+
+        def computed(number: int, received: mx.array | None) -> Sequence[mx.array]:
+            stage = self._piping.stages[number]
             with stage.computing(received):
                 if stage.blocks.is_last:
-                    logits = self.model(inputs, **more)[:, -1:].astype(mx.float32)
-                else:
-                    hidden = stage.hidden(inputs, **more)
-                    mx.eval(hidden)
-                    self._messages.send(hidden, (place + 1) % pipe.size)
-        mine = mx.zeros((len(inputs), 1, self._size)) if logits is None else logits
-        total = pipe.all_sum(mine)
+                    return [self.model(inputs, **more)[:, -1:].astype(mx.float32)]
+                return [stage.hidden(inputs, **more)]
+
+        found = _forward(self._piping, self._messages, inputs.shape, computed)
+        mine = found[0] if found else mx.zeros((len(inputs), 1, self._size))
+        if self.stops is not None:  # beside the logits, so that it costs no exchange of its own
+            wish = mx.full((len(inputs), 1, 1), float(self.stops()))
+            mine = mx.concatenate([mine, wish], axis=-1)
+        total = self._piping.pipe.all_sum(mine)
         mx.eval(total)
         self._messages.finish()
+        if self.stops is not None:
+            self.stopped = bool(total[0, 0, -1].item())
+            total = total[..., :-1]
         return total

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from allhands.checkpoints.format import Groups
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
@@ -49,7 +48,7 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, sca
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import WholeWeights, micro_batch_tokens, piped, piping_of
+from allhands.run.piping import micro_batch_tokens, piped, piping_of
 from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -398,14 +397,8 @@ class _Session:
     ) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
         """What saves on this rank: everything if it keeps files, else what only it holds."""
         ready = self.ready
-        whole = WholeWeights(ready.loaded.model, ready.communicator) if self._piping is not None else None
-
-        def groups() -> Groups:
-            mine = sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy)
-            return mine if whole is None else whole.put_into(mine)
-
         held = Held(
-            groups=groups,
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
@@ -413,8 +406,7 @@ class _Session:
         def described(state: LoopState) -> dict[str, Any]:
             return {**self._described(state), SHARES: balance.to_json(state.iteration)}
 
-        made = partial(saving, ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
-        return made() if whole is None else whole.saved_by(made)
+        return saving(ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
 
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready

@@ -1,0 +1,161 @@
+"""Verbs that answer on several ranks, each of which has some of the model's blocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allhands.errors import ConfigError
+from allhands.infer.dialogue import VARIABLE, RanksEnded, RemoteConversation, Talks, Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from allhands.infer.divided import AnsweringRanks
+
+_LOOK_S = 0.1
+# For ranks to end after the terminal has gone: they may be computing a token.
+_END_S = 30.0
+
+
+def run_divided(
+    model: str,
+    adapter_path: Path | None,
+    ranks: Mapping[str, Any],
+    work: Callable[[AnsweringRanks, bool], None],
+    *,
+    trust_remote_code: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Start the ranks, or be one of them; the exit code.
+
+    Args:
+        ranks: options of a training that say where ranks are and what each has.
+        work: of a rank; told whether it is the one that speaks.
+        env: further variables of the ranks.
+
+    Raises:
+        AllhandsError: the options do not fit together, or there is no such adapter.
+    """
+    from allhands.cli.evaluate import check_adapter_here, supervise_verb
+    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
+    from allhands.cluster.environment import recognise_here
+    from allhands.cluster.worker import install
+    from allhands.config.eval_schema import EvalConfig
+    from allhands.config.schema import build_config
+
+    launch = recognise_here()
+    with rank_0_speaks_first(launch):
+        values = {"model": model, "trust_remote_code": trust_remote_code, "test": True, **ranks}
+        values |= {} if adapter_path is None else {"adapter_path": str(adapter_path)}
+        config = build_config(values, None, EvalConfig)
+        assert isinstance(config, EvalConfig)
+        check_launch(config, launch)
+        check_adapter_here(config, launch)
+    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.hosts):
+        return supervise_verb(config, env)
+    with install(launch, os.environ) as worker:
+        worker.unstarted = "stopped before the answer"
+        from allhands.cluster.join import surroundings_of
+        from allhands.infer.divided import AnsweringRanks
+
+        work(AnsweringRanks(config, surroundings_of(worker, launch, config)), launch.rank == 0)
+        if launch.size > 1:
+            leave(launch)
+    return 0
+
+
+def at_terminal(talk: Callable[[Talks], None]) -> int:
+    """Let a person talk with ranks, which a process of its own supervises; the exit code.
+
+    Terminal and Ctrl-C are this process's: it reads lines, and the ranks only see what is asked.
+
+    Args:
+        talk: reads lines and prints answers.
+    """
+    from allhands.io.staging import Scratch
+
+    with Scratch() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        path = folder / "chat"
+        server.bind(str(path))
+        server.listen(1)
+        ranks = subprocess.Popen(
+            [sys.executable, "-m", "allhands", *sys.argv[1:]],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, VARIABLE: str(path)},
+            start_new_session=True,
+        )
+        try:
+            wire = _accepted(server, ranks)
+        except KeyboardInterrupt:
+            ranks.send_signal(signal.SIGINT)
+            return ranks.wait()
+        with suppress(RanksEnded), ExitStack() as stack:
+            stack.callback(_end, wire, ranks)
+            if wire is not None:
+                conversation = RemoteConversation(wire)
+                with _noticed(ranks, conversation):
+                    talk(conversation)
+        return ranks.wait()
+
+
+def _accepted(server: socket.socket, ranks: subprocess.Popen[bytes]) -> Wire | None:
+    """The connection with rank 0, once the model is loaded; ``None`` if the ranks have ended."""
+    server.settimeout(_LOOK_S)
+    while ranks.poll() is None:
+        with suppress(TimeoutError):
+            connection, _ = server.accept()
+            connection.settimeout(None)
+            return Wire(connection)
+    return None
+
+
+def _end(wire: Wire | None, ranks: subprocess.Popen[bytes]) -> None:
+    """End the conversation, and with it the ranks."""
+    if wire is not None:
+        wire.close()
+    try:
+        ranks.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        ranks.terminate()
+
+
+@contextmanager
+def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -> Generator[None]:
+    """Raise :class:`RanksEnded` as soon as their supervisor ends, also out of a line that is being typed."""
+
+    def ended(number: int, frame: object) -> None:
+        # An answer's end is seen by who reads it.
+        if not conversation.answering and ranks.poll() is not None:
+            raise RanksEnded
+
+    before = signal.signal(signal.SIGCHLD, ended)
+    try:
+        ended(0, None)
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def require_terminal_here() -> None:
+    """Refuse another launcher, which keeps the terminal.
+
+    Raises:
+        ConfigError: ranks were started by one.
+    """
+    from allhands.cluster.environment import recognise_here
+
+    launch = recognise_here()
+    if launch.launcher not in ("single", "allhands"):
+        raise ConfigError(
+            f"{launch.launcher} keeps the terminal, at which there is nobody to talk with",
+            where="allhands chat",
+            hint="start it without another launcher: -n or --hosts starts the ranks",
+        )

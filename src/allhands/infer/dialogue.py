@@ -1,0 +1,160 @@
+"""A conversation between a terminal and the ranks that answer: lines of JSON over a socket of this computer.
+
+The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); its end is the end of all.
+Rank 0 sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Protocol
+
+from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
+
+# The path of the terminal's socket, for the ranks.
+VARIABLE = "ALLHANDS_CHAT"
+# What may be wrong with a line that is asked; anything else ends the session.
+LINE_ERRORS = (ConfigError, DataError, ModelError)
+
+
+class Talks(Protocol):
+    """What answers line by line."""
+
+    def ask(self, text: str) -> Generator[str]:
+        """Pieces of the answer; closed early, the rest is not computed."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        ...
+
+
+class Wire:
+    """One end of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._heard = connection, b""
+
+    @classmethod
+    def to(cls, path: str) -> Wire:
+        """Connect to the terminal.
+
+        Raises:
+            ConfigError: it is on another computer.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise ConfigError(
+                "rank 0, which takes part in the conversation, cannot reach the terminal",
+                where="allhands chat",
+                hint="name the computer at which you sit first in --hosts or in the hostfile",
+            ) from None
+        return cls(connection)
+
+    def send(self, **word: Any) -> None:
+        """Send one; nothing happens if nobody listens any more."""
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(word).encode() + b"\n")
+
+    def take(self, timeout_s: float | None) -> dict[str, Any] | None:
+        """The next that was sent; ``None`` if nothing comes in this time.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        while b"\n" not in self._heard:
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                return None
+            try:
+                piece = self._socket.recv(1 << 16)
+            except OSError:
+                piece = b""
+            if not piece:
+                raise EOFError
+            self._heard += piece
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+
+class RanksEnded(Exception):
+    """The ranks have ended by themselves; their supervisor knows why."""
+
+
+class RemoteConversation:
+    """:class:`Talks` with ranks.
+
+    Attributes:
+        answering: whether an answer is on its way; its end, however it comes, is seen here.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.answering = False
+
+    def reset(self) -> None:
+        """Forget all but the system prompt."""
+        self._wire.send(reset=True)
+
+    def ask(self, text: str) -> Generator[str]:
+        """Pieces of the answer as they come.
+
+        Raises:
+            AllhandsError: as of :meth:`allhands.infer.conversation.Conversation.ask`.
+            RanksEnded: before the answer's end.
+        """
+        self.answering, ends = True, False
+        self._wire.send(ask=text)
+        try:
+            while not ends:
+                word = self._next()
+                ends = "text" not in word
+                if "error" in word:
+                    raise AllhandsError(*word["error"][:1], where=word["error"][1], hint=word["error"][2])
+                if not ends:
+                    yield word["text"]
+        except RanksEnded:
+            ends = True
+            raise
+        finally:
+            if not ends:
+                self._wire.send(stop=True)
+                while "text" in self._next():
+                    pass
+            self.answering = False
+
+    def _next(self) -> dict[str, Any]:
+        try:
+            word = self._wire.take(None)
+        except EOFError:
+            raise RanksEnded from None
+        assert word is not None
+        return word
+
+
+def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[], bool]) -> None:
+    """One answer on a rank; ``wire`` on the rank that tells it, ``stops`` after each piece whether it is enough."""
+    pieces = conversation.ask(text)
+    told: dict[str, Any] = {"done": True}
+    try:
+        for piece in pieces:
+            if wire is not None:
+                wire.send(text=piece)
+            if stops():
+                break
+    except LINE_ERRORS as error:
+        told = {"error": [error.message, error.where, error.hint]}
+    finally:
+        pieces.close()
+    if wire is not None:
+        wire.send(**told)
