@@ -119,8 +119,8 @@ def _split_loss(
 def _eager_loss(
     parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
 ) -> mx.array:
-    rows = _rows(parts, inputs, positions, targets, documents)
-    weight = parts.head_weight().astype(rows.dtype)
+    rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
+    weight = parts.head_product()
     return eager_linear_cross_entropy(
         rows, weight, targets, train_weight=False, with_grad=False, selection=parts.selection
     )[0]
@@ -171,14 +171,15 @@ def _gradient_at_once(
     """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
     inputs, positions, targets, documents = batch
     values = [value for _, value in flatten(model.trainable_parameters())]
-    head = parts.head_weight().astype(mx.float32)
+    head = parts.head_product()
 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
         # In which a CPU computes anyway; NumPy knows no other.
         rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
-        weight = parts.head_weight().astype(mx.float32)
         trained, selection = parts.head_is_trained, parts.selection
+        # Where it is not trained, the values alone count.
+        weight = parts.head_weight().astype(mx.float32) if trained else None
         return eager_loss(rows, weight, targets, values=head, train_weight=trained, selection=selection)
 
     try:
