@@ -56,6 +56,7 @@ def load_divided(config: TrainConfig, surroundings: RunContext, chat: ChatChoice
         trust_remote_code=config.trust_remote_code,
         chat=chat,
         cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+        mesh=mesh,
     )
     communicator = surroundings.connect()
     surroundings.started()

@@ -112,6 +112,11 @@ def _keep_packed(model: nn.Module) -> int:
     return len(found)
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a layer of ``model`` is one of MLX's quantised ones, as it is stored."""
+    return any(_is_quantized(module) for module in model.modules())
+
+
 def bytes_of_form(model: nn.Module, form: Form) -> int:
     """What the arrays of ``model`` take on a CPU once its quantised layers, not yet replaced, have this form."""
     adapted, whole = _under_dora(model), 0
