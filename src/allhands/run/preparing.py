@@ -211,6 +211,8 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     stages = stages_of(config, model, mesh) if divides(config) else ()
     with _busy(surroundings):
+        for module in model.modules():  # not all at once: DoRA's magnitudes are made of dense weights
+            mx.eval([value for value in module.values() if isinstance(value, mx.array)])
         mx.eval(model.parameters())
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if start is not None and not stages:
