@@ -18,8 +18,8 @@ from allhands.errors import ModelError
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's control groups")]
 
-LIMIT = 700_000_000
-HIDDEN, INNER, LAYERS, VOCABULARY, GROUP = 2048, 8192, 22, 4096, 64
+LIMIT = 900_000_000
+HIDDEN, INNER, LAYERS, VOCABULARY, GROUP = 2048, 8192, 26, 4096, 64
 HOSTS = {"left": "127.0.0.1", "right": "127.0.0.2"}
 STEPS = 3
 

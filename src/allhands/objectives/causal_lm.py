@@ -16,6 +16,7 @@ from allhands.io.trees import flatten, unflatten
 from allhands.kernels import native
 from allhands.kernels.documents import caches_for
 from allhands.kernels.fused.ops import rows_at
+from allhands.kernels.packed import PackedProduct
 from allhands.model.split import SplitModel, split
 from allhands.objectives.base import GradFunction, SumsFunction
 from allhands.objectives.cross_entropy import (
@@ -111,8 +112,13 @@ def _split_loss(
     documents: mx.array | None = None,
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
-    weight = parts.head_weight().astype(rows.dtype)
     trained, selection = parts.head_is_trained, parts.selection
+    if isinstance(head := parts.head_product(), PackedProduct):  # of a model that computes when it is called
+        how: Any = {"train_weight": False, "selection": selection}
+        if with_grad:
+            return eager_loss(rows, None, targets, values=head, **how)
+        return eager_linear_cross_entropy(rows, head, targets, with_grad=False, **how)[0]
+    weight = parts.head_weight().astype(rows.dtype)
     return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
