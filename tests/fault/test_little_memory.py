@@ -92,7 +92,7 @@ def within(groups: MemoryGroups, files: Path, *arguments: str) -> subprocess.Com
 
 def losses(directory: Path) -> list[float]:
     events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [event["train_loss"] for event in events if "train_loss" in event]
+    return [event["loss"] for event in events if event["event"] == "train"]
 
 
 def test_two_computers_train_and_ask_what_neither_holds(files: Path) -> None:
