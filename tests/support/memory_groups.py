@@ -36,8 +36,7 @@ class MemoryGroups:
         """The most bytes that each group has had, files in the page cache included."""
         files = ("memory.max_usage_in_bytes", "memory.peak")
         return [
-            int(next(each / name for name in files if (each / name).exists()).read_text())
-            for each in self.directories
+            int(next(each / name for name in files if (each / name).exists()).read_text()) for each in self.directories
         ]
 
     def killed(self) -> int:

@@ -22,7 +22,7 @@ from allhands.kernels.instances import give_form
 from allhands.kernels.packed import PackedLinear
 from allhands.model.load import load_model
 from allhands.model.passes import PassContext, apply_passes
-from allhands.model.quantized import UnpackedLinear
+from allhands.model.quantized import UnpackedLinear, bytes_of_form
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.runtime.accelerator import Accelerator
 
@@ -227,3 +227,15 @@ def test_a_packed_model_answers_as_the_dense_one(tmp_path: Path, tied: bool) -> 
         tokens = mx.random.randint(0, 200, (1, count), key=mx.random.key(count))
         expected, logits = (np.array(model(tokens)) for model in models)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("form", ["codes", "dense", "packed"])
+def test_bytes_of_a_form_are_told_before_it_is_made(tmp_path: Path, form: Any, use_dora: bool) -> None:
+    model: Any = load_model(str(write_model(tmp_path / "model", bits=4, tied=False))).model
+    model.freeze()
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=use_dora)
+    told = bytes_of_form(model, form)
+    prepare_quantized(model, device("cpu"), compact=form != "dense", short=form == "packed")
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert abs(told - held) <= 0.01 * held
