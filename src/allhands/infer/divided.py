@@ -79,6 +79,7 @@ class AnsweringRanks:
             trust_remote_code=config.trust_remote_code,
             chat=chat,
             cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+            mesh=mesh,
         )
         if self._communicator is None:
             self._communicator = self._surroundings.connect()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import psutil
 from mlx_lm.generate import batch_generate, generation_stream, stream_generate, wired_limit
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import load_adapters
@@ -15,13 +16,18 @@ from mlx_lm.tuner.utils import load_adapters
 from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.data.templates import ChatChoice
 from allhands.data.token_roles import stop_at_answers
+from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.model.adapters import unfit
 from allhands.model.load import LoadedModel, load_model, load_tokenizer, require_in_vocabulary
 from allhands.model.passes import PassContext, apply_passes
+from allhands.model.quantized import is_quantized
 from allhands.model.tokenizer import positions_of
 from allhands.run.adapter_files import check_adapter
+from allhands.run.expecting import Device, dense_form_fits, packed_note, require_room_for_weights
 from allhands.runtime.accelerator import detect, peak_memory_bytes
+
+ALONE = Mesh()
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def load_for_generation(
     trust_remote_code: bool = False,
     chat: ChatChoice | None = None,
     cut: Callable[[Any], object] | None = None,
+    mesh: Mesh = ALONE,
 ) -> LoadedModel:
     """Load a model, on top of it an adapter, and make it fast on this device.
 
@@ -63,10 +70,11 @@ def load_for_generation(
     Args:
         chat: the chat template, where it is not the model's own or the one that lies beside the adapter.
         cut: leaves the model with a part of itself, before its weights are read.
+        mesh: this rank's place among those that have the other parts.
 
     Raises:
         ConfigError: there is no such chat template.
-        ModelError: the model or the adapter is missing, or they do not fit together.
+        ModelError: the model or the adapter is missing, they do not fit together, or there is no memory for them.
     """
     if adapter_path is not None:
         check_adapter(adapter_path)
@@ -76,6 +84,7 @@ def load_for_generation(
     stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
     if stop is not None:
         notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
+    require_room_for_weights(tokenizer.path, accelerator, mesh, divided=cut is not None)
     how: Any = {"trust_remote_code": trust_remote_code, "lazy": cut is not None}
     loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     loaded = replace(loaded, notes=notes)
@@ -87,7 +96,13 @@ def load_for_generation(
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
     # out must not meet the adapter's dropout.
-    apply_passes(loaded.model, PassContext(accelerator, "generate"))
+    short = False
+    if accelerator.kind == "cpu" and is_quantized(loaded.model):
+        mx.eval(loaded.model.parameters())
+        device = Device(accelerator, mesh, psutil.Process().memory_info().rss)
+        short = not dense_form_fits(loaded.model, device)
+        loaded = replace(loaded, notes=(*notes, packed_note(device.room))) if short else loaded
+    apply_passes(loaded.model, PassContext(accelerator, "generate", short=short))
     return loaded
 
 

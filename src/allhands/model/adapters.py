@@ -46,7 +46,7 @@ class Trainable:
 
 
 def make_trainable(model: Any, config: TrainConfig) -> Trainable:
-    """Freeze ``model`` and make trainable what ``config`` asks for.
+    """Freeze ``model`` and make trainable what ``config`` asks for; nothing is computed or read yet.
 
     Raises:
         ConfigError: more layers than the model has, adapter keys that match nothing (those of a run that is gone on
@@ -74,7 +74,6 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
     unmatched = _unmatched(model, num_layers, config)
     if unmatched and config.train and config.resume is None:
         raise no_such_keys(config, names, unmatched)
-    mx.eval(model.parameters())
     return Trainable(num_layers, trained, total, unmatched)
 
 

@@ -23,7 +23,7 @@ from allhands.kernels.fused.linear import use_dense
 from allhands.kernels.selection import KernelSelection, give_selection
 from allhands.model.balance import balance_experts
 from allhands.model.dropout import SampleDropout, install_dropout
-from allhands.model.quantized import hold_in_float32, replace_quantized
+from allhands.model.quantized import Form, hold_in_float32, multiply_at_once, replace_quantized
 from allhands.model.remat import checkpoint_layers
 from allhands.runtime.accelerator import Accelerator
 
@@ -43,6 +43,7 @@ class PassContext:
         grad_checkpoint: whether a block's activations are computed again in the backward pass.
         router_aux_loss: coefficient of the loss that keeps experts equally busy.
         selection: of the forms of operations, for this model alone.
+        short: whether quantised weights have to stay packed on a CPU, for want of memory.
     """
 
     accelerator: Accelerator
@@ -53,6 +54,14 @@ class PassContext:
     grad_checkpoint: bool = False
     router_aux_loss: float = 0.0
     selection: KernelSelection = field(default_factory=KernelSelection)
+    short: bool = False
+
+    @property
+    def form(self) -> Form:
+        """Of quantised weights on a CPU."""
+        if self.short:
+            return "packed"
+        return "codes" if self.in_passes else "dense"
 
     @property
     def kind(self) -> Literal["cpu", "metal", "cuda"]:
@@ -164,11 +173,16 @@ class _QuantizedWeights:
         return "Metal multiplies by codes" if context.kind == "metal" else True
 
     def apply(self, model: nn.Module, context: PassContext) -> int:
-        return replace_quantized(model, context.accelerator, compact=context.in_passes)
+        changed = replace_quantized(model, context.accelerator, context.form)
+        if not context.in_passes:
+            multiply_at_once(model, context.selection)
+        return changed
 
     def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
         if context.kind == "cuda":
             return f"{changed} quantised layers held dense: this model is small beside the device's memory"
+        if context.form == "packed":
+            return f"{changed} quantised layers stay packed, decoded by blocks while they multiply: memory is short"
         how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
         return f"{changed} quantised layers held {how}: a CPU multiplies no packed codes fast"
 

@@ -1,32 +1,34 @@
 """Quantised layers on a CPU: multiply by the dequantised weight, which BLAS can.
 
-MLX multiplies quantised weights at 3 GFLOP/s there, and dequantises packed ones slowly. Two substitutes hold
-the same values: the dense weight (fastest, 4 bytes a value), and codes of one byte from which the dense weight is
-made at each use (at 350 tokens 7 % slower, 1.25 bytes a value).
+MLX multiplies quantised weights at 3 GFLOP/s there, and dequantises packed ones slowly. Three substitutes hold
+the same values: the dense weight (fastest, 4 bytes a value); codes of one byte from which the dense weight is
+made at each use (at 350 tokens 7 % slower, 1.25 bytes a value); and the packed weight as it is stored, of which
+blocks of rows are decoded while they are multiplied (0.56 bytes a value with 4 bits), for where memory is short.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.tuner.dora import DoRALinear
-from numpy.typing import NDArray
 
 from allhands.io.trees import unflatten
 from allhands.kernels import native_products
 from allhands.kernels.fused.ops import product_with
-from allhands.kernels.native_arrays import available, forward_only
-from allhands.kernels.selection import PLAIN, selection_of
+from allhands.kernels.instances import give_form
+from allhands.kernels.native_arrays import FORWARD_ONLY, available, forward_only
+from allhands.kernels.packed import PACKED, PackedDoRALinear, PackedEmbedding, PackedLinear
+from allhands.kernels.selection import PLAIN, Selector, give_selection, selection_of
 from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
 
 # Of the device's memory.
 _SMALL_SHARE = 0.025
-_BLOCK_BYTES = 1 << 18  # that are unpacked at a time: what is made of them stays in the processor's cache
+# How the weights of quantised layers lie in memory, see the module's text.
+Form = Literal["dense", "codes", "packed"]
 
 
 class UnpackedLinear(nn.Module):
@@ -37,7 +39,7 @@ class UnpackedLinear(nn.Module):
 
     def __init__(self, source: nn.QuantizedLinear) -> None:
         super().__init__()
-        self.codes, self.scales, self.biases = _coded(source)
+        self.codes, self.scales, self.biases = native_products.coded(source)
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
         self.coded: native_products.CodedProduct | None = None
@@ -56,7 +58,7 @@ class UnpackedLinear(nn.Module):
 
     def multiply_at_once(self) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""
-        if native_products.CodedProduct.fits(self.codes):
+        if native_products.CodedProduct.fits(self.codes.shape[2]):
             self.coded = native_products.CodedProduct(self.codes, self.scales, self.biases)
 
     def multiplies_natively(self, x: mx.array, name: str = "quantized_linear") -> bool:
@@ -75,29 +77,7 @@ class UnpackedLinear(nn.Module):
         return y + self.bias if "bias" in self else y
 
 
-def _coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Of an affine layer: (out, groups, group size) uint8 codes, and (out, groups, 1) float32 scales and biases."""
-    shape = *source.scales.shape, source.group_size
-    scales, biases = (each.astype(mx.float32)[..., None] for each in (source.scales, source.biases))
-    if source.bits in (4, 8):
-        packed = np.asarray(source.weight).view(np.uint8)
-        return mx.array((_nibbles(packed) if source.bits == 4 else packed).reshape(shape)), scales, biases
-    ones = mx.ones_like(source.scales, dtype=mx.float32)
-    integers = mx.dequantize(source.weight, ones, mx.zeros_like(ones), group_size=source.group_size, bits=source.bits)
-    return integers.astype(mx.uint8).reshape(shape), scales, biases
-
-
-def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(out, 2 N) halves of (out, N) bytes, the lower one first: ten times as fast as MLX makes them there."""
-    made = np.empty((len(packed), 2 * packed.shape[1]), dtype=np.uint8)
-    step = max(1, _BLOCK_BYTES // packed.shape[1])
-    for start in range(0, len(packed), step):
-        wide = packed[start : start + step].astype("<u2")
-        np.bitwise_and(wide | wide << 4, 0x0F0F, out=made[start : start + step].view("<u2"))
-    return made
-
-
-def replace_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bool) -> int:
+def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) -> int:
     """Replace the quantised layers of a frozen model, adapters on them or not, by what is fast on this device.
 
     The values, and so the adapters that come out, are those of the quantised model. CPUs need it; with CUDA, which
@@ -105,17 +85,68 @@ def replace_quantized(model: nn.Module, accelerator: Accelerator, *, compact: bo
     that are small beside the device's memory, which then hold their weights in the type that they compute in.
 
     Args:
-        compact: on a CPU, hold the blocks' layers as codes (training: many tokens at a time) instead of dense
-            (generation: one token at a time, where making the weight would cost more than using it).
+        form: on a CPU; "codes" for the blocks' layers in training, where there are many tokens at a time; "dense" in
+            generation, where making the weight for one token would cost more than using it; "packed" where there is
+            no memory for these.
 
     Returns:
         Number of layers replaced.
     """
+    if accelerator.kind == "cpu" and form == "packed":
+        return _keep_packed(model)
     if accelerator.kind == "cpu":
-        return _substitute_all(model, compact=compact, dtype=mx.float32)
+        return _substitute_all(model, compact=form == "codes", dtype=mx.float32)
     if accelerator.kind == "cuda" and held_dense(count_parameters(model), accelerator.memory_bytes):
         return _substitute_all(model, compact=False, dtype=None)
     return 0
+
+
+def _keep_packed(model: nn.Module) -> int:
+    """Give every quantised layer its packed form; returns how many."""
+    found = [module for module in model.modules() if _is_quantized(module)]
+    for module in found:
+        give_form(module, PackedLinear if isinstance(module, nn.QuantizedLinear) else PackedEmbedding)
+    for module in model.modules():
+        if type(module) is DoRALinear and isinstance(module.linear, PackedLinear):
+            give_form(module, PackedDoRALinear)
+    return len(found)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a layer of ``model`` is one of MLX's quantised ones, as it is stored."""
+    return any(_is_quantized(module) for module in model.modules())
+
+
+def bytes_of_form(model: nn.Module, form: Form) -> int:
+    """What the arrays of ``model`` take on a CPU once its quantised layers, not yet replaced, have this form."""
+    adapted, whole = _under_dora(model), 0
+    for name, module in model.named_modules():
+        own = sum(value.nbytes if form == "packed" else 4 * value.size for value in _floats_of(module))
+        if not _is_quantized(module):
+            whole += own
+        elif form == "packed":
+            whole += module.weight.nbytes + own
+        else:
+            values = module.scales.size * module.group_size
+            codes = form == "codes" and _becomes_codes(name, module, adapted)
+            whole += values + 8 * module.scales.size if codes else 4 * values
+    return whole
+
+
+def _floats_of(module: nn.Module) -> list[mx.array]:
+    """A module's own arrays, but for packed words."""
+    return [value for value in module.values() if isinstance(value, mx.array) and value.dtype != mx.uint32]
+
+
+def _under_dora(model: nn.Module) -> set[str]:
+    """Names of the layers that DoRA adapts."""
+    return {name for name, module in model.named_modules() if isinstance(module, DoRALinear)}
+
+
+def _becomes_codes(name: str, module: Any, adapted: set[str]) -> bool:
+    """Whether a quantised layer is held as codes where blocks are; DoRA needs the weight itself, as the head does."""
+    in_block = ".layers." in f".{name}" and name.rpartition(".")[0] not in adapted
+    return in_block and isinstance(module, nn.QuantizedLinear) and module.mode == "affine"
 
 
 def held_dense(parameters: int, memory_bytes: int) -> bool:
@@ -132,16 +163,13 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
     Returns:
         Number of layers replaced.
     """
-    adapted_weights = {name for name, module in model.named_modules() if isinstance(module, DoRALinear)}
+    adapted = _under_dora(model)
     found = [(name, module) for name, module in model.named_modules() if _is_quantized(module)]
     count = len(found)
     while found:
         # One by one and forgotten, so that both forms of the whole model never stand in memory together.
         name, module = found.pop()
-        # DoRA needs the weight itself, and the head its own dense form.
-        in_block = ".layers." in f".{name}"
-        as_codes = compact and in_block and name.rpartition(".")[0] not in adapted_weights
-        new = _substitute(module, compact=as_codes, dtype=dtype)
+        new = _substitute(module, compact=compact and _becomes_codes(name, module, adapted), dtype=dtype)
         mx.eval(new.parameters())
         model.update_modules(unflatten([(name, new)]))
         del module
@@ -149,9 +177,22 @@ def _substitute_all(model: nn.Module, *, compact: bool, dtype: mx.Dtype | None) 
 
 
 def hold_in_float32(model: nn.Module) -> None:
-    """Let a CPU compute ``model`` in float32, several times as fast there as any other type."""
+    """Let a CPU compute ``model`` in float32, several times as fast there as any other type; packed layers do so."""
+    packed = [module for module in model.modules() if isinstance(module, PACKED)]
+    stored = [{name: module[name] for name in ("scales", "biases") if name in module} for module in packed]
     model.set_dtype(mx.float32)
+    for module, values in zip(packed, stored, strict=True):
+        module.update(values)
     mx.eval(model.parameters())
+
+
+def multiply_at_once(model: nn.Module, selection: Selector) -> None:
+    """Let the packed layers of a model that only answers compute natively where they can."""
+    for module in model.modules():
+        if isinstance(module, PACKED):
+            give_selection(module, selection)
+            object.__setattr__(module, FORWARD_ONLY, True)
+            module.multiply_at_once()
 
 
 def _is_quantized(module: Any) -> bool:
@@ -160,7 +201,7 @@ def _is_quantized(module: Any) -> bool:
 
 
 def _substitute(module: Any, *, compact: bool, dtype: mx.Dtype | None) -> nn.Module:
-    if isinstance(module, nn.QuantizedLinear) and compact and module.mode == "affine":
+    if compact:
         return UnpackedLinear(module)
     new: nn.Module = nn.Linear(1, 1, bias="bias" in module)
     if isinstance(module, nn.QuantizedEmbedding):
@@ -168,7 +209,7 @@ def _substitute(module: Any, *, compact: bool, dtype: mx.Dtype | None) -> nn.Mod
     elif "bias" in module:
         new.bias = module.bias.astype(dtype or module.bias.dtype)
     if dtype is not None and dtype == mx.float32 and module.mode == "affine" and available():
-        new.weight = native_products.decoded(*_coded(module))
+        new.weight = native_products.decoded(*native_products.coded(module))
     else:
         weight = dense_weight(module)
         new.weight = weight.astype(dtype or weight.dtype)

@@ -12,9 +12,10 @@ import mlx.nn as nn
 from allhands.kernels import known
 from allhands.kernels.fused.embedding import OrderedEmbedding, RowsEmbedding
 from allhands.kernels.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
+from allhands.kernels.packed import PACKED, PackedProduct, rows_of
 from allhands.kernels.selection import BY_RULE, Selector, selection_of
 
-_OURS = (OrderedEmbedding, RowsEmbedding, TrainedLinear, DenseQuantizedLinear)
+_OURS = (OrderedEmbedding, RowsEmbedding, TrainedLinear, DenseQuantizedLinear, *PACKED)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class SplitModel:
         """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
         return dense_weight(self.head, self.selection)
 
+    def head_product(self) -> mx.array | PackedProduct:
+        """The same in float32, or what multiplies by it where it stays packed and operations compute when called."""
+        packed = self.head.coded if isinstance(self.head, PACKED) else None
+        return self.head_weight().astype(mx.float32) if packed is None else packed
+
     @property
     def head_is_trained(self) -> bool:
         """Whether the weight is among the trainable parameters."""
@@ -49,6 +55,8 @@ class SplitModel:
 
 def dense_weight(module: Any, selection: Selector = BY_RULE) -> mx.array:
     """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
+    if isinstance(module, PACKED):
+        return rows_of(module, slice(None)).dense()
     if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return dequantized(module, selection)
     return module.weight

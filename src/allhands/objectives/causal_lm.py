@@ -16,6 +16,7 @@ from allhands.io.trees import flatten, unflatten
 from allhands.kernels import native
 from allhands.kernels.documents import caches_for
 from allhands.kernels.fused.ops import rows_at
+from allhands.kernels.packed import PackedProduct
 from allhands.model.split import SplitModel, split
 from allhands.objectives.base import GradFunction, SumsFunction
 from allhands.objectives.cross_entropy import (
@@ -111,16 +112,21 @@ def _split_loss(
     documents: mx.array | None = None,
 ) -> mx.array:
     rows = _rows(parts, inputs, positions, targets, documents)
-    weight = parts.head_weight().astype(rows.dtype)
     trained, selection = parts.head_is_trained, parts.selection
+    if isinstance(head := parts.head_product(), PackedProduct):  # of a model that computes when it is called
+        how: Any = {"train_weight": False, "selection": selection}
+        if with_grad:
+            return eager_loss(rows, None, targets, values=head, **how)
+        return eager_linear_cross_entropy(rows, head, targets, with_grad=False, **how)[0]
+    weight = parts.head_weight().astype(rows.dtype)
     return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
 def _eager_loss(
     parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
 ) -> mx.array:
-    rows = _rows(parts, inputs, positions, targets, documents)
-    weight = parts.head_weight().astype(rows.dtype)
+    rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
+    weight = parts.head_product()
     return eager_linear_cross_entropy(
         rows, weight, targets, train_weight=False, with_grad=False, selection=parts.selection
     )[0]
@@ -171,14 +177,15 @@ def _gradient_at_once(
     """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
     inputs, positions, targets, documents = batch
     values = [value for _, value in flatten(model.trainable_parameters())]
-    head = parts.head_weight().astype(mx.float32)
+    head = parts.head_product()
 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(list(zip(names, arrays, strict=True))))
         # In which a CPU computes anyway; NumPy knows no other.
         rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
-        weight = parts.head_weight().astype(mx.float32)
         trained, selection = parts.head_is_trained, parts.selection
+        # Where it is not trained, the values alone count.
+        weight = parts.head_weight().astype(mx.float32) if trained else None
         return eager_loss(rows, weight, targets, values=head, train_weight=trained, selection=selection)
 
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from allhands.kernels import native_arrays
 from allhands.kernels.fused import kernels
+from allhands.kernels.packed import PackedProduct
 from allhands.kernels.selection import BY_RULE, PLAIN, Kind, Selector
 from allhands.runtime.blas import available_cores
 from allhands.runtime.jit_cache import launches_directly
+
+Weight = TypeVar("Weight")
 
 CHUNK_ROWS = 256
 # Rows that one numpy pass handles at a time: 16 x 49,152 x 4 bytes stay in a core's L2 cache.
@@ -92,7 +95,7 @@ def _scaled(gradient: mx.array, factor: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def eager_linear_cross_entropy(
     hidden: mx.array,
-    weight: mx.array,
+    weight: mx.array | PackedProduct,
     targets: mx.array,
     *,
     train_weight: bool,
@@ -102,7 +105,7 @@ def eager_linear_cross_entropy(
     """As :func:`linear_cross_entropy`, computed at once, chunk by chunk: for Linux CPUs.
 
     MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's buffers. Not
-    to be called inside ``mx.grad`` or ``mx.compile``.
+    to be called inside ``mx.grad`` or ``mx.compile``. ``weight`` may be what multiplies by one that is not trained.
 
     Returns:
         Loss sum, its gradient in ``hidden`` (N, D) and in ``weight`` (V, D); ``None`` for what is not wanted.
@@ -116,7 +119,8 @@ def eager_linear_cross_entropy(
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
         if with_grad:
-            grads.append(grad_logits @ matrix)
+            back = matrix.run(grad_logits, back=True) if isinstance(matrix, PackedProduct) else grad_logits @ matrix
+            grads.append(back)
         if grad_weight is not None:
             grad_weight = add(grad_weight, grad_logits, rows)
         # Frees this chunk's logits before the next one's are allocated.
@@ -138,17 +142,17 @@ def _add_product_in_place(total: mx.array, x: mx.array, y: mx.array) -> mx.array
 
 def eager_loss(
     hidden: mx.array,
-    weight: mx.array,
+    weight: mx.array | None,
     targets: mx.array,
     *,
-    values: mx.array,
+    values: mx.array | PackedProduct,
     train_weight: bool,
     selection: Selector = BY_RULE,
 ) -> mx.array:
     """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for.
 
     ``values`` are those of ``weight`` in an array that is not being differentiated: what is computed of one that is
-    would be kept, logits and all.
+    would be kept, logits and all. ``weight`` counts where it is trained alone.
     """
 
     def forward(*primals: mx.array) -> tuple[mx.array, ...]:
@@ -168,21 +172,22 @@ def eager_loss(
 
 
 def _chunks(
-    hidden: mx.array, weight: mx.array, targets: mx.array, size: int
-) -> Iterator[tuple[mx.array, mx.array, mx.array]]:
+    hidden: mx.array, weight: Weight, targets: mx.array, size: int
+) -> Iterator[tuple[mx.array, Weight, mx.array]]:
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         yield hidden[rows], weight, targets[rows]
 
 
-def _rows_of_chunk(weight: mx.array, rows: int, selection: Selector) -> int:
+def _rows_of_chunk(weight: mx.array | PackedProduct, rows: int, selection: Selector) -> int:
     """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory for their logits."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
-    form = selection.select("loss_chunk", kind, weight.dtype, rows, tuple(weight.shape))
+    dtype = mx.float32 if isinstance(weight, PackedProduct) else weight.dtype
+    form = selection.select("loss_chunk", kind, dtype, rows, tuple(weight.shape))
     if not form.endswith("MB"):
         return int(form)
-    rows = (int(form[:-2]) << 20) // (weight.shape[0] * weight.dtype.size)
+    rows = (int(form[:-2]) << 20) // (weight.shape[0] * dtype.size)
     return max(CHUNK_ROWS, rows // CHUNK_ROWS * CHUNK_ROWS)
 
 
@@ -241,8 +246,8 @@ def _chunk_in_graph(
     return mx.where(counts, normaliser - picked, 0.0).squeeze(-1), grad.astype(hidden.dtype)
 
 
-def _chunk_in_numpy(hidden: mx.array, weight: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    logits = hidden @ weight.T
+def _chunk_in_numpy(hidden: mx.array, weight: mx.array | PackedProduct, targets: mx.array) -> tuple[mx.array, mx.array]:
+    logits = weight.run(hidden) if isinstance(weight, PackedProduct) else hidden @ weight.T
     mx.eval(logits, targets)
     # A view of MLX's own buffer: the logits become their gradient in place, nothing is copied.
     values = np.asarray(logits)

@@ -30,6 +30,8 @@ class Work:
         batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
         row_tokens: of the longest row, than which no micro-batch can be smaller.
         packed: how gradients travel where ranks exchange any; ``None``: as they are.
+        alive: micro-batches whose activations are there at once: several in a pipeline.
+        has_head: whether the rank computes the loss, as the last stage of a pipeline alone does.
     """
 
     method: Method
@@ -45,6 +47,8 @@ class Work:
     by_adam_bytes: int = 0
     row_tokens: int = 1
     packed: PackedGradients | None = None
+    alive: float = 1.0
+    has_head: bool = True
 
     def divided(self, ranks: int) -> Work:
         """That of each of so many ranks with an equal share of the batch."""

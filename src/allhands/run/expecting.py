@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,20 @@ from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
 from allhands.model.load import LoadedModel
+from allhands.model.quantized import bytes_of_form
+from allhands.model.stages import Stage
 from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
 from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
+from allhands.run.piping import micro_batch_tokens
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
 
 # Of a device's memory what arrays may take; of a computer's what one program may.
+# To answer: caches of keys and values, and a prompt's activations.
+ANSWERING_BYTES = 100_000_000
 _USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
 
@@ -58,19 +63,39 @@ class Device:
         return int(_USABLE[kind] * whole) // (1 if kind == "cuda" else self.mesh.local_size)
 
 
-def expected_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int, int], device: Device) -> int | None:
+def expected_bytes(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    largest: tuple[int, int],
+    device: Device,
+    stages: Sequence[Stage] = (),
+) -> int | None:
     """The process's peak in training; ``None`` where that is not known: on Macs, and for other kinds of models.
 
     On an NVIDIA GPU it is what the rank needs of MLX's memory there.
 
     Args:
         largest: as :meth:`allhands.data.loader.Loader.largest` has it.
+        stages: this rank's, where it has no more of the model.
     """
-    return None if device.accelerator.kind == "metal" else estimated_bytes(config, loaded, largest, device)
+    if device.accelerator.kind == "metal":
+        return None
+    return estimated_bytes(config, loaded, largest, device, stages)
 
 
-def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int, int], device: Device) -> int | None:
-    """As :func:`expected_bytes`; for a Mac, whose memory was not compared with this, what an NVIDIA GPU needs."""
+def estimated_bytes(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    largest: tuple[int, int],
+    device: Device,
+    stages: Sequence[Stage] = (),
+    weights_bytes: int | None = None,
+) -> int | None:
+    """As :func:`expected_bytes`; for a Mac, whose memory was not compared with this, what an NVIDIA GPU needs.
+
+    Args:
+        weights_bytes: of all weights, where they will be held in another way than now.
+    """
     accelerator, present_bytes = device.accelerator, device.present_bytes
     native_way = accelerator.runs_natively(config.compile) and native.available()
     blocks = blocks_of(loaded.config) if native_way or not accelerator.cpu_native else None
@@ -79,11 +104,15 @@ def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int
         return None
     model: Any = loaded.model
     trained, word = _bytes(model.trainable_parameters()), 2 if _in_half(model) else 4
+    through = blocks.layers - len(native.before_training(model))
+    if stages:
+        through = _trained_through(model, stages)
+        blocks = replace(blocks, layers=sum(stage.blocks.stop - stage.blocks.first for stage in stages))
     work = Work(
         method=config.fine_tune_type,
         tokens=tokens,
-        trained_layers=blocks.layers - len(native.before_training(model)),
-        weights_bytes=_bytes(model.parameters()),
+        trained_layers=through,
+        weights_bytes=_bytes(model.parameters()) if weights_bytes is None else weights_bytes,
         trained_bytes=trained,
         by_adam_bytes=left_to_adam(blocks, config.optimizer, trained, word) if pretraining(config) else 0,
         optimizer=config.optimizer,
@@ -91,12 +120,75 @@ def estimated_bytes(config: TrainConfig, loaded: LoadedModel, largest: tuple[int
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
         packed=_packed(config, device.mesh, word),
+        alive=_alive(config, device.mesh, cuts),
+        has_head=not stages or any(stage.blocks.is_last for stage in stages),
     )
     if not accelerator.cpu_native:
         return _of_rank(on_gpu(blocks, work), work, config, device.mesh).arrays
     later = WRITING_BYTES if config.sample_prompts and device.mesh.data_rank == 0 else 0
     memory = _of_rank(on_cpu(blocks, work), work, config, device.mesh)
     return later + of_process(memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+
+
+def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
+    """Blocks of these stages through which gradients go back: from the first one that is trained."""
+    count = 0
+    for stage in stages:
+        own = model.layers[stage.blocks.first : stage.blocks.stop]
+        trained = (place for place, block in enumerate(own) if flatten(block.trainable_parameters()))
+        count += len(own) - next(trained, len(own))
+    return count
+
+
+def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int) -> float:
+    """Micro-batches whose activations a rank has at once."""
+    if mesh.pipe == 1:
+        return 1.0
+    after = mesh.pipe - 1 - mesh.coordinates().pipe
+    if config.pp_schedule != "interleaved":
+        return min(micro_batches, after + 1)
+    # Of each of its two stages alone: half of its blocks.
+    return min(2 * micro_batches, mesh.pipe + 2 * after + 1) / 2
+
+
+def roomy_form_fits(
+    config: TrainConfig, loaded: LoadedModel, windows: Windows | None, device: Device, stages: Sequence[Stage]
+) -> bool:
+    """Whether this rank can hold quantised weights in the fast form on a CPU, and train or evaluate with them.
+
+    To be asked while all weights are there as they are stored; of models whose activations are not known, the weights
+    count alone. Micro-batches that are cut by memory (:func:`fitted_to_memory`) count as the smallest ones.
+    """
+    held = bytes_of_form(loaded.model, "codes")
+    present = device.present_bytes - mx.get_cache_memory()
+    needed: int | None = None
+    if windows is not None:
+        order = GlobalOrder(windows.work, config.batch_size, config.seed)
+        tokens = micro_batch_tokens(config, windows.work, device.mesh)
+        if tokens is None and device.mesh.size > 1:
+            tokens = int(windows.work.max())
+        sizing = device.accelerator.sizing(tokens, compiled=False).fitted(windows.work)
+        weights = (1.0,) * device.mesh.data_size
+        largest = Loader(windows, order, sizing, device.mesh.data_rank, weights).largest()
+        needed = estimated_bytes(config, loaded, largest, device, stages, held)
+    if needed is None:
+        needed = present + held - mx.get_active_memory()
+    return needed <= device.room or not device.room
+
+
+def dense_form_fits(model: Any, device: Device) -> bool:
+    """Whether this rank can hold quantised weights dense on a CPU, to answer; asked as :func:`roomy_form_fits` is."""
+    dense = bytes_of_form(model, "dense")
+    needed = device.present_bytes - mx.get_cache_memory() + dense - mx.get_active_memory() + ANSWERING_BYTES
+    return needed <= device.room or not device.room
+
+
+def packed_note(room: int) -> str:
+    """What a person is told whose weights stay packed."""
+    return (
+        f"quantised weights stay packed, because this process may have {format_bytes(room)} of memory: "
+        "half as many bytes, and slower steps, by a tenth with 500 tokens at once and a third with 30"
+    )
 
 
 def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Memory:

@@ -252,7 +252,7 @@ def _linear(problem: SizedOperation, dtype: mx.Dtype, kind: Kind) -> dict[str, F
     (unpacked,) = (UnpackedLinear(each) for each in layer.layers)
     mx.eval(unpacked.parameters())
     made: dict[str, Form] = {"plain": lambda: _both_ways(unpacked, [x], [c])}
-    if native_products.CodedProduct.fits(unpacked.codes):
+    if native_products.CodedProduct.fits(unpacked.codes.shape[2]):
         coded = native_products.CodedProduct(unpacked.codes, unpacked.scales, unpacked.biases)
         made["native"] = lambda: _both_ways(partial(native_products.differentiable, coded), [x], [c])
     return made

@@ -7,7 +7,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import psutil
 from rich.console import Console
 
 from allhands.checkpoints import Checkpoint, run_name
@@ -65,10 +66,11 @@ from allhands.model.load import (
     require_in_vocabulary,
 )
 from allhands.model.passes import Applied, PassContext, apply_passes
+from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.run.expecting import require_room_for_weights
+from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import StartCheck
 from allhands.run.piping import divides, kept_of, stages_of
@@ -209,8 +211,10 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     stages = stages_of(config, model, mesh) if divides(config) else ()
     with _busy(surroundings):
+        for module in model.modules():  # not all at once: DoRA's magnitudes are made of dense weights
+            mx.eval([value for value in module.values() if isinstance(value, mx.array)])
         mx.eval(model.parameters())
-        context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
+        context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if start is not None and not stages:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     if config.isolate_documents:
@@ -290,6 +294,7 @@ def _passes_checked(
     data: Datasets,
     surroundings: RunContext,
     notes: list[str],
+    stages: Sequence[Stage],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
     """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
 
@@ -302,6 +307,11 @@ def _passes_checked(
     check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
     # By this rank's own choices, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
+    if accelerator.kind == "cpu" and is_quantized(loaded.model):
+        device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
+        if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):
+            context = replace(context, short=True)
+            notes.append(packed_note(device.room))
     applied = apply_passes(loaded.model, context)
     if check is not None:
         notes += check.finish(loaded.model, dropout_keys_of(loaded.model))

@@ -367,8 +367,7 @@ class _Session:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         ready, present = self.ready, self.observer.resident()
         device = Device(ready.accelerator, self.mesh, present)
-        # Of a part of a model it is not known.
-        expected = expected_bytes(self.config, ready.loaded, largest, device) if not ready.stages else None
+        expected = expected_bytes(self.config, ready.loaded, largest, device, ready.stages)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not ready.accelerator.cpu_native)

@@ -75,12 +75,13 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
     layers = work.trained_layers
     if work.recomputed:
         each = blocks.dims + (3.3 * blocks.dims + 0.2 * blocks.active * blocks.mlp_dims if blocks.experts else 0.0)
-        forward, held = layers * blocks.dims, layers * each + kept + passing
+        forward, held = layers * blocks.dims, work.alive * layers * each + kept + passing
     else:
-        forward, held = layers * _before_backward(kept), layers * kept + passing
+        forward, held = layers * _before_backward(kept), work.alive * layers * kept + passing
     gradients = _gradients(blocks, work)
     states = _STATES.get(work.optimizer, 2)
-    chunk = min(_CHUNK_ROWS, work.tokens) * blocks.vocabulary * _FLOAT
+    logits = blocks.vocabulary * _FLOAT if work.has_head else 0
+    chunk = min(_CHUNK_ROWS, work.tokens) * logits
     update = int((_UPDATE_OF_MUON if work.optimizer == "muon" else _UPDATE) * work.trained_bytes)
     head = 0
     if work.method == "full" and layers == blocks.layers:
@@ -96,7 +97,7 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
         trained=work.trained_bytes,
         activations=int(values * held),
         logits=chunk,
-        beside=int(1.2 * _CHUNK_ROWS * blocks.vocabulary * _FLOAT + 0.5 * head),
+        beside=int(1.2 * _CHUNK_ROWS * logits + 0.5 * head),
     )
 
 

@@ -155,24 +155,28 @@ void allhands_decode(const uint8_t *codes, const float *scales, const float *bia
 }
 
 // For (rows, columns) of codes in groups of a power of two, 16 or more, along the columns: x of (m, columns) times their
-// transpose, or, with `back`, x of (m, rows) times them. 0 if there is no memory for it.
+// transpose, or, with `back`, x of (m, rows) times them. The codes may be some of the rows of a larger weight: a line of
+// what has a value for each row then has sizes[3] of them. With `add` the product is added to what is there. 0 if there
+// is no memory for it.
 int allhands_coded_product(const float *x, int m, const uint8_t *codes, const float *scales, const float *biases,
-                           const int sizes[3], int back, float *y) {
+                           const int sizes[4], int back, int add, float *y) {
     int rows = sizes[0], columns = sizes[1], group = sizes[2];
     int n = back ? columns : rows, k = back ? rows : columns;
+    int from = back ? sizes[3] : columns, to = back ? columns : sizes[3];
+    float beta = add ? 1.0f : 0.0f;
     int way = way_of(m, n, k);
     if (way) {
-        Side left = {.data = x, .stride = k, .rows = m, .depth = k, .deep = 1};
+        Side left = {.data = x, .stride = from, .rows = m, .depth = k, .deep = 1};
         Side right = {.codes = codes, .scales = scales, .biases = biases, .stride = columns, .rows = n, .depth = k,
                       .shift = __builtin_ctz((unsigned)group), .groups = columns / group, .deep = !back};
-        return own_sgemm(way, left, right, 1.0f, 0.0f, y, n);
+        return own_sgemm(way, left, right, 1.0f, beta, y, to);
     }
     Codes all = {codes, scales, biases, aligned_alloc(64, ((size_t)rows * (size_t)columns * sizeof(float) + 63) / 64 * 64),
                  columns, group};
     if (all.to == NULL)
         return 0;
     pool_run(decode_line, &all, rows);
-    cblas_sgemm(ROW_MAJOR, NO_TRANS, back ? NO_TRANS : TRANS, m, n, k, 1.0f, x, k, all.to, columns, 0.0f, y, n);
+    cblas_sgemm(ROW_MAJOR, NO_TRANS, back ? NO_TRANS : TRANS, m, n, k, 1.0f, x, from, all.to, columns, beta, y, to);
     free(all.to);
     return 1;
 }
