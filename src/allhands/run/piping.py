@@ -40,6 +40,15 @@ def divides(config: TrainConfig) -> bool:
     return config.strategy == "pipeline"
 
 
+def left_alone(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config``; without a pipeline where ``--min-ranks 1`` has one rank of it go on, which has the whole model."""
+    if not (divides(config) and config.min_ranks == 1 and mesh.size == 1):
+        return config
+    told = (*config.notes, "one rank is left of the pipeline: it trains the whole model")
+    whole = {"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto"}
+    return config.model_copy(update=whole).noted(told)
+
+
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     """The mesh with an axis of stages.
 
