@@ -119,7 +119,7 @@ class Connection:
             self._link.send(kind, **fields)
 
     def check(self) -> None:
-        """Ping it twice a second, and give it up after :data:`LOST_S` of silence; to be called several times a second."""
+        """Ping it twice a second, and give it up after :data:`LOST_S` of silence; to be called more often."""
         now = time.monotonic()
         self._silent_s += min(now - self._checked, _STEP_S)
         self._checked = now

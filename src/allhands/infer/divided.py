@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from allhands.config.schema import TrainConfig
 from allhands.data.templates import ChatChoice
 from allhands.infer.generate import load_for_generation
 from allhands.model.load import LoadedModel
+from allhands.model.sources import resolve
 from allhands.model.stages import Stage
+from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.run.piping import piped, piping_of, stages_of
@@ -49,13 +52,19 @@ def load_divided(config: TrainConfig, surroundings: RunContext, chat: ChatChoice
         AllhandsError: as there, or the ranks do not make up a pipeline.
     """
     mesh, stages = piped(config, surroundings.mesh), list[Stage]()
+    path = resolve(config.model)
+
+    def cut(model: nn.Module) -> None:
+        stages.extend(stages_of(config, model, mesh))
+        require_files(path, [stage.blocks for stage in stages])
+
     adapter = Path(config.adapter_path) if config.adapter_path else None
     loaded = load_for_generation(
         config.model,
         adapter,
         trust_remote_code=config.trust_remote_code,
         chat=chat,
-        cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+        cut=cut,
     )
     communicator = surroundings.connect()
     surroundings.started()

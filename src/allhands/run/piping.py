@@ -26,7 +26,7 @@ from allhands.errors import ConfigError
 from allhands.io.regions import Flat, Region
 from allhands.io.trees import flatten, unflatten
 from allhands.model.adapters import count_parameters
-from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
+from allhands.model.stages import Blocks, Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.piping import Piping
 
 # Stages of a rank where they are interleaved.
@@ -114,11 +114,16 @@ def head_in_blocks(model: nn.Module) -> float:
     return rows * width / inside if inside else 0.0
 
 
-def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
-    """Leave ``model`` with this rank's stages; nothing is computed."""
+def parts_of(config: TrainConfig, model: nn.Module, mesh: Mesh, rank: int) -> list[Blocks]:
+    """The blocks of the stages of a rank."""
     blocks: Any = model.layers
     parts = blocks_of_stages(split_of(config, len(blocks), mesh.pipe, head_in_blocks(model)))
-    return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
+    return parts[mesh.coordinates(rank).pipe :: mesh.pipe]
+
+
+def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
+    """Leave ``model`` with this rank's stages; nothing is computed."""
+    return tuple(cut(model, parts_of(config, model, mesh, mesh.rank)))
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:

@@ -66,6 +66,7 @@ from allhands.model.load import (
 )
 from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.stages import Stage
+from allhands.model.weight_files import require_files
 from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.expecting import require_room_for_weights
@@ -208,6 +209,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     if start is not None and divides(config):
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     stages = stages_of(config, model, mesh) if divides(config) else ()
+    require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
         mx.eval(model.parameters())
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes)
