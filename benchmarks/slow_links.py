@@ -194,8 +194,16 @@ def computers(work: Path, link: str) -> Iterator[Computers]:
         raise BenchmarkError(str(error)) from None
 
 
-def train(options: argparse.Namespace, where: Computers, words: Sequence[str], work: Path, name: str) -> int:
+def train(
+    options: argparse.Namespace,
+    where: Computers,
+    words: Sequence[str] | Sequence[Sequence[str]],
+    work: Path,
+    name: str,
+) -> int:
     """One run, a rank on each computer; bytes that have left the second one by its cable.
+
+    ``words`` are the command of both, or one for each rank that there is.
 
     Raises:
         BenchmarkError: a rank failed or takes too long.
@@ -203,11 +211,14 @@ def train(options: argparse.Namespace, where: Computers, words: Sequence[str], w
     ranks: list[subprocess.Popen[bytes]] = []
     before, deadline = where.left(), time.monotonic() + options.timeout
     try:
-        for place in range(2):
-            command, variables = where.start(place, words, work / f"{name}-hosts.json")
+        commands: Any = [words, words] if isinstance(words[0], str) else words
+        for place, own in enumerate(commands):
+            command, variables = where.start(place, own, work / f"{name}-hosts.json")
             log = (work / f"{name}-{place}.log").open("wb")
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             environ = clean_environ(PYTHONPATH=python_path(), MLX_RANK=str(place), **variables)
+            if len(commands) == 1:
+                del environ["MLX_HOSTFILE"], environ["MLX_RANK"]
             ranks.append(subprocess.Popen(command, env=environ, **how))
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:

@@ -114,10 +114,11 @@ class Bench:
 
     Args:
         directory: for what should be kept; temporary files go elsewhere, under a short path.
+        layers: blocks of the model.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.model = write_model(directory / "model", layers=2)
+    def __init__(self, directory: Path, layers: int = 2) -> None:
+        self.model = write_model(directory / "model", layers=layers)
         self.data = write_chat_data(directory / "data")
         self.directory = directory
 

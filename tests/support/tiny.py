@@ -77,6 +77,26 @@ def write_model(
     return directory
 
 
+def in_files(model: Path, files: Sequence[Sequence[str]]) -> Path:
+    """``model`` with its weights in several files and an index: in each the arrays whose names have one of its words.
+
+    A name belongs to the first file that has a word of it.
+    """
+    whole = model / "model.safetensors"
+    arrays: dict[str, mx.array] = mx.load(str(whole))  # type: ignore[assignment]
+    mx.eval(arrays)
+    whole.unlink()
+    placed: dict[str, str] = {}
+    for name in arrays:
+        number = next(i for i, words in enumerate(files) if any(word in name for word in words))
+        placed[name] = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+    for file in set(placed.values()):
+        own = {name: array for name, array in arrays.items() if placed[name] == file}
+        mx.save_safetensors(str(model / file), own, metadata={"format": "mlx"})
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return model
+
+
 def with_positions(model: Path, count: int) -> Path:
     """``model`` with a bound of so many tokens, in its configuration and in its tokenizer's."""
     for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allhands.config.schema import build_config
-from allhands.parallel.schedules import Action, Schedule, ScheduleName, forward_only, make_schedule
+from allhands.parallel.schedules import Action, Schedule, ScheduleName, make_schedule
 from allhands.run.piping import split_of
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
@@ -105,14 +105,6 @@ def test_the_idle_time_is_that_of_the_papers(ranks: int, rounds: int) -> None:
         bubble = (ranks - 1) / (per_rank * batches + ranks - 1)
         assert made("interleaved", ranks, batches, per_rank).idle == pytest.approx(bubble)
     assert made("zb", ranks, batches, 1).idle < made("1f1b", ranks, batches, 1).idle
-
-
-@pytest.mark.parametrize(("ranks", "batches"), [(1, 3), (2, 1), (3, 7), (4, 2)])
-def test_forward_passes_alone(ranks: int, batches: int) -> None:
-    schedule = forward_only(ranks, batches)
-    forwards = [(action.stage, action.micro_batch) for _, action in run(schedule) if action.kind == "forward"]
-    assert sorted(forwards) == [(stage, batch) for stage in range(ranks) for batch in range(batches)]
-    assert schedule.idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
 
 def test_stages_that_a_schedule_does_not_have() -> None:

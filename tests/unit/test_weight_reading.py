@@ -18,6 +18,7 @@ from allhands.model import fingerprints, load, reading
 from allhands.model.fingerprints import begin_fingerprint, fingerprint
 from allhands.model.load import load_model
 from allhands.model.reading import read_arrays, worth_threads
+from allhands.model.weight_files import present
 
 
 @pytest.fixture
@@ -177,8 +178,8 @@ def test_a_checkpoint_of_an_earlier_version_knows_its_model(tmp_path: Path) -> N
 
 def test_weights_that_are_gone_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_model(tmp_path / "model")
-    listed = fingerprints._files(path)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(fingerprints, "_files", lambda path: listed)
+    listed = present(path)
+    monkeypatch.setattr(fingerprints, "present", lambda path: listed)
     shutil.rmtree(path)
     for ask in (lambda: fingerprint(path), begin_fingerprint(path).result):
         with pytest.raises(ModelError, match="the weights cannot be read: No such file") as caught:

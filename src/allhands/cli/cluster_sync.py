@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ class WantedSync:
     data: str | None
     config: str | None
     paths: tuple[str, ...]
+    stages: bool = False
+    pp_split: str | None = None
 
 
 def sync(
@@ -45,6 +47,12 @@ def sync(
     data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None,
     config: Annotated[
         str | None, typer.Option("--config", "-c", help="YAML file; also the model and data that it names.")
+    ] = None,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Of the weights only what each host's stages of a pipeline need.")
+    ] = False,
+    pp_split: Annotated[
+        str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage. [auto]")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -66,7 +74,7 @@ def sync(
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
     named = {"chain": chain, "tree": tree, "star": star}
     options = _options([name for name, chosen in named.items() if chosen], transport, dry_run)
-    wanted = WantedSync(model, data, config, tuple(paths or ()))
+    wanted = WantedSync(model, data, config, tuple(paths or ()), stages, pp_split)
     raise typer.Exit(run_sync(wanted, _hosts(hostfile, hosts), options, as_json=as_json))
 
 
@@ -104,11 +112,20 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
         AllhandsError: nothing could be brought anywhere.
     """
     from allhands.cli.notices import say
+    from allhands.cli.sync_stages import synchronise_stages, wanted_stages
     from allhands.cluster.sync import make_plan, synchronise
+    from allhands.config.yaml_files import read_yaml
 
-    plan = make_plan(_words(wanted))
+    content = {} if wanted.config is None else read_yaml(wanted.config)
+    model = wanted.model or content.get("model")
+    pipeline = wanted_stages(wanted.stages, wanted.pp_split, content, model)
+    place = None if model is None else _model_path(str(model))
+    plan = make_plan(_words(wanted, content, place))
     with _progress(shown=sys.stderr.isatty() and not as_json and not options.dry_run) as show:
-        state = synchronise(plan, hosts, options, show)
+        if pipeline is None or place is None:
+            state = synchronise(plan, hosts, options, show)
+        else:
+            state = synchronise_stages(plan, Path(place), pipeline, hosts, options, show)
     if as_json:
         typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
     else:
@@ -119,21 +136,21 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
     return state.exit_code
 
 
-def _words(wanted: WantedSync) -> list[str]:
-    """The paths of what is wanted; what the configuration names counts where no flag says something else."""
-    from allhands.config.yaml_files import read_yaml
+def _words(wanted: WantedSync, content: Mapping[str, Any], model: str | None) -> list[str]:
+    """The paths of what is wanted; what the configuration names counts where no flag says something else.
 
-    words = list(wanted.paths)
-    model, data = wanted.model, wanted.data
+    Args:
+        content: the configuration.
+        model: its directory.
+    """
+    words, data = list(wanted.paths), wanted.data
     if wanted.config is not None:
-        content = read_yaml(wanted.config)
         words.append(wanted.config)
-        model = model or content.get("model")
         named = content.get("data")
         if data is None and isinstance(named, str) and Path(os.path.expanduser(named)).exists():
             data = named
     if model is not None:
-        words.append(_model_path(str(model)))
+        words.append(model)
     if data is not None and data != "demo":  # that is part of allhands
         words.append(_data_path(data))
     return words

@@ -26,15 +26,16 @@ def examined(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What there is here of ``model``, ``data`` with its ``splits``, and the files that ``options`` name."""
     from allhands.data.behind import files_behind_data, files_behind_options, hashes
     from allhands.model.fingerprints import fingerprint
+    from allhands.model.weight_files import absent, present
 
     model = Path(asked["model"]).expanduser()
-    weights = sorted(model.glob("model*.safetensors"))
+    weights = [*present(model), *absent(model)]
     total = fingerprint(model) if weights else ""
     files = {
         **files_behind_data(Path(asked["data"]).expanduser(), asked["splits"], model),
         **files_behind_options({name: os.path.expanduser(path) for name, path in asked["options"].items()}),
         **hashes("model", [model / "config.json"]),
-        **({f"model/{weights[0].name}": total} if len(weights) == 1 else {}),
+        **({f"model/{file.name}": total for file in present(model)} if len(weights) == 1 else {}),
         "weights/all": total,
     }
     return {"files": files, "software": software_here()}

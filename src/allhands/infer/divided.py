@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from allhands.config.schema import TrainConfig
@@ -20,7 +21,9 @@ from allhands.infer.dialogue import Talks, Wire, answer
 from allhands.infer.generate import load_for_generation
 from allhands.io.trees import numbers
 from allhands.model.load import LoadedModel
+from allhands.model.sources import resolve
 from allhands.model.stages import Stage
+from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.run.piping import piped, piping_of, stages_of
@@ -73,12 +76,18 @@ class AnsweringRanks:
             AllhandsError: as there, or the ranks do not make up a pipeline.
         """
         config, mesh, stages = self._config, self._mesh, list[Stage]()
+        path = resolve(config.model)
+
+        def cut(model: nn.Module) -> None:
+            stages.extend(stages_of(config, model, mesh))
+            require_files(path, [stage.blocks for stage in stages])
+
         loaded = load_for_generation(
             config.model,
             adapter,
             trust_remote_code=config.trust_remote_code,
             chat=chat,
-            cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+            cut=cut,
             mesh=mesh,
         )
         if self._communicator is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from allhands.errors import ModelError
+from allhands.model.weight_files import absent, present
 from allhands.runtime.blas import available_cores
 from allhands.runtime.threads import side_by_side
 
@@ -19,36 +21,58 @@ Block = tuple[Path, int]
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 over names, sizes and contents of the weight files in the directory ``path``.
+    """SHA-256 over names, sizes and contents of the weight files of the model in the directory ``path``.
 
     Contents are hashed in blocks of :data:`BLOCK_BYTES`, side by side: one hash over a file of 15 GB takes 8 seconds
-    and more.
+    and more. Of files that are not there the hashes are those of the list beside the others.
 
     Raises:
         ModelError: a file cannot be read.
     """
-    files = _files(path)
+    whole = hashlib.sha256()
+    for name, (size, blocks) in sorted(_contents(path).items()):
+        whole.update(f"{name} {size}\n".encode())
+        whole.update("".join(f"{block}\n" for block in blocks).encode())
+    return whole.hexdigest()
+
+
+def fingerprints(path: Path) -> dict[str, str]:
+    """As :func:`fingerprint`, of each file by itself."""
+    return {
+        name: hashlib.sha256("\n".join((str(size), *blocks)).encode()).hexdigest()
+        for name, (size, blocks) in _contents(path).items()
+    }
+
+
+def _contents(path: Path) -> dict[str, tuple[int, list[str]]]:
+    """Size and hashes of each file of the model."""
+    files = present(path)
     try:
-        blocks = [(file, start) for file in files for start in range(0, max(file.stat().st_size, 1), BLOCK_BYTES)]
-        threads = min(_MOST_THREADS, available_cores())
-        digests = dict(zip(blocks, side_by_side(_digest, blocks, threads), strict=True))
-        whole = hashlib.sha256()
-        for file in files:
-            whole.update(f"{file.name} {file.stat().st_size}\n".encode())
-            whole.update("".join(f"{digests[block]}\n" for block in blocks if block[0] == file).encode())
+        sizes = {file: file.stat().st_size for file in files}
+        found = {file.name: (sizes[file], blocks) for file, blocks in blocks_of(files).items()}
     except OSError as error:
         raise ModelError(
             f"the weights cannot be read: {error.strerror or error}",
             where=str(error.filename or path),
             hint="check that the model is still there",
         ) from error
-    return whole.hexdigest()
+    return found | {name: (each.bytes, each.blocks) for name, each in absent(path).items()}
+
+
+def blocks_of(files: Sequence[Path]) -> dict[Path, list[str]]:
+    """SHA-256 of each block of these files; OSError if one cannot be read."""
+    blocks = [(file, start) for file in files for start in range(0, max(file.stat().st_size, 1), BLOCK_BYTES)]
+    digests = side_by_side(_digest, blocks, min(_MOST_THREADS, available_cores()))
+    found: dict[Path, list[str]] = {file: [] for file in files}
+    for (file, _), digest in zip(blocks, digests, strict=True):
+        found[file].append(digest)
+    return found
 
 
 def earlier_fingerprint(path: Path) -> str:
     """What :func:`fingerprint` was before contents were hashed in blocks: checkpoints of that time name it."""
     digest = hashlib.sha256()
-    for file in _files(path):
+    for file in present(path):
         with file.open("rb") as stream:
             content = hashlib.file_digest(stream, "sha256").hexdigest()
         digest.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
@@ -67,10 +91,6 @@ def begin_fingerprint(path: Path) -> Future[str]:
 
     threading.Thread(target=work, name="allhands-fingerprint", daemon=True).start()
     return future
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("model*.safetensors"))
 
 
 def _digest(block: Block) -> str:

@@ -8,7 +8,6 @@ written is whole or absent.
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from allhands.io.files import write_error
 from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
 from allhands.io.staging import publish, same_files, staging
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
-from allhands.model.reading import classes_that_read, worth_threads
+from allhands.model.reading import classes_that_read, classes_without, worth_threads
 from allhands.model.sources import Report, first_line, importing, quantising, resolve, silent
 from allhands.model.tokenizer import (
     Json,
@@ -40,6 +39,7 @@ from allhands.model.tokenizer import (
     read_config,
     tokenizer_of,
 )
+from allhands.model.weight_files import INDEX_FILE, absent, indexed, present
 
 __all__ = [
     "BEST_MODEL",
@@ -59,7 +59,7 @@ DEFAULT_GROUP_SIZE = 64
 
 _KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
 # What a conversion writes itself; the rest of the source is taken over as it is.
-_REWRITTEN = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
+_REWRITTEN = ("config.json", "hf_quant_config.json", INDEX_FILE)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def load_model(
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
         tokenizer: the model's, if it has been loaded already.
         hashed: begin with the fingerprint meanwhile, because it will be asked for at once.
-        lazy: leave parameters to be read when they are needed, if they are.
+        lazy: leave parameters to be read when they are needed, if they are; files that are not there are then no
+            error, as long as the list of :mod:`allhands.model.weight_files` has them.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -119,7 +120,7 @@ def load_model(
     check_dtype(dtype)
     path = resolve(path_or_repo)
     hashing = begin_fingerprint(path) if hashed else None
-    model, config = build(path, trust_remote_code, wanted=not lazy)
+    model, config = build(path, trust_remote_code, wanted=not lazy, partly=lazy)
     if dtype is not None:
         cast_parameters(model, dtype, path)
     if not lazy:
@@ -127,11 +128,17 @@ def load_model(
     return LoadedModel(model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing)
 
 
-def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple[nn.Module, Json]:
-    """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``."""
+def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False) -> tuple[nn.Module, Json]:
+    """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
+
+    ``partly``: files may be missing that the list of the model's files has.
+    """
     read_config(path)
-    files = _check_weights(path)
+    files = _check_weights(path, partly=partly)
+    missing = absent(path)
     made: Json = {"get_model_classes": classes_that_read(files)} if wanted and worth_threads(files) else {}
+    if missing:
+        made = {"get_model_classes": classes_without(missing)}
     try:
         with importing(path), quantising(path):
             return mlx_lm.load_model(path, lazy=True, trust_remote_code=trust_remote_code, **made)
@@ -146,16 +153,17 @@ def build(path: Path, trust_remote_code: bool, *, wanted: bool = False) -> tuple
         raise ModelError(f"the model cannot be built: {first_line(error)}", where=str(path), hint=hint) from error
 
 
-def _check_weights(path: Path) -> list[Path]:
+def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
     """The files of weights: each that there should be is there, and as long as its header says."""
-    files = sorted(path.glob("model*.safetensors"))
-    present = {file.name for file in files}
-    missing = sorted(_indexed_files(path) - present)
+    files = present(path)
+    listed = set(absent(path))
+    missing = (indexed(path) | listed) - {file.name for file in files} - (listed if partly else set())
     if missing or not files:
+        part = "these are the files of some stages: add --strategy pipeline, or allhands cluster sync brings all"
         raise ModelError(
-            f"weights are missing: {', '.join(missing) or 'no model*.safetensors'}",
+            f"weights are missing: {', '.join(sorted(missing)) or 'no model*.safetensors'}",
             where=str(path),
-            hint="fetch the model again, or convert it to safetensors first",
+            hint=part if listed else "fetch the model again, or convert it to safetensors first",
         )
     for file in files:
         try:
@@ -175,17 +183,6 @@ def _check_weights(path: Path) -> list[Path]:
                 hint="fetch the model again",
             ) from error
     return files
-
-
-def _indexed_files(path: Path) -> set[str]:
-    """Names of the weight files in the index; empty where there is no index."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return set()
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError("the index cannot be read", where=str(index), hint="fetch the model again") from error
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:

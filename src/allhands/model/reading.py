@@ -1,12 +1,12 @@
-"""Read a model's weights onto an NVIDIA GPU with several threads.
+"""Read a model's weights: onto an NVIDIA GPU with several threads, and where some of its files are not there.
 
-There MLX reads one array after the other, into memory that is new each time and that one core has to fill: 1.7 GB a
+On a GPU MLX reads one array after the other, into memory that is new each time and that one core has to fill: 1.7 GB a
 second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils as mlx_lm
 
+from allhands.model.fingerprints import blocks_of
+from allhands.model.weight_files import WeightFile
 from allhands.runtime.blas import available_cores
 from allhands.runtime.threads import side_by_side
 
@@ -59,6 +61,37 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
 
 def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]]:
     """For ``get_model_classes`` of ``mlx_lm.utils.load_model``: models are given the arrays read, not lazy ones."""
+    return _classes(lambda lazy: {**lazy, **read_arrays(files)})
+
+
+def classes_without(missing: Mapping[str, WeightFile]) -> Callable[[Json], tuple[Any, Any]]:
+    """The same, with arrays in place of those of files that are not there."""
+    arrays = {name: _nothing(facts) for file in missing.values() for name, facts in file.arrays.items()}
+    return _classes(lambda there: {**arrays, **there})
+
+
+def _nothing(facts: Sequence[Any]) -> mx.array:
+    """An array of that type and shape, not computed: not numbers, where the type has that."""
+    dtype: mx.Dtype = getattr(mx, facts[0])
+    empty = float("nan") if mx.issubdtype(dtype, mx.floating) else 0
+    return mx.full(facts[1:], empty, dtype=dtype)
+
+
+def list_of_files(files: Sequence[Path]) -> dict[str, WeightFile]:
+    """What is to be known of a model's files where they are not, see :mod:`allhands.model.weight_files`.
+
+    Raises:
+        RuntimeError: a file cannot be read.
+    """
+    blocks = blocks_of(files)
+    return {file.name: WeightFile(file.stat().st_size, blocks[file], _facts_of(file)) for file in files}
+
+
+def _facts_of(file: Path) -> dict[str, list[Any]]:
+    return {name: [str(array.dtype).removeprefix("mlx.core."), *array.shape] for name, array in _lazy(file).items()}
+
+
+def _classes(change: Callable[[Arrays], Arrays]) -> Callable[[Json], tuple[Any, Any]]:
     usual: Any = signature(mlx_lm.load_model).parameters["get_model_classes"].default
 
     def find(config: Json) -> tuple[Any, Any]:
@@ -68,11 +101,11 @@ def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]
             model = model_class(arguments)
             sanitize = getattr(model, "sanitize", lambda weights: weights)
 
-            def read(lazy: Arrays) -> Arrays:
+            def changed(weights: Arrays) -> Arrays:
                 del model.sanitize  # the class's own is met from now on
-                return sanitize({**lazy, **read_arrays(files)})
+                return sanitize(change(weights))
 
-            model.sanitize = read
+            model.sanitize = changed
             return model
 
         return make, arguments_class

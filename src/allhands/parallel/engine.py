@@ -28,9 +28,6 @@ from allhands.objectives.base import Objective
 from allhands.parallel.gradient import Computing, FlatWeights
 from allhands.parallel.schedules import Action, Schedule
 
-# Messages that a rank may have handed out and nobody taken: what is sent stays in memory.
-_ON_THEIR_WAY = 16
-
 
 class Messages:
     """What ranks of a pipeline send to each other, in the order in which it is handed out.
@@ -51,6 +48,8 @@ class Messages:
         self._heartbeat = heartbeat
         self.waited_s = 0.0  # for others, so far
         self._sent: list[mx.array] = []
+        # What is sent stays in memory until it is known to have been taken: no more than a pipeline has under way.
+        self._on_their_way = communicator.size
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
 
@@ -61,8 +60,8 @@ class Messages:
         token = self._group.send(array, peer) if pair is None else pair.all_sum(array)
         mx.async_eval(token)
         self._sent.append(token)
-        if len(self._sent) > _ON_THEIR_WAY:
-            mx.eval(self._sent.pop(0))
+        if len(self._sent) > self._on_their_way:
+            self.here(self._sent.pop(0))
 
     def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
         """What a rank will send, not asked for yet."""
@@ -72,19 +71,20 @@ class Messages:
     def here(self, array: mx.array) -> mx.array:
         """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
         self._heartbeat("reduce")
-        began = time.perf_counter()
-        mx.eval(array)
-        self.waited_s += time.perf_counter() - began
+        self._wait_for([array])
         self._heartbeat("compute")
         return array
 
     def finish(self) -> None:
         """Wait until everything has been taken by its receiver."""
         self._heartbeat("reduce")
-        began = time.perf_counter()
-        mx.eval(self._sent)
-        self.waited_s += time.perf_counter() - began
+        self._wait_for(self._sent)
         self._sent.clear()
+
+    def _wait_for(self, arrays: list[mx.array]) -> None:
+        began = time.perf_counter()
+        mx.eval(arrays)
+        self.waited_s += time.perf_counter() - began
 
 
 def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:

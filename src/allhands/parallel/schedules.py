@@ -74,22 +74,6 @@ def make_schedule(name: ScheduleName, num_ranks: int, num_micro_batches: int, st
     return _Game(name, num_ranks, num_micro_batches, stages_per_rank).played()
 
 
-def forward_only(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """The forward passes alone, as validation has them; one stage a rank."""
-    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for wave in range(num_micro_batches + num_ranks - 1):
-        # The last stage first, which makes room for the one before.
-        for rank in reversed(range(num_ranks)):
-            if 0 <= (batch := wave - rank) < num_micro_batches:
-                ranks[rank].append(Action("forward", rank, batch))
-                if rank + 1 < num_ranks:
-                    ranks[rank].append(Action("send", rank, batch, rank + 1, rank + 1))
-                    ranks[rank + 1].append(Action("receive", rank, batch, rank, rank + 1))
-    waves = num_micro_batches + num_ranks - 1
-    idle = 1 - num_micro_batches / waves if waves else 0.0
-    return Schedule(tuple(map(tuple, ranks)), num_ranks, idle, (1,) * num_ranks)
-
-
 _SECONDS: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
 
 

@@ -24,6 +24,7 @@ from allhands.kernels import native
 from allhands.model.load import LoadedModel
 from allhands.model.quantized import bytes_of_form
 from allhands.model.stages import Stage
+from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
 from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
@@ -251,7 +252,7 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh, *
     Raises:
         ModelError: they are.
     """
-    whole = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    whole = all_bytes(path)
     needed, room = whole // (mesh.pipe if divided else 1), Device(accelerator, mesh, 0).room
     if needed <= room or not room:  # how much there is is not always known
         return

@@ -17,7 +17,9 @@ from allhands.distributed.blame import SOFTWARE, Circumstances
 from allhands.distributed.mesh import Mesh
 from allhands.io.paths import written
 from allhands.model.adapters import trained_weights
+from allhands.model.fingerprints import fingerprints
 from allhands.model.load import LoadedModel
+from allhands.model.weight_files import absent, present
 from allhands.run.datasets import Datasets
 from allhands.runtime.versions import required, software_here
 
@@ -70,8 +72,8 @@ class RankFacts:
         files: dict[str, str] = {}
         model = self.loaded.path
         if "model" in sections:
-            weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
-            files |= hashes("model", [model / "config.json", *weights])
+            files |= hashes("model", [model / "config.json"])
+            files |= {f"model/{name}": digest for name, digest in fingerprints(model).items()}
         if "data" in sections:
             files |= self._behind_data()
         if "resume_adapter_file" in sections and self.start is not None:
@@ -81,13 +83,13 @@ class RankFacts:
     def attested(self) -> dict[str, Any]:
         """All of it, for computers that may join later, without reading the weights again."""
         model = self.loaded.path
-        weights = sorted(model.glob("model*.safetensors")) if model.is_dir() else []
+        weights = [*present(model), *absent(model)]
         files = self._behind_data() | hashes("model", [model / "config.json"])
         exam = self._exam()
         if exam is not None:
             files |= {"weights/all": self.loaded.fingerprint, **files_behind_options(exam["options"])}
         if len(weights) == 1:
-            files[f"model/{weights[0].name}"] = self.loaded.fingerprint
+            files |= {f"model/{file.name}": self.loaded.fingerprint for file in present(model)}
         dated = None if self.data.dated is None else self.data.dated.isoformat()
         return {
             "facts": self.values(),

@@ -22,7 +22,7 @@ from allhands.errors import ConfigError
 from allhands.io.regions import Flat
 from allhands.io.trees import flatten
 from allhands.model.adapters import count_parameters
-from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
+from allhands.model.stages import Blocks, Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.piping import Piping
 
 # Stages of a rank where they are interleaved.
@@ -34,6 +34,15 @@ _MICRO_BATCHES = 4
 def divides(config: TrainConfig) -> bool:
     """Whether each rank has a part of the model alone."""
     return config.strategy == "pipeline"
+
+
+def left_alone(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config``; without a pipeline where ``--min-ranks 1`` has one rank of it go on, which has the whole model."""
+    if not (divides(config) and config.min_ranks == 1 and mesh.size == 1):
+        return config
+    told = (*config.notes, "one rank is left of the pipeline: it trains the whole model")
+    whole = {"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto"}
+    return config.model_copy(update=whole).noted(told)
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
@@ -101,11 +110,16 @@ def head_in_blocks(model: nn.Module) -> float:
     return rows * width / inside if inside else 0.0
 
 
-def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
-    """Leave ``model`` with this rank's stages; nothing is computed."""
+def parts_of(config: TrainConfig, model: nn.Module, mesh: Mesh, rank: int) -> list[Blocks]:
+    """The blocks of the stages of a rank."""
     blocks: Any = model.layers
     parts = blocks_of_stages(split_of(config, len(blocks), mesh.pipe, head_in_blocks(model)))
-    return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
+    return parts[mesh.coordinates(rank).pipe :: mesh.pipe]
+
+
+def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
+    """Leave ``model`` with this rank's stages; nothing is computed."""
+    return tuple(cut(model, parts_of(config, model, mesh, mesh.rank)))
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:

@@ -68,6 +68,7 @@ from allhands.model.load import (
 from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
+from allhands.model.weight_files import require_files
 from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
@@ -210,6 +211,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     if start is not None and divides(config):
         load_trained(model, start, new=fresh is not None, tested=not config.train)
     stages = stages_of(config, model, mesh) if divides(config) else ()
+    require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
         for module in model.modules():  # not all at once: DoRA's magnitudes are made of dense weights
             mx.eval([value for value in module.values() if isinstance(value, mx.array)])

@@ -1,0 +1,204 @@
+"""A model's files of weights, of which a computer may have those of its own stages alone.
+
+A list of all files lies beside the part that is there: their names, sizes and hashes, and the names, shapes and types
+of their arrays. With it the model is built as the whole one is, and has the whole one's fingerprint; arrays of files
+that are not there are not numbers, so that nothing can be computed with them unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allhands.errors import ModelError
+from allhands.io.strict_json import Check, integer, is_text, list_of, object_of
+
+if TYPE_CHECKING:
+    from allhands.model.stages import Blocks
+
+LIST_FILE = "allhands-weights.json"
+PATTERN = "model*.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_FIRST = ("embed", "wte")  # in the names of tables of tokens
+_HEADS = ("lm_head", "embed_out", "output.weight", "output.scales")
+
+_LONGEST_HEADER = 100 << 20
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """What is known of a file without having it.
+
+    Attributes:
+        blocks: SHA-256 of each of its blocks, see :mod:`allhands.model.fingerprints`.
+        arrays: type, as MLX names it, and shape of each array.
+    """
+
+    bytes: int
+    blocks: list[str]
+    arrays: dict[str, list[Any]]
+
+
+_SIZE = integer(0, 1 << 60)
+_LISTED: Mapping[str, Check] = {
+    "bytes": _SIZE,
+    "blocks": list_of(is_text),
+    "arrays": lambda value: isinstance(value, dict),
+}
+
+
+def present(path: Path) -> list[Path]:
+    """The files of weights that are in the directory ``path``, by name."""
+    return sorted(path.glob(PATTERN))
+
+
+def absent(path: Path) -> dict[str, WeightFile]:
+    """The files that belong to the model and are not in the directory ``path``, by name, as its list has them.
+
+    Raises:
+        ModelError: the list cannot be read.
+    """
+    file = path / LIST_FILE
+    if not file.is_file():
+        return {}
+    here = {each.name for each in present(path)}
+    named = indexed(path)  # of the model that is there now: a list may be an older one's
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not all(object_of(_LISTED)(each) for each in content.values()):
+            raise ValueError
+        return {name: WeightFile(**each) for name, each in sorted(content.items()) if name in named - here}
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        hint = "remove it, and bring the model again: allhands cluster sync --stages"
+        raise ModelError("the list of the model's files cannot be read", where=str(file), hint=hint) from error
+
+
+def indexed(path: Path) -> set[str]:
+    """Names of the weight files in the index; empty where there is no index.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    index = path / INDEX_FILE
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError("the index cannot be read", where=str(index), hint="fetch the model again") from error
+
+
+def all_bytes(path: Path) -> int:
+    """The size of all files of the model, whether or not they are there."""
+    return sum(file.stat().st_size for file in present(path)) + sum(each.bytes for each in absent(path).values())
+
+
+def names_in(file: Path) -> list[str]:
+    """The names of a file's arrays.
+
+    Raises:
+        ModelError: it is no file of weights.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+        return [name for name in header if name != "__metadata__"]
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError("the file of weights is torn", where=str(file), hint="fetch the model again") from error
+
+
+# --- which files a stage needs ------------------------------------------------------------------------
+
+
+def names_by_file(path: Path) -> dict[str, list[str]]:
+    """The names of the arrays in each file of the model, whether or not it is there."""
+    found = {file.name: names_in(file) for file in present(path)}
+    return found | {name: list(each.arrays) for name, each in absent(path).items()}
+
+
+def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dict[str, list[str]]:
+    """Which files the stages ``parts`` need, and what of each: words for people.
+
+    The table of tokens belongs to the first stage, and to the last one too where no other array is the head; whatever
+    else is not of a block belongs to the last one.
+
+    Args:
+        names: as :func:`names_by_file` has them.
+    """
+    every = [name for each in names.values() for name in each]
+    count = parts[0].count
+    prefix = _prefix_of_blocks(every, count)
+    tied = not any(head in name for name in every for head in _HEADS)
+    mine = {place for part in parts for place in range(part.first, part.stop)}
+    is_first, is_last = any(part.is_first for part in parts), any(part.is_last for part in parts)
+    found: defaultdict[str, set[int | str]] = defaultdict(set)
+    for file, inside in names.items():
+        for name in inside:
+            before, number = _split(name)
+            if before == prefix and number is not None and number < count:
+                if number in mine:
+                    found[file].add(number)
+            elif any(word in name for word in _FIRST):
+                if is_first or (is_last and tied):
+                    found[file].add("the embedding")
+            elif is_last:
+                found[file].add("the final norm and the head")
+    return {file: _words(what) for file, what in found.items()}
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    """What stands before the first number of a name, and that number."""
+    match = _NUMBER.search(name)
+    return (name, None) if match is None else (name[: match.start(1)], int(match.group(1)))
+
+
+def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
+    """How the names of the blocks' arrays begin: of the lists that are long enough the one with most arrays."""
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    for name in names:
+        before, number = _split(name)
+        if number is not None:
+            numbers[before].append(number)
+    complete = [before for before, found in numbers.items() if set(range(count)) <= set(found)]
+    if not complete:
+        raise ModelError(
+            f"the arrays of the model's {count} blocks are not found by their names",
+            hint="bring all files to every computer: allhands cluster sync without --stages",
+        )
+    return max(complete, key=lambda before: len(numbers[before]))
+
+
+def _words(what: set[int | str]) -> list[str]:
+    numbers = sorted(each for each in what if isinstance(each, int))
+    texts = sorted(each for each in what if isinstance(each, str))
+    if not numbers:
+        return texts
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
+    told = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
+    return [f"block{'s' * (len(numbers) > 1)} {told}", *texts]
+
+
+def require_files(path: Path, parts: Sequence[Blocks]) -> None:
+    """Refuse stages of which a file is not there.
+
+    Raises:
+        ModelError: so it is.
+    """
+    lacking = absent(path)
+    if not lacking:
+        return
+    lines = needed(names_by_file(path), parts)
+    told = [f"{name} ({', '.join(lines[name])})" for name in sorted(lines) if name in lacking]
+    if told:
+        raise ModelError(
+            f"weights that this rank's stages need are not on this computer: {'; '.join(told)}",
+            where=str(path),
+            hint="allhands cluster sync --stages, with this run's --hostfile, --model and --pp-split, brings them",
+        )
