@@ -103,7 +103,18 @@ def loaded_by(*arguments: str) -> set[str]:
 
 # What the parser itself needs; anything else would be waited for by everybody at every command.
 PARSER = {"annotated_doc", "click", "shellingham", "typer", "typing_extensions"}
-OWN = {"", ".__main__", ".cli", ".cli.commands", ".cli.main", ".cli.parser", ".config", ".config.aliases", ".errors"}
+OWN = {
+    "",
+    ".__main__",
+    ".cli",
+    ".cli.commands",
+    ".cli.main",
+    ".cli.parser",
+    ".cli.rank_options",
+    ".config",
+    ".config.aliases",
+    ".errors",
+}
 OWN |= {".io", ".io.paths", ".io.terminal"}
 OWN |= {".runtime", *(f".runtime.{name}" for name in ("blas", "jit_cache", "versions", "without_torch"))}
 # What options are made from.
