@@ -16,8 +16,10 @@ from allhands.model.load import LoadedModel
 from allhands.model.stages import Stage
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
-from allhands.run.piping import piped, piping_of, stages_of
+from allhands.run.dividing import Divided, split_agreed, stages_of
+from allhands.run.piping import piped, piping_of
 from allhands.run.preparing import RunContext
+from allhands.runtime.accelerator import detect
 
 
 class AnsweringModel(PipedModel):
@@ -49,15 +51,21 @@ def load_divided(config: TrainConfig, surroundings: RunContext, chat: ChatChoice
         AllhandsError: as there, or the ranks do not make up a pipeline.
     """
     mesh, stages = piped(config, surroundings.mesh), list[Stage]()
+    communicator = surroundings.connect()
+
+    def cut(loaded: LoadedModel) -> None:
+        divided = Divided(loaded.model, loaded.config, for_answers=True)
+        split, _ = split_agreed(config, divided, mesh, detect(), communicator)
+        stages.extend(stages_of(loaded.model, split, mesh))
+
     adapter = Path(config.adapter_path) if config.adapter_path else None
     loaded = load_for_generation(
         config.model,
         adapter,
         trust_remote_code=config.trust_remote_code,
         chat=chat,
-        cut=lambda model: stages.extend(stages_of(config, model, mesh)),
+        cut=cut,
     )
-    communicator = surroundings.connect()
     surroundings.started()
     answering: Any = AnsweringModel(piping_of(config, tuple(stages), communicator, mesh))
     return replace(loaded, model=answering)

@@ -54,7 +54,7 @@ def load_for_generation(
     *,
     trust_remote_code: bool = False,
     chat: ChatChoice | None = None,
-    cut: Callable[[Any], object] | None = None,
+    cut: Callable[[LoadedModel], object] | None = None,
 ) -> LoadedModel:
     """Load a model, on top of it an adapter, and make it fast on this device.
 
@@ -82,7 +82,7 @@ def load_for_generation(
     if adapter_path is not None:
         put_on(loaded.model, adapter_path)
     if cut is not None:
-        cut(loaded.model)
+        cut(loaded)
         mx.eval(loaded.model.parameters())
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries
