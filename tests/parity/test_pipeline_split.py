@@ -43,7 +43,7 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 """
 # Bytes that the last stage and a block or two fit into.
-SMALL = 3_400_000
+SMALL = 2_600_000
 pytestmark = pytest.mark.slow
 
 

@@ -29,7 +29,7 @@ from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.plan.devices import Device
-from allhands.plan.outlook import Job
+from allhands.plan.job import Job
 from allhands.plan.speed import StepModel, fitted
 from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
@@ -131,6 +131,7 @@ def facts_of(
         again_s=_again_s(config, model.blocks, layers),
         rounds=rounds_of(config) if config.sync_every > 1 else None,
         kind=kind,
+        tied=bool(model.config.get("tie_word_embeddings", False)),
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.parallel.runahead import limit_for

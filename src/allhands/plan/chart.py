@@ -38,6 +38,7 @@ _OUTCOMES: dict[Outcome, str] = {
     "faster link": "one machine until the link is faster",
     "smaller": "one machine, with flags that save memory",
     "divide the optimizer": "data parallel, each with a part",
+    "pipeline": "a pipeline, each with some blocks",
     "framework": "a framework that divides the model itself",
 }
 _ARROWS: tuple[tuple[str, str, str], ...] = (
