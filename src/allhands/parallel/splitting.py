@@ -16,6 +16,7 @@ from itertools import accumulate
 _ALIKE = 0.9  # speeds of at least so much of a faster one count as equal to it
 _STEP = 0.05  # to which the others are rounded
 _SAME = 1e-9  # relative: rounding errors of sums
+_EVENLY = 1e-6  # how much it counts, beside the bytes that are missing in all, that no rank misses most of them
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class _Problem:
         def missing(stage: int, first: int, stop: int) -> float:
             _, held, kept = self._own(stage, first, stop)
             seat = self._seats[stage]
-            return _missing(seat, math.ceil((each := seat.taken + held + kept * seat.alive) - _SAME * each))
+            found = _missing(seat, math.ceil((each := seat.taken + held + kept * seat.alive) - _SAME * each))
+            return found * (1 + _EVENLY * found / each) if found else 0.0
 
         least, _ = self._search(missing)
 

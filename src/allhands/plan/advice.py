@@ -156,6 +156,7 @@ FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
 MORE = "Are there others to help?"
 DIVIDED = "Does it fit if it is divided among several?"
+STAGES = "Does it fit if the model's blocks are divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
@@ -345,10 +346,10 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
             reasons.append(f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}: not worth the trouble")
         return walk.end("smaller", f"{where}, with {at.fits_smaller}", *reasons)
     over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
-    stages = "its blocks can be" if at.pipeline is not None and at.divided is None else ""
-    if walk.ask(DIVIDED, at.divided is not None, over, stages) and at.divided is not None:
+    if walk.ask(DIVIDED, at.divided is not None, over) and at.divided is not None:
         return _divided(at, at.divided, walk)
-    if at.pipeline is not None:
+    stages = over if at.pipeline is None else f"over {at.several(at.pipeline.machines)}"
+    if walk.ask(STAGES, at.pipeline is not None, stages) and at.pipeline is not None:
         return _in_stages(at, at.pipeline, walk)
     return walk.end("framework", "a framework that divides the model itself", *at.unable, *_elsewhere(at))
 

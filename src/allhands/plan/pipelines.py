@@ -20,6 +20,8 @@ from allhands.run.training_memory import Blocks
 # As training has it: micro-batches for each stage, if there are as many rows.
 MICRO_BATCHES = 4
 _FLOAT, _HALF = 4, 2
+# Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
+PROGRAM_BYTES = 150_000_000
 _WORTH = 0.85  # what more computers must take of fewer ones' time
 
 
@@ -71,7 +73,10 @@ class Pipelined:
         )
         seconds = f"{self.step_s:.2g} s" if self.step_s < 10 else f"{self.step_s:,.0f} s"
         end = f"does not fit: {short}" if short else f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
-        return f"{' + '.join(self.computers)}: split {blocks} layers, {memory}; {end}"
+        which = (
+            f"{len(self.sizes)} x {self.computers[0]}" if len(set(self.computers)) == 1 else " + ".join(self.computers)
+        )
+        return f"{which}: split {blocks} layers, {memory}; {end}"
 
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
@@ -86,7 +91,8 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     layers, once = layers_of(
         _model(blocks, work, tied=job.tied), work, lambda each: job.of(blocks, each), more=1.0 if on_gpu else ON_CPU
     )
-    taken = once if on_gpu else once + job.present_bytes + ROOM_OF_PRODUCTS
+    # A process is there also where one that was looked at had the model's weights in its memory anyway.
+    taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
     held = alive("1f1b", ranks, batches, 1)
     seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
     found = divide(layers, seats)
