@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -93,7 +94,7 @@ def recorded(run: Path) -> list[int]:
     ],
     ids=["noise", "slow", "fast"],
 )
-def test_faster_ranks_have_more_blocks(place: Path, ranks: dict[str, list[float]], expected: list[int]) -> None:
+def test_faster_ranks_have_more_blocks(place: Path, ranks: dict[str, Any], expected: list[int]) -> None:
     name = "-".join(map(str, expected))
     said = train(place, name, *PIPELINE, **ranks)
     assert stages(said) == expected == recorded(place / name)

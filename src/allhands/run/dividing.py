@@ -193,7 +193,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
 def _layers(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> tuple[Layers, int, int]:
     """What the model's parts cost, what a rank has for a while in a pass, and the micro-batches of a step."""
     more = ON_CPU if accelerator.kind == "cpu" else 1.0
-    model = _weights(divided, mesh, accelerator)
+    model = weights_of(divided, mesh, accelerator)
     if divided.work is None:
         return *layers_of(model, None, None, more=more), 1
     longest = int(divided.work.max())
@@ -220,7 +220,7 @@ def _in_half(model: nn.Module) -> bool:
     return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
 
-def _weights(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Model:
+def weights_of(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Model:
     """The weights of a model that need not have been read, as this rank would hold them."""
     model: Any = divided.model
     blocks: list[nn.Module] = list(model.layers)
