@@ -94,7 +94,9 @@ def split_agreed(
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    held = alive(config.pp_schedule, mesh.pipe, batches, per_rank) if divided.work is not None else [0.0] * mesh.pipe
+    held = [0.0 if divided.work is None else 1.0] * mesh.pipe
+    if divided.work is not None and not accelerator.runs_natively(config.compile):  # there passes are computed again
+        held = alive(config.pp_schedule, mesh.pipe, batches, per_rank)
     seats = [
         _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place])
         for place in range(mesh.pipe)
