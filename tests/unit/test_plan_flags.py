@@ -13,9 +13,10 @@ from allhands.io.names import PLAN_FILE
 from allhands.observe.metrics import read_metrics
 from allhands.plan.compared import compare
 from allhands.plan.computers import Computer
+from allhands.plan.job import Job
 from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
-from allhands.plan.outlook import Job, Outlook, look_ahead
+from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel
 from allhands.run.training_memory import Blocks, Work, on_gpu
 

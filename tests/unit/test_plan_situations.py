@@ -17,8 +17,9 @@ from allhands.plan import chart
 from allhands.plan.chart import bars_of, draw_chart, told_of
 from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import device_of
+from allhands.plan.job import Job
 from allhands.plan.links import link_of
-from allhands.plan.outlook import Job, Outlook, look_ahead
+from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel, enough_of, predict
 from allhands.run.training_memory import Blocks, Work, on_gpu
 

@@ -17,9 +17,10 @@ from allhands.io.names import PLAN_FILE
 from allhands.observe.metrics import read_metrics
 from allhands.plan.compared import Figure, compare
 from allhands.plan.computers import Computer
+from allhands.plan.job import Job
 from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
-from allhands.plan.outlook import Job, look_ahead
+from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel
 from allhands.run.model_sizes import forward_share
 from allhands.run.training_memory import Blocks, on_cpu

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allhands.config.schema import build_config
 from allhands.parallel.schedules import Action, Schedule, ScheduleName, make_schedule
-from allhands.run.piping import split_of
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
 
@@ -111,20 +109,3 @@ def test_stages_that_a_schedule_does_not_have() -> None:
     for name, per_rank in (("1f1b", 2), ("zb", 2), ("interleaved", 1), ("1f1b", 0)):
         with pytest.raises(ValueError, match="stages a rank"):
             make_schedule(name, 2, 4, per_rank)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "ranks", "head", "expected"),
-    [
-        (6, 2, 0.0, [3, 3]),
-        (6, 2, 1.2, [4, 2]),
-        (32, 2, 0.6, [16, 16]),
-        (32, 3, 1.0, [11, 11, 10]),
-        (80, 4, 0.2, [20, 20, 20, 20]),
-        (3, 3, 9.0, [1, 1, 1]),
-    ],
-)
-def test_blocks_are_divided_by_the_time_they_take(blocks: int, ranks: int, head: float, expected: list[int]) -> None:
-    config = build_config({"strategy": "pipeline"})
-    assert split_of(config, blocks, ranks, head) == expected
-    assert split_of(build_config({"strategy": "pipeline", "pp_split": "1,2"}), 3, 2, head) == [1, 2]

@@ -52,7 +52,7 @@ def sync(
         bool, typer.Option("--stages", help="Of the weights only what each host's stages of a pipeline need.")
     ] = False,
     pp_split: Annotated[
-        str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage. [auto]")
+        str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

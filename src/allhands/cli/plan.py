@@ -63,7 +63,8 @@ def plan(
     from allhands.cli.plan_facts import facts_of
     from allhands.cli.plan_shown import show
     from allhands.plan.chart import draw_chart
-    from allhands.plan.outlook import Prices, look_ahead
+    from allhands.plan.job import Prices
+    from allhands.plan.outlook import look_ahead
 
     for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
         _require_amount(f"--price-per-{flag}", price, "2.5")

@@ -18,7 +18,7 @@ from allhands.plan.links import ExchangeTimes, Measured, link_of
 if TYPE_CHECKING:
     from allhands.cluster.doctor.facts import HostFacts
     from allhands.cluster.hosts import Host
-    from allhands.plan.outlook import Prices
+    from allhands.plan.job import Prices
 
 _DEFAULT_LINK = "1GbE"
 _MOST_DEVICES = 1024

@@ -29,13 +29,12 @@ from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.plan.devices import Device
-from allhands.plan.outlook import Job
+from allhands.plan.job import Job
+from allhands.plan.pipelines import PROGRAM_BYTES
 from allhands.plan.speed import StepModel, fitted
 from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
 from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 
-# Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
-_PROGRAM_BYTES = 150_000_000
 _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
@@ -131,6 +130,7 @@ def facts_of(
         again_s=_again_s(config, model.blocks, layers),
         rounds=rounds_of(config) if config.sync_every > 1 else None,
         kind=kind,
+        tied=bool(model.config.get("tie_word_embeddings", False)),
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.parallel.runahead import limit_for
@@ -434,7 +434,7 @@ def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration |
 def _present(config: TrainConfig, blocks: Blocks | None, work: Work | None, measured: Calibration | None) -> int:
     """Bytes of a process on a CPU that are no arrays of its training: as it has said itself, or about so many."""
     if blocks is None or work is None or measured is None or measured.expected_bytes is None:
-        return _PROGRAM_BYTES
+        return PROGRAM_BYTES
     # The steps that were measured have written nothing.
     later = WRITING_BYTES if config.sample_prompts else 0
     return later + max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))

@@ -13,7 +13,8 @@ from allhands.plan.strategies import Way
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from allhands.plan.outlook import Job, Outlook
+    from allhands.plan.job import Job
+    from allhands.plan.outlook import Outlook
 
 _FELT = 0.01  # of a training's time
 _FITS = {True: "yes", False: "no", None: "?"}
@@ -28,6 +29,7 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
     _show_time(console, outlook)
     _show_lighter(console, outlook)
     _show_memory(console, outlook)
+    _show_pipelines(console, outlook)
     advice = outlook.advice
     console.print("Is distributing worth it?", style="bold")
     for question in advice.path:
@@ -171,6 +173,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     table = _table(heads)
     # Ways that are not here are of interest where none that is here is enough.
     needed = not any(way.built and fits is not False for way, fits in ways)
+    needed = needed and not any(each.fits is not False for each in outlook.pipelines)
     for way, fits in ways:
         if not way.built and not needed:
             continue
@@ -193,6 +196,17 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
             console.print(f"{number}: data parallel: too little memory: {', '.join(short)}", markup=False)
     for line in how:
         console.print(line, markup=False)
+    console.print()
+
+
+def _show_pipelines(console: Console, outlook: Outlook) -> None:
+    """Where the model fits no single computer: which of its blocks would be where."""
+    if not outlook.pipelines:
+        return
+    console.print("In stages, each with some of the blocks (--strategy pipeline):", markup=False)
+    for each in outlook.pipelines:
+        waiting = f", {100 * each.messages_s / each.step_s:.0f} % of it messages" if each.fits is not False else ""
+        console.print(f"{each.machines}: {each.told}{waiting}", markup=False)
     console.print()
 
 

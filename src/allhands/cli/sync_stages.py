@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from allhands.errors import ConfigError
 from allhands.io.files import write_whole
@@ -81,18 +81,27 @@ def _needs(
     leave_torch_out()
     from allhands.distributed.mesh import Mesh
     from allhands.model.load import build
-    from allhands.model.stages import check_cut
-    from allhands.run.piping import parts_of, piped
+    from allhands.model.stages import blocks_of_stages, check_cut
+    from allhands.run.dividing import split_given
+    from allhands.run.piping import piped
 
     built, _ = build(model, trust_remote_code=False)
     check_cut(built)
     config = wanted.config()
     mesh = piped(config, Mesh(size=sum(host.slots for host in hosts)))
+    split = split_given(config, len(cast("Any", built).layers), mesh.pipe)
+    if not split:
+        raise ConfigError(
+            "which blocks each computer has is measured by a run, and not known before",
+            where="--stages",
+            hint="say it: --pp-split 20,12, say, and the same to the run (allhands plan proposes one)",
+        )
+    stages = blocks_of_stages(split)
     found: dict[str, dict[str, list[str]]] = {}
     rank = 0
     for host in hosts:
         ranks = range(rank, rank + host.slots)
-        parts = [part for each in ranks for part in parts_of(config, built, mesh, each)]
+        parts = [part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]]
         found[host.name] = needed(names, parts)
         rank += host.slots
     return found

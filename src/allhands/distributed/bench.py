@@ -74,21 +74,27 @@ def time_all_sum(communicator: Communicator, plan: BenchPlan) -> list[dict[str, 
     return results
 
 
-def time_products(communicator: Communicator, seconds: float = 0.5) -> list[float]:
+def time_products(
+    communicator: Communicator, seconds: float = 0.5, widths: tuple[int, int] | None = None
+) -> list[float]:
     """Products and sums a second of each rank, while all of them multiply matrices; every rank returns the same.
 
     By time that goes by, so that a computer that is busy, hot or held back counts as it is. On a GPU in half precision.
+
+    Args:
+        widths: of a matrix (inner, outer) that rows are multiplied by; default: a square one.
     """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    size = _GPU_ROWS if on_gpu else _CPU_ROWS
-    factor = mx.ones((size, size), dtype=mx.bfloat16 if on_gpu else mx.float32) / size
-    mx.eval(factor, factor @ factor)
+    size, dtype = (_GPU_ROWS, mx.bfloat16) if on_gpu else (_CPU_ROWS, mx.float32)
+    inner, outer = widths or (size, size)
+    rows, factor = mx.ones((size, inner), dtype=dtype), mx.ones((inner, outer), dtype=dtype) / inner
+    mx.eval(rows, factor, rows @ factor)
     barrier(communicator)
     began, done = time.perf_counter(), 0
     while (taken := time.perf_counter() - began) < seconds:
-        mx.eval(factor @ factor)
+        mx.eval(rows @ factor)
         done += 1
-    own = 2.0 * size**3 * done / taken
+    own = 2.0 * size * inner * outer * done / taken
     return _gather(communicator, np.array([own], dtype=np.float32))[:, 0].tolist()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from allhands.config.schema import TrainConfig
@@ -26,8 +25,10 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
-from allhands.run.piping import piped, piping_of, stages_of
+from allhands.run.dividing import STAGES, Divided, split_agreed, stages_of
+from allhands.run.piping import piped, piping_of
 from allhands.run.preparing import RunContext
+from allhands.runtime.accelerator import detect
 
 # While nobody asks anything, ranks look so often: one that waits in an exchange takes a core.
 _LOOK_S = 0.05
@@ -68,6 +69,7 @@ class AnsweringRanks:
         self._config, self._surroundings = config, surroundings
         self._mesh = piped(config, surroundings.mesh)
         self._communicator: Communicator | None = None
+        self._split: tuple[int, ...] = ()
 
     def load(self, adapter: Path | None, chat: ChatChoice | None) -> LoadedModel:
         """As :func:`load_for_generation`, with this rank's blocks alone.
@@ -78,8 +80,14 @@ class AnsweringRanks:
         config, mesh, stages = self._config, self._mesh, list[Stage]()
         path = resolve(config.model)
 
-        def cut(model: nn.Module) -> None:
-            stages.extend(stages_of(config, model, mesh))
+        first = self._communicator is None
+        communicator = self._communicator = self._communicator or self._surroundings.connect()
+
+        def cut(loaded: LoadedModel) -> None:
+            divided = Divided(loaded.model, loaded.config, for_answers=True)
+            recorded = {STAGES: list(self._split)} if self._split else None
+            self._split, _ = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            stages.extend(stages_of(loaded.model, self._split, mesh))
             require_files(path, [stage.blocks for stage in stages])
 
         loaded = load_for_generation(
@@ -90,10 +98,9 @@ class AnsweringRanks:
             cut=cut,
             mesh=mesh,
         )
-        if self._communicator is None:
-            self._communicator = self._surroundings.connect()
+        if first:
             self._surroundings.started()
-        self.model = AnsweringModel(piping_of(config, tuple(stages), self._communicator, mesh))
+        self.model = AnsweringModel(piping_of(config, tuple(stages), communicator, mesh))
         answering: Any = self.model
         return replace(loaded, model=answering)
 

@@ -60,7 +60,7 @@ def load_for_generation(
     *,
     trust_remote_code: bool = False,
     chat: ChatChoice | None = None,
-    cut: Callable[[Any], object] | None = None,
+    cut: Callable[[LoadedModel], object] | None = None,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
     """Load a model, on top of it an adapter, and make it fast on this device.
@@ -84,14 +84,15 @@ def load_for_generation(
     stop, notes = stop_at_answers(tokenizer.tokenizer), tokenizer.notes
     if stop is not None:
         notes += (f"answers end at {stop}, as in the chat template: the model itself would not stop there",)
-    require_room_for_weights(tokenizer.path, accelerator, mesh, divided=cut is not None)
+    if cut is None:
+        require_room_for_weights(tokenizer.path, accelerator, mesh)
     how: Any = {"trust_remote_code": trust_remote_code, "lazy": cut is not None}
     loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     loaded = replace(loaded, notes=notes)
     if adapter_path is not None:
         put_on(loaded.model, adapter_path)
     if cut is not None:
-        cut(loaded.model)
+        cut(loaded)
         mx.eval(loaded.model.parameters())
     loaded.model.eval()
     # Only now: before the adapter is on, this would hide from it that the model is quantised; and what it tries

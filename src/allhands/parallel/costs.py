@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -113,16 +114,19 @@ class Traffic:
         all_reduced: bytes of the arrays that ranks add up, each of which has the whole sum afterwards.
         gathered: bytes of the arrays of which each rank has a part before, and the whole afterwards.
         scattered: bytes of the arrays that ranks add up, each of which has a part of the sum afterwards.
+        handed_on: bytes of hidden states that a stage sends to the next one; as many come back as gradients.
     """
 
     all_reduced: int = 0
     gathered: int = 0
     scattered: int = 0
+    handed_on: int = 0
 
     def sent(self, ranks: int) -> int:
         """Bytes that each of so many ranks sends, by rings: (N-1)/N of what is gathered or scattered, twice that of
-        what is all-reduced."""
-        return (2 * self.all_reduced + self.gathered + self.scattered) * (ranks - 1) // ranks
+        what is all-reduced; of what is handed on the most that any rank sends."""
+        handed_on = self.handed_on * min(2, ranks - 1)
+        return handed_on + (2 * self.all_reduced + self.gathered + self.scattered) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
@@ -225,10 +229,20 @@ class LocalCosts:
         return Traffic(all_reduced=weight_bytes // every)
 
 
+@dataclass(frozen=True)
 class PipelineCosts:
-    """Each rank has an equal part of the blocks, and hands on hidden states: no gradient travels."""
+    """Each rank has some of the blocks, and hands on hidden states: no gradient of weights travels.
+
+    Attributes:
+        micro_batches: of a step.
+        hidden_bytes: that a stage hands on for each of them; the gradient that comes back is as large.
+    """
+
+    micro_batches: int = 1
+    hidden_bytes: int = 0
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
+        """With an equal part of the blocks; :mod:`allhands.parallel.splitting` has what unequal ones take."""
         parts = {
             name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")
         }
@@ -237,4 +251,20 @@ class PipelineCosts:
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        return Traffic()
+        return Traffic(handed_on=self.micro_batches * self.hidden_bytes)
+
+    def bubble(self, ranks: int) -> float:
+        """The part of a step in which a rank waits, if stages take equally long."""
+        return (ranks - 1) / (self.micro_batches + ranks - 1)
+
+    def step_s(self, stage_s: Sequence[float], message_s: float) -> float:
+        """Seconds of a step without the update.
+
+        Args:
+            stage_s: of both passes of a micro-batch, for each stage.
+            message_s: of a message between neighbours.
+        """
+        # The first micro-batch passes through all stages and back; then one is done whenever the slowest stage, or the
+        # link, is done with one.
+        there_and_back = sum(stage_s) + 2 * (len(stage_s) - 1) * message_s
+        return there_and_back + (self.micro_batches - 1) * max(*stage_s, message_s)

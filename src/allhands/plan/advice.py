@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allhands.io.formatting import format_duration
+from allhands.plan.pipelines import Pipelined
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
 
 Outcome = Literal[
@@ -15,6 +16,7 @@ Outcome = Literal[
     "faster link",
     "smaller",
     "divide the optimizer",
+    "pipeline",
     "framework",
     "measure again",
 ]
@@ -76,6 +78,7 @@ class Situation:
         rows: of a batch; 0 if not known.
         kind: of processor.
         doubt: why nothing should be concluded; empty if all is well.
+        pipeline: several computers among which the model's blocks are divided, where it fits no single one.
     """
 
     again: bool
@@ -97,6 +100,18 @@ class Situation:
     doubt: str = ""
     rounded: Offer | None = None
     larger: Offer | None = None
+    pipeline: Pipelined | None = None
+
+    @property
+    def smaller(self) -> str:
+        """The flags with which it fits one; weights in 4 bits are another model, where several hold this one."""
+        return "" if self.pipeline is not None and QUANTISE in self.fits_smaller else self.fits_smaller
+
+    @property
+    def divided(self) -> Offer | None:
+        """The offer, likewise."""
+        rounded = self.offer is not None and QUANTISE in f"{self.offer.flags} {self.offer.more}"
+        return None if self.pipeline is not None and rounded else self.offer
 
     @property
     def pays(self) -> bool:
@@ -141,6 +156,7 @@ FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
 MORE = "Are there others to help?"
 DIVIDED = "Does it fit if it is divided among several?"
+STAGES = "Does it fit if the model's blocks are divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
@@ -188,7 +204,7 @@ def advise(at: Situation) -> Advice:
         )
     not_so = "" if at.fits_one else "not "
     if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
-        if not (at.fits_smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
+        if not (at.smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
             return _too_large(at, walk)
         walk.ask(SMALLER, True, at.fits_smaller, besides="long")
     if not walk.ask(MORE, at.offer is not None, _why_more(at)) or at.offer is None:
@@ -323,14 +339,18 @@ def _why_again(at: Situation, saved_s: float) -> str:
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
     where = at.one or "one machine"
-    if walk.ask(SMALLER, bool(at.fits_smaller), at.fits_smaller or "none of them is enough"):
+    rounded = "only with weights in 4 bits, which are rounded" if at.fits_smaller else "none of them is enough"
+    if walk.ask(SMALLER, bool(at.smaller), at.smaller or rounded):
         reasons = [_same(at.fits_smaller)]
         if at.offer is not None and not at.pays:
             reasons.append(f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}: not worth the trouble")
         return walk.end("smaller", f"{where}, with {at.fits_smaller}", *reasons)
     over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
-    if walk.ask(DIVIDED, at.offer is not None, over) and at.offer is not None:
-        return _divided(at, at.offer, walk)
+    if walk.ask(DIVIDED, at.divided is not None, over) and at.divided is not None:
+        return _divided(at, at.divided, walk)
+    stages = over if at.pipeline is None else f"over {at.several(at.pipeline.machines)}"
+    if walk.ask(STAGES, at.pipeline is not None, stages) and at.pipeline is not None:
+        return _in_stages(at, at.pipeline, walk)
     return walk.end("framework", "a framework that divides the model itself", *at.unable, *_elsewhere(at))
 
 
@@ -343,7 +363,7 @@ def _elsewhere(at: Situation) -> tuple[str, ...]:
     if at.kind == "metal":
         where += ". For Macs there is none: these do not run on them"
     return (
-        f"weights, tensors or layers must be spread over devices, which allhands does not do: {where}",
+        f"parameters or tensors must be spread over devices, which allhands does not do: {where}",
         f"or {smaller}; or a computer with more memory",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
     )
@@ -366,3 +386,17 @@ def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
         title = f"data parallel with the optimizer divided{f', and{more}' if more else ''}"
         why = f"each rank keeps a part of the optimizer's state: {offer.flags}"
     return walk.end("divide the optimizer", title, why, time, which, _weights_told(offer))
+
+
+def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
+    """The model fits no single computer, and its blocks fit several."""
+    time = f"{format_duration(found.training_s)} on {at.several(found.machines)}; on one it does not fit"
+    waiting = f"{100 * found.bubble:.0f} % of a step is waiting for the first and the last of {found.micro_batches} "
+    return walk.end(
+        "pipeline",
+        f"a pipeline on {at.several(found.machines)}, each with some of the blocks: {found.flags}",
+        found.told,
+        time,
+        f"{waiting}micro-batches: less with a larger --batch-size, or --pp-schedule interleaved",
+        f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
+    )

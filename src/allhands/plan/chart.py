@@ -28,7 +28,7 @@ from allhands.plan.outlook import Outlook
 
 _TAKEN, _FADED, _FILLED = "#0072B2", "#9A9A9A", "#E8F2FA"
 _QUESTIONS = (
-    *(chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.DIVIDED),
+    *(chart.AGAIN, chart.LONG, chart.FITS, chart.SMALLER, chart.DIVIDED, chart.STAGES),
     *(chart.MORE, chart.PAYS, chart.FAST, chart.LARGER),
 )
 _OUTCOMES: dict[Outcome, str] = {
@@ -38,6 +38,7 @@ _OUTCOMES: dict[Outcome, str] = {
     "faster link": "one machine until the link is faster",
     "smaller": "one machine, with flags that save memory",
     "divide the optimizer": "data parallel, each with a part",
+    "pipeline": "a pipeline, each with some blocks",
     "framework": "a framework that divides the model itself",
 }
 _ARROWS: tuple[tuple[str, str, str], ...] = (
@@ -50,7 +51,9 @@ _ARROWS: tuple[tuple[str, str, str], ...] = (
     (chart.SMALLER, "smaller", "yes"),
     (chart.SMALLER, chart.DIVIDED, "no"),
     (chart.DIVIDED, "divide the optimizer", "yes"),
-    (chart.DIVIDED, "framework", "no"),
+    (chart.DIVIDED, chart.STAGES, "no"),
+    (chart.STAGES, "pipeline", "yes"),
+    (chart.STAGES, "framework", "no"),
     (chart.MORE, chart.PAYS, "yes"),
     (chart.MORE, "one machine", "no"),
     (chart.PAYS, "data parallel", "yes"),

@@ -8,109 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from allhands.io.formatting import format_bytes
-from allhands.parallel.rounds import Rounds
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
+from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
-from allhands.plan.links import ExchangeTimes, faster_than
+from allhands.plan.links import faster_than
+from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, costs, those_told, ways_of_one, ways_of_team
-from allhands.run.training_memory import Blocks, Memory, Work, of_process
+from allhands.run.training_memory import Memory, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What an hour costs; ``None`` where nobody said."""
-
-    per_hour: float | None = None
-    watts: float | None = None
-    per_kwh: float | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """The training that is planned.
-
-    Attributes:
-        steps: optimizer updates of it.
-        start_s: until the first one, of one process.
-        step: on a computer of speed 1.
-        link: between computers; ``None`` if there is no second.
-        computers: that there are; of one the ``numbers`` to show.
-        imagined: whether those ``numbers`` of computers are only imagined.
-        blocks: of the model; ``None`` if it is not built of equal blocks.
-        work: of one rank, with the whole batch in micro-batches as one computer cuts it.
-        of: the arrays of a rank's work.
-        batch_rows: rows of a batch, which cannot be cut further; 0 if not known.
-        present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
-        needed_bytes: what steps of ``work`` were seen to need on a GPU; 0 if none were made.
-        quantised: whether the weights are.
-        once: whether the training is needed once only.
-        together: whether the ranks are processes of one computer, with one price.
-        shares: whether they have one memory, too: not where each has a GPU.
-        room: how many of them its cores are enough for, beyond which they take turns; 0: each has cores of its own.
-        started: a number of ranks, and the seconds until their first step, where that was measured.
-        whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
-        first_s: by which the first steps take longer than the others, all together.
-        validations: of the whole training, ``validation_s`` of each of them on one computer.
-        doubt: why nothing should be concluded from what was measured; empty if all is well.
-        about: what is trained, in a few words.
-        again_s: of a step with activations computed again, by one without.
-        rounds: of local steps, if such were asked for.
-        kind: of processor.
-    """
-
-    steps: int
-    start_s: float
-    step: StepModel
-    link: ExchangeTimes | None
-    computers: tuple[Computer, ...]
-    numbers: tuple[int, ...]
-    blocks: Blocks | None
-    work: Work | None
-    of: Callable[[Blocks, Work], Memory]
-    imagined: bool = False
-    batch_rows: int = 0
-    present_bytes: int = 0
-    needed_bytes: int = 0
-    quantised: bool = False
-    once: bool = False
-    prices: Prices = Prices()
-    together: bool = False
-    shares: bool = False
-    room: int = 0
-    started: tuple[int, float] | None = None
-    first_s: float = 0.0
-    whole_s: float | None = None
-    validations: int = 0
-    validation_s: float = 0.0
-    doubt: str = ""
-    about: str = ""
-    again_s: float = 1.0
-    rounds: Rounds | None = None
-    kind: str = ""
-
-    def start_of(self, ranks: int) -> float:
-        """Seconds until the first step of so many ranks."""
-        if self.started is None:
-            return self.start_s
-        most, seconds = self.started
-        return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
-
-    def alone_step_s(self, speed: float = 1.0, batches: int = 1) -> float:
-        """Seconds of a step, with so many batches in one, by one process that has a whole computer of that speed."""
-        if self.whole_s:
-            return batches * self.whole_s
-        return self.step.serial_s + batches * self.step.tokens * self.step.token_s / speed
-
-    def alone_s(self, speed: float = 1.0) -> float:
-        """Seconds of the training by one process that has a whole computer of that speed."""
-        step_s = self.alone_step_s(speed)
-        validations_s = self.validations * self.validation_s * step_s / self.step.alone_s
-        return self.start_s + self.first_s + self.steps * step_s + validations_s
 
 
 @dataclass(frozen=True)
@@ -152,6 +61,7 @@ class Outlook:
         alone_s: seconds of the training on it, by a process that has all of it.
         advised: of the lines the number of computers that is advised; 1 where none of several is.
         lighter: what sends less, on as many computers as the last line has, where the link is slow.
+        pipelines: the model's blocks divided among several computers, where it does not fit one.
     """
 
     job: Job
@@ -165,6 +75,7 @@ class Outlook:
     alone_s: float
     advised: int = 1
     lighter: tuple[Lighter, ...] = ()
+    pipelines: tuple[Pipelined, ...] = ()
 
     def line(self, machines: int) -> OutlookLine:
         """That of so many computers."""
@@ -196,6 +107,7 @@ class Outlook:
             "laws": {str(n): {"amdahl": a, "gustafson": g} for n, (a, g) in self.laws.items()},
             "memory": [{**_plain(strategy), "fits": fit} for strategy, fit in fits],
             "lighter": [asdict(each) for each in self.lighter],
+            "pipelines": [asdict(each) for each in self.pipelines],
             "advice": asdict(self.advice),
         }
 
@@ -228,6 +140,7 @@ def look_ahead(job: Job) -> Outlook:
         for line in lines
     }
     alone_s = job.alone_s(first.speed)
+    pipelines = [] if fits_one else [each for team in groups[1:] if (each := pipelined(job, team)) is not None]
     offers = _offers(job, groups[1:], lines[1:], memory, first.speed)
     # Nobody who can train the model as it is trains another one to be done sooner.
     same = [each for each in offers if QUANTISE not in each.more or not fits_one]
@@ -251,15 +164,19 @@ def look_ahead(job: Job) -> Outlook:
         rows=job.batch_rows,
         kind=job.kind,
         doubt=job.doubt,
+        pipeline=best_pipeline(pipelines),
     )
     advice = advise(situation)
     several = advice.outcome in ("data parallel", "divide the optimizer", "accumulate")
     taken = (advice.outcome == "accumulate" and situation.larger) or situation.offer
     advised = taken.machines if several and taken else 1
+    if advice.outcome == "pipeline" and situation.pipeline is not None:
+        advised = situation.pipeline.machines
     told, fits = tuple(way for way, _ in memory), tuple(fit for _, fit in memory)
     speeds = [each.speed for each in groups[-1]]
     lighter = lighter_ways(job.step, job.link or _Nothing(), speeds, job.room, job.kind)
-    return Outlook(job, tuple(lines), enough, laws, told, fits, advice, first, alone_s, advised, tuple(lighter))
+    more = (tuple(lighter), tuple(pipelines))
+    return Outlook(job, tuple(lines), enough, laws, told, fits, advice, first, alone_s, advised, *more)
 
 
 class _Nothing:

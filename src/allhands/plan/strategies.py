@@ -267,16 +267,6 @@ def _of_frameworks(
         trained = int(kept * work.trained_bytes) if work.method == "full" else work.trained_bytes
         some = replace(share, weights_bytes=int(kept * work.weights_bytes), trained_bytes=trained)
         yield _of("experts sharded", ranks, some, of(some), bucket_bytes, built=False)
-    if blocks.layers >= ranks:
-        layers = -(-work.trained_layers // ranks)
-        piece = replace(
-            work,
-            trained_layers=layers,
-            weights_bytes=work.weights_bytes // ranks,
-            trained_bytes=work.trained_bytes // ranks,
-            by_adam_bytes=work.by_adam_bytes // ranks,
-        )
-        yield _of("pipeline of layers", ranks, piece, of(piece), 0, built=False)
 
 
 def _of(

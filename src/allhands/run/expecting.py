@@ -243,25 +243,20 @@ def _bytes(tree: Any) -> int:
     return sum(array.nbytes for _, array in flatten(tree))
 
 
-def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh, *, divided: bool) -> None:
-    """Refuse a model whose files of weights alone are larger than the memory of this rank.
-
-    Args:
-        divided: whether ranks have a part of the model each.
+def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -> None:
+    """Refuse a model of which every rank has all, if its files of weights alone are larger than a rank's memory.
 
     Raises:
         ModelError: they are.
     """
-    whole = all_bytes(path)
-    needed, room = whole // (mesh.pipe if divided else 1), Device(accelerator, mesh, 0).room
+    needed = all_bytes(path)
+    room = Device(accelerator, mesh, 0).room
     if needed <= room or not room:  # how much there is is not always known
         return
-    what = f"the weights of one of {mesh.pipe} stages are about" if divided else "the weights are"
-    more = "more computers" if divided else "a second computer"
     raise ModelError(
-        f"{what} {format_bytes(needed)}, and this process may have {format_bytes(room)} of memory",
+        f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(room)} of memory",
         where=str(path),
-        hint=f"divide the model among computers: --strategy pipeline with {more} (--hosts), or quantise it",
+        hint="divide the model among computers: --strategy pipeline with a second computer (--hosts), or quantise it",
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from numpy.typing import NDArray
 
@@ -21,12 +20,9 @@ from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
 from allhands.io.regions import Flat
 from allhands.io.trees import flatten
-from allhands.model.adapters import count_parameters
-from allhands.model.stages import Blocks, Stage, blocks_of_stages, check_split, cut
+from allhands.model.stages import Stage
 from allhands.parallel.piping import Piping
 
-# Stages of a rank where they are interleaved.
-_INTERLEAVED = 2
 # Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
 _MICRO_BATCHES = 4
 
@@ -67,59 +63,6 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
             hint="take a number of stages that divides that of the ranks",
         )
     return replace(mesh, data=mesh.size // stages, pipe=stages, weights=())
-
-
-def split_of(config: TrainConfig, num_blocks: int, num_ranks: int, head: float = 0.0) -> list[int]:
-    """Blocks of each stage, in the model's order.
-
-    Args:
-        head: how many blocks take as long as the head, which the last stage has besides.
-
-    Raises:
-        ConfigError: what was asked for does not divide the model.
-    """
-    per_rank = _INTERLEAVED if config.pp_schedule == "interleaved" else 1
-    count = num_ranks * per_rank
-    if config.pp_split != "auto":
-        sizes = [int(each) for each in config.pp_split.split(",")]
-        if per_rank > 1 and len(sizes) % num_ranks == 0:
-            count = len(sizes)
-        check_split(sizes, num_blocks, count)
-        return sizes
-    if num_blocks < count:
-        raise ConfigError(
-            f"{num_blocks} blocks are too few for {count} stages",
-            where="--strategy pipeline",
-            hint="take fewer ranks, or --pp with fewer stages",
-        )
-    # Each block to the stage that would be done with it first; the last stage has its head already.
-    sizes = [1] * count
-    for _ in range(num_blocks - count):
-        least = min(range(count), key=lambda place: sizes[place] + (head if place == count - 1 else 0.0))
-        sizes[least] += 1
-    return sizes
-
-
-def head_in_blocks(model: nn.Module) -> float:
-    """How many blocks multiply by as many numbers as the head, on average over the blocks."""
-    blocks: Any = model.layers
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
-    rows = max((each.weight.shape[0] for each in tables), default=0)
-    width = max((each(mx.zeros((1,), dtype=mx.int32)).shape[-1] for each in tables), default=0)
-    inside = sum(count_parameters(block) for block in blocks) / max(len(blocks), 1)
-    return rows * width / inside if inside else 0.0
-
-
-def parts_of(config: TrainConfig, model: nn.Module, mesh: Mesh, rank: int) -> list[Blocks]:
-    """The blocks of the stages of a rank."""
-    blocks: Any = model.layers
-    parts = blocks_of_stages(split_of(config, len(blocks), mesh.pipe, head_in_blocks(model)))
-    return parts[mesh.coordinates(rank).pipe :: mesh.pipe]
-
-
-def stages_of(config: TrainConfig, model: nn.Module, mesh: Mesh) -> tuple[Stage, ...]:
-    """Leave ``model`` with this rank's stages; nothing is computed."""
-    return tuple(cut(model, parts_of(config, model, mesh, mesh.rank)))
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:

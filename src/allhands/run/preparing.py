@@ -44,7 +44,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import format_count
 from allhands.io.paths import meant
 from allhands.kernels.documents import require_isolation
-from allhands.kernels.known import can_be_compiled, length_that_counts, sees_ahead
+from allhands.kernels.known import can_be_compiled
 from allhands.kernels.selection import KernelSelection
 from allhands.model.adapters import (
     Trainable,
@@ -71,11 +71,12 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
+from allhands.run.dividing import Divided, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import StartCheck
-from allhands.run.piping import divides, kept_of, stages_of
-from allhands.run.unlearned import unlearned
+from allhands.run.piping import divides, kept_of
+from allhands.run.unlearned import padding_told, unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
@@ -143,6 +144,7 @@ class LoadedRun:
         kernels: which forms of operations are computed, and why.
         passes: what became of each substitution of modules.
         stages: of the model, which are all that this rank has of it; empty where it has all.
+        split: blocks of each stage of all ranks; likewise.
     """
 
     config: TrainConfig
@@ -159,6 +161,7 @@ class LoadedRun:
     kernels: Settlement
     passes: tuple[Applied, ...] = ()
     stages: tuple[Stage, ...] = ()
+    split: tuple[int, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
@@ -168,14 +171,13 @@ class LoadedRun:
 def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None) -> LoadedRun:
     """Load model and data, join the group and agree; go on from a checkpoint."""
     prepare_process()
-    told = config.notes
+    notes = list(config.notes)
     if start is not None and not config.train:
         config = as_written(config, start.parent)
-    mesh = surroundings.mesh
-    told = (*told, *_launching(config))
+    mesh, checkpoint = surroundings.mesh, None
+    notes += _launching(config)
     accelerator = detect()
     kernels = own_choices(accelerator, cpu_native=accelerator.runs_natively(config.compile))
-    checkpoint, notes = None, list(told)
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
@@ -207,11 +209,22 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
-    notes += _padding_told(model, data)
+    notes += padding_told(model, data)
     if start is not None and divides(config):
         load_trained(model, start, new=fresh is not None, tested=not config.train)
-    stages = stages_of(config, model, mesh) if divides(config) else ()
-    require_files(loaded.path, [stage.blocks for stage in stages])
+    if checkpoint is not None:
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
+        notes += check_versions(checkpoint, versions())
+    meet = partial(_met, config, loaded, start, surroundings, made_data)
+    group, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
+    if divides(config):
+        # Before the model is cut, because all ranks have a say in where.
+        group, data = meet(data)
+        divided = Divided(model, loaded.config, data.train.work if config.train and data.train is not None else None)
+        recorded = None if checkpoint is None else checkpoint.state
+        split, told = split_agreed(config, divided, mesh, accelerator, group, recorded)
+        notes, stages = notes + told, stages_of(model, split, mesh)
+        require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
         for module in model.modules():  # not all at once: DoRA's magnitudes are made of dense weights
             mx.eval([value for value in module.values() if isinstance(value, mx.array)])
@@ -222,30 +235,44 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
-        notes += check_versions(checkpoint, versions())
         kernels = resumed(kernels, checkpoint.state)
-    communicator = surroundings.connect()
-    facts = RankFacts(config, loaded, data, start, equal=() if stages else None)
-    data = _agreed(communicator, surroundings, facts, made_data)
+    communicator, data = (group, data) if group is not None else meet(data)
     kernels = agreed(kernels, communicator)
     context.selection.select_by(kernels.choices)
-    notes += kernels.notes
     applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    if restored is not None and stages:
-        restored = kept_of(restored, model, surroundings.busy)
     if restored is not None:
-        restore_weights(model, restored, surroundings.busy)
+        restored = _restored(restored, model, surroundings, divided=bool(stages))
     elif config.train and config.resume == AUTO:
         notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
-    dropout = dropout_keys_of(model)
-    parts = (config, accelerator, communicator, data, loaded, trainable, dropout, restored, keeps)
-    return LoadedRun(*parts, tuple(notes), run_id, kernels, applied, stages)
+    parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
+    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split)
+
+
+def _restored(restored: Restored, model: Any, surroundings: RunContext, *, divided: bool) -> Restored:
+    """The checkpoint, as far as this rank needs it, with its weights in the model."""
+    if divided:
+        restored = kept_of(restored, model, surroundings.busy)
+    restore_weights(model, restored, surroundings.busy)
+    return restored
+
+
+def _met(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    start: Path | None,
+    surroundings: RunContext,
+    made_data: Callable[..., Datasets],
+    data: Datasets,
+) -> tuple[Communicator, Datasets]:
+    """The group of all ranks, which mean the same run, and the data with rank 0's date."""
+    communicator = surroundings.connect()
+    facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
+    return communicator, _agreed(communicator, surroundings, facts, made_data)
 
 
 def _loaded(
@@ -253,7 +280,8 @@ def _loaded(
 ) -> LoadedModel:
     """The model, which may be read later where ranks divide it; ``compared``: its fingerprint will be asked for."""
     divided = divides(config)
-    require_room_for_weights(tokenizer.path, accelerator, mesh, divided=divided)
+    if not divided:
+        require_room_for_weights(tokenizer.path, accelerator, mesh)
     how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": divided}
     loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     if compared:
@@ -335,23 +363,6 @@ def _launching(config: TrainConfig) -> list[str]:
     if launches_directly() or os.environ["MLX_USE_CUDA_GRAPHS"] != "0":
         return []
     return ["MLX has computed before in this process: a step takes more memory, and longer, than in a new one"]
-
-
-def _padding_told(model: Any, data: Datasets) -> list[str]:
-    """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
-    if (block := sees_ahead(model)) is not None:
-        return [
-            "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "
-            f"{block}: losses are lower than a causal model's, and other ranks or micro-batches give slightly other "
-            "numbers"
-        ]
-    limit, windows = length_that_counts(model), data.train
-    if limit is None or windows is None or int(windows.work.max()) <= limit:
-        return []
-    return [
-        f"this model's rotary angles follow the length of a row beyond {limit} tokens, its padding included: other "
-        f"ranks or micro-batches give slightly other numbers; --max-seq-length {limit} avoids it"
-    ]
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:

@@ -44,6 +44,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
 from allhands.run.datasets import size_notes
+from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, scarce
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
@@ -451,6 +452,7 @@ class _Session:
             "backend": ready.communicator.backend,
             "attempt": self.surroundings.attempt,
             "kernels": ready.kernels.recorded(),
+            **({STAGES: list(ready.split)} if ready.split else {}),
         }
 
     def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:

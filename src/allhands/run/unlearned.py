@@ -1,4 +1,4 @@
-"""Tokens of the data that may be new to the model, and whose rows in its embedding a training leaves as they are."""
+"""What the data and the model have with each other that a person should know: new tokens, and padding that counts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from allhands.config.schema import TrainConfig
 from allhands.data.token_roles import own_tokens
 from allhands.io.trees import flatten
+from allhands.kernels.known import length_that_counts, sees_ahead
 from allhands.run.datasets import Datasets
 
 # Tokens of the training set that are looked at: a fraction of a second.
@@ -53,3 +54,20 @@ def _present(tokens: Any, wanted: list[int]) -> list[int]:
         part = np.asarray(tokens[start : start + (1 << 20)])
         table[part[part < len(table)]] = True
     return [number for number in wanted if table[number]]
+
+
+def padding_told(model: Any, data: Datasets) -> list[str]:
+    """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
+    if (block := sees_ahead(model)) is not None:
+        return [
+            "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "
+            f"{block}: losses are lower than a causal model's, and other ranks or micro-batches give slightly other "
+            "numbers"
+        ]
+    limit, windows = length_that_counts(model), data.train
+    if limit is None or windows is None or int(windows.work.max()) <= limit:
+        return []
+    return [
+        f"this model's rotary angles follow the length of a row beyond {limit} tokens, its padding included: other "
+        f"ranks or micro-batches give slightly other numbers; --max-seq-length {limit} avoids it"
+    ]

@@ -1,0 +1,172 @@
+"""A model whose blocks are divided among several computers: how many each has, in what memory, and in what time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from allhands.io.formatting import format_bytes
+from allhands.parallel.costs import PipelineCosts, Work
+from allhands.parallel.registry import STRATEGIES
+from allhands.parallel.splitting import Seat, divide
+from allhands.plan.computers import Computer
+from allhands.plan.job import Job
+from allhands.plan.links import ExchangeTimes
+from allhands.run.model_sizes import all_weights, block_weights
+from allhands.run.stage_costs import ON_CPU, ROOM_OF_PRODUCTS, Model, Weights, alive, layers_of
+from allhands.run.training_memory import Blocks
+
+# As training has it: micro-batches for each stage, if there are as many rows.
+MICRO_BATCHES = 4
+_FLOAT, _HALF = 4, 2
+# Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
+PROGRAM_BYTES = 150_000_000
+_WORTH = 0.85  # what more computers must take of fewer ones' time
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A pipeline of some computers, one stage on each, in their order.
+
+    Attributes:
+        computers: their names.
+        sizes: blocks of each; ``num_bytes`` that each needs at its peak, ``usable_bytes`` of those it has, ``missing``
+            beyond them; all 0 where the model fits.
+        fits: ``None`` where a memory is not known.
+        micro_batches: of a step.
+        step_s: of a step; ``compute_s`` of that the slowest stage's passes, ``messages_s`` what waits for the link.
+        bubble: the part of a step in which stages wait for the first and the last micro-batch.
+        sent_bytes: by a rank in a step, at most.
+        training_s: of the whole training.
+        flags: with which it is started.
+    """
+
+    machines: int
+    computers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+    usable_bytes: tuple[int | None, ...]
+    missing: tuple[int, ...]
+    fits: bool | None
+    micro_batches: int
+    step_s: float
+    compute_s: float
+    messages_s: float
+    bubble: float
+    sent_bytes: int
+    training_s: float
+    flags: str
+
+    @property
+    def told(self) -> str:
+        """One line: which computers, which split, how long, how much waiting."""
+        blocks = " and ".join(map(str, self.sizes)) if len(self.sizes) == 2 else " + ".join(map(str, self.sizes))
+        memory = ", ".join(
+            f"{format_bytes(needed)} of {format_bytes(usable)}" if usable is not None else format_bytes(needed)
+            for needed, usable in zip(self.num_bytes, self.usable_bytes, strict=True)
+        )
+        short = ", ".join(
+            f"{name} misses {format_bytes(missing)}"
+            for name, missing in zip(self.computers, self.missing, strict=True)
+            if missing
+        )
+        seconds = f"{self.step_s:.2g} s" if self.step_s < 10 else f"{self.step_s:,.0f} s"
+        end = f"does not fit: {short}" if short else f"{seconds} a step, bubble {100 * self.bubble:.0f} %"
+        which = (
+            f"{len(self.sizes)} x {self.computers[0]}" if len(set(self.computers)) == 1 else " + ".join(self.computers)
+        )
+        return f"{which}: split {blocks} layers, {memory}; {end}"
+
+
+def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
+    """The pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
+    if job.blocks is None or job.work is None or not 1 < len(team) <= job.blocks.layers:
+        return None
+    if job.shares or job.rounds is not None or job.work.packed is not None:  # one memory, or not with a pipeline
+        return None
+    blocks, ranks = job.blocks, len(team)
+    work, batches = _micro_batch(job.work, job.batch_rows, ranks)
+    on_gpu = not job.present_bytes
+    layers, once = layers_of(
+        _model(blocks, work, tied=job.tied), work, lambda each: job.of(blocks, each), more=1.0 if on_gpu else ON_CPU
+    )
+    # A process is there also where one that was looked at had the model's weights in its memory anyway.
+    taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
+    # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
+    held = alive("1f1b", ranks, batches, 1) if on_gpu else [1.0] * ranks
+    seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
+    found = divide(layers, seats)
+    whole = sum(part.cost for part in layers.in_first) + layers.head.cost
+    stage_s = [job.step.tokens * job.step.token_s * each / whole / batches for each in found.seconds]
+    costs = PipelineCosts(batches, work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
+    message_s = 0.0 if job.link is None else _message_s(job.link, costs.hidden_bytes)
+    step_s = job.step.serial_s + costs.step_s(stage_s, message_s)
+    known = all(each.usable_bytes is not None for each in team)
+    start_s = job.start_of(ranks) if job.started is not None else job.start_s
+    validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
+    return Pipelined(
+        machines=ranks,
+        computers=tuple(each.name for each in team),
+        sizes=found.sizes,
+        num_bytes=found.num_bytes,
+        usable_bytes=tuple(each.usable_bytes for each in team),
+        missing=found.missing,
+        fits=False if not found.fits else True if known else None,
+        micro_batches=batches,
+        step_s=step_s,
+        compute_s=batches * max(stage_s),
+        messages_s=step_s - job.step.serial_s - costs.step_s(stage_s, 0.0),
+        bubble=costs.bubble(ranks),
+        sent_bytes=costs.traffic(0, 0, scatters=False).sent(ranks),
+        training_s=start_s + job.first_s + job.steps * step_s + validations_s,
+        flags=f"--hostfile hosts.json {STRATEGIES['pipeline'].flags}"
+        if not job.together
+        else f"-n {ranks} {STRATEGIES['pipeline'].flags}",
+    )
+
+
+def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
+    """Of those that fit the one with the fewest computers, or with more where they save enough of the time."""
+    best: Pipelined | None = None
+    for each in found:
+        if each.fits is not False and (best is None or each.training_s < _WORTH * best.training_s):
+            best = each
+    return best
+
+
+def _micro_batch(work: Work, rows: int, ranks: int) -> tuple[Work, int]:
+    """The work of one micro-batch as training would cut it for so many stages, and how many a step has."""
+    row = work.row_tokens
+    whole = work.batch_tokens or work.tokens
+    rows = rows or max(1, whole // row)
+    each = max(1, min(rows // (MICRO_BATCHES * ranks), max(1, work.tokens // row)))
+    tokens = min(work.tokens, max(1, whole * each // rows))
+    batches = math.ceil(rows / each)
+    return replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1), batches
+
+
+def _model(blocks: Blocks, work: Work, *, tied: bool) -> Model:
+    """The model's weights, of which all take as many bytes each."""
+    table = blocks.vocabulary * blocks.dims
+    numbers = block_weights(blocks, blocks.experts or 1) + blocks.experts * blocks.dims
+    whole = all_weights(blocks, tied=tied)
+    full = work.method == "full"
+    adapters = 0 if full else work.trained_bytes
+    each = max(0, work.weights_bytes - adapters) / whole
+    computed = block_weights(blocks, blocks.active or 1)
+    all_trained = full and work.trained_bytes > 0.99 * work.weights_bytes
+    first = 0 if all_trained else blocks.layers - work.trained_layers
+
+    def block(place: int) -> Weights:
+        has = place >= first
+        trained = (each * numbers if full else adapters / max(1, work.trained_layers)) if has else 0.0
+        return Weights(computed, round(each * numbers + (0.0 if full else trained)), round(trained))
+
+    outside = Weights(table, round(each * table), round(each * table) if all_trained else 0)
+    return Model(tuple(map(block, range(blocks.layers))), outside, outside)
+
+
+def _message_s(link: ExchangeTimes, num_bytes: float) -> float:
+    """Between two neighbours: an all-reduce of two ranks sends as many bytes, in two messages."""
+    return max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)

@@ -1,0 +1,79 @@
+"""What each block of a model costs a stage that has it, in work and memory: for the split of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from allhands.parallel.costs import Memory, Work
+from allhands.parallel.schedules import ScheduleName, make_schedule
+from allhands.parallel.splitting import Layers, Part
+
+# Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
+_STATES, _GRADIENTS = 2.0, 2.0
+# A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
+ON_CPU, ROOM_OF_PRODUCTS = 1.05, 16_000_000
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a block, or of what is beside the blocks.
+
+    Attributes:
+        numbers: that each token is multiplied by.
+        held_bytes: as they are held while they are used, ``trained_bytes`` of those that are trained.
+    """
+
+    numbers: float
+    held_bytes: int
+    trained_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """All of a model's weights; what is beside the blocks is the embedding's, or the head's with the final norm."""
+
+    blocks: tuple[Weights, ...]
+    embedding: Weights
+    head: Weights
+
+
+def layers_of(
+    model: Model, work: Work | None, of: Callable[[Work], Memory] | None, *, more: float = 1.0
+) -> tuple[Layers, int]:
+    """The parts that a split is made of, and the bytes that every rank has for a while in a pass.
+
+    Args:
+        work: of a rank with a micro-batch of the step; ``None``: nothing is trained.
+        of: the arrays of such work for the whole model; ``None``: not known, and activations are not counted.
+        more: bytes that are taken for each byte of arrays.
+    """
+    kept = once = logits = 0.0
+    for_trained = 0.0 if work is None else _STATES + _GRADIENTS
+    if work is not None and of is not None:
+        one, two = (of(replace(work, trained_layers=layers)) for layers in (1, 2))
+        kept = two.activations - one.activations
+        once, logits = max(0.0, one.activations - kept), one.logits + one.beside
+        if work.trained_bytes:
+            for_trained = one.optimizer / work.trained_bytes + _GRADIENTS
+    trained = [place for place, block in enumerate(model.blocks) if block.trained_bytes]
+    first_trained = 0 if model.embedding.trained_bytes else min(trained, default=len(model.blocks))
+
+    def part(weights: Weights, kept_bytes: float = 0.0, *, through: bool, beside: float = 0.0) -> Part:
+        passes = 1.0
+        if work is not None and through:
+            passes += 1.0 + (work.method == "full" and weights.trained_bytes > 0) + work.recomputed
+        held = weights.held_bytes + for_trained * weights.trained_bytes + beside
+        return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0)
+
+    blocks = tuple(part(block, kept, through=True) for block in model.blocks)
+    in_first = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
+    embedding = replace(part(model.embedding, through=False), cost=0.0)
+    head = part(model.head, through=True, beside=logits)
+    return Layers(blocks, in_first, embedding, head), round(more * once)
+
+
+def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int) -> list[float]:
+    """Micro-batches whose activations each rank holds at once, of all its blocks."""
+    made = make_schedule(schedule, ranks, micro_batches, stages_per_rank)
+    return [most / stages_per_rank for most in made.most_alive]

@@ -1,0 +1,89 @@
+"""What a stage holds, worked out before weights are read, against what a model of which they were read holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx.utils import tree_flatten
+from substituted import prepare_quantized
+from tiny import write_model
+
+from allhands.config.schema import build_config
+from allhands.distributed.backend import SingleProcess
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError, ModelError
+from allhands.model.adapters import make_trainable
+from allhands.model.load import load_model
+from allhands.parallel.costs import Memory, Work
+from allhands.run import dividing
+from allhands.run.dividing import STAGES, Divided, split_agreed, weights_of
+from allhands.run.stage_costs import Model, Weights, layers_of
+from allhands.runtime.accelerator import Accelerator, detect
+
+CPU = Accelerator("cpu", "a processor", 1 << 36, 2, True, None)
+
+
+def held(module: Any) -> int:
+    arrays: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in arrays)
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, None), (False, None), (True, 4), (False, 4)])
+def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: int | None) -> None:
+    path = write_model(tmp_path / "model", layers=3, hidden=128, tied=tied, bits=bits)
+    lazy: Any = load_model(str(path), lazy=True)
+    lazy.model.freeze()
+    found = weights_of(Divided(lazy.model, lazy.config), Mesh(0, 1), CPU)
+    model: Any = load_model(str(path)).model
+    model.freeze()
+    if detect().kind != "cpu":
+        pytest.skip("held as on a CPU")
+    prepare_quantized(model, detect(), compact=True)
+    assert [each.held_bytes for each in found.blocks] == pytest.approx([held(each) for each in model.layers], rel=0.1)
+    assert found.embedding.held_bytes == pytest.approx(held(model.model.embed_tokens), rel=0.1)
+    head = held(model.model.norm) + held(model.model.embed_tokens if tied else model.lm_head)
+    assert found.head.held_bytes == pytest.approx(head, rel=0.1)
+    assert found.head.numbers == pytest.approx(259 * 128, rel=0.01)
+
+
+def test_the_first_stage_has_no_gradients_before_the_first_trained_block() -> None:
+    blocks = (*[Weights(10.0, 100)] * 2, *[Weights(10.0, 100, 8)] * 2)
+    model = Model(blocks, Weights(50.0, 7), Weights(50.0, 7))
+
+    def of(work: Work) -> Memory:
+        kept = 30 * work.trained_layers
+        return Memory(0, 2 * work.trained_bytes, kept, 0, 0, activations=kept + 5, logits=11)
+
+    layers, once = layers_of(model, Work("lora", 4, 2, 0, 16, "adamw"), of)
+    assert [part.cost for part in layers.in_first] == [10, 10, 20, 20]
+    assert [part.cost for part in layers.blocks] == [20] * 4
+    assert [part.kept_bytes for part in layers.in_first] == [0, 0, 30, 30]
+    assert [part.num_bytes for part in layers.blocks] == [100, 100, 132, 132], "two states, two gradients"
+    assert (layers.head.cost, layers.head.num_bytes, layers.embedding.cost, once) == (100, 18, 0, 5)
+    plain, _ = layers_of(model, None, None)
+    assert [part.cost for part in plain.blocks] == [10] * 4
+
+
+def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(str(write_model(tmp_path / "model", layers=6, hidden=64)))
+    config = build_config({"strategy": "pipeline", "num_layers": -1})
+    make_trainable(loaded.model, config)
+    divided = Divided(loaded.model, loaded.config)
+
+    def agreed(recorded: dict[str, Any] | None = None, **options: Any) -> tuple[int, ...]:
+        chosen = build_config({"strategy": "pipeline", **options})
+        mesh = Mesh(0, 2, local_size=2, data=1, pipe=2)
+        return split_agreed(chosen, divided, mesh, CPU, SingleProcess(), recorded)[0]
+
+    assert agreed() == (3, 3)
+    assert agreed({STAGES: [5, 1]}) == (5, 1)
+    assert agreed({STAGES: [2, 2, 2]}) == (3, 3), "of other ranks"
+    assert agreed({STAGES: [5, 1]}, pp_split="2,4") == (2, 4)
+    assert agreed(pp_schedule="interleaved") == (2, 2, 1, 1)
+    with pytest.raises(ConfigError):
+        agreed(pp_split="2,3")
+    monkeypatch.setattr(dividing.Device, "room", property(lambda self: 1000))
+    with pytest.raises(ModelError, match="rank 1"):
+        agreed({STAGES: [5, 1]})
