@@ -221,8 +221,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         # Before the model is cut, because all ranks have a say in where.
         group, data = meet(data)
         divided = Divided(model, loaded.config, data.train.work if config.train and data.train is not None else None)
-        recorded = None if checkpoint is None else checkpoint.state
-        split, told = split_agreed(config, divided, mesh, accelerator, group, recorded)
+        split, told = split_agreed(config, divided, mesh, accelerator, group, checkpoint and checkpoint.state)
         notes, stages = notes + told, stages_of(model, split, mesh)
         require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
