@@ -25,7 +25,10 @@ def drawn(seed: int) -> tuple[Layers, list[Seat]]:
     """Blocks of several kinds and unlike ranks, some of which have little memory."""
     rng = random.Random(seed)
     count, ranks = rng.randint(3, 9), rng.randint(2, 3)
-    blocks = tuple(Part(rng.choice((1.0, 1.0, 2.0, 3.0)), rng.randint(1, 9), rng.randint(0, 3)) for _ in range(count))
+    blocks = tuple(
+        Part(rng.choice((1.0, 1.0, 2.0, 3.0)), rng.randint(1, 9), rng.randint(0, 3), rng.choice((0.0, 0.5)))
+        for _ in range(count)
+    )
     in_first = tuple(Part(part.cost / 2, part.num_bytes, 0) for part in blocks)
     layers = Layers(blocks, in_first, Part(0.0, rng.randint(0, 9)), Part(rng.choice((0.0, 1.5)), rng.randint(0, 9)))
     whole = sum(part.num_bytes for part in blocks)
@@ -39,6 +42,13 @@ def drawn(seed: int) -> tuple[Layers, list[Seat]]:
         for place in range(ranks)
     ]
     return layers, seats
+
+
+def test_the_last_stage_has_more_blocks_where_the_others_compute_them_again() -> None:
+    parts = (Part(3.0, again=1.0),) * 14  # forward, and twice as much back
+    found = divide(Layers(parts, parts), [Seat(), Seat()])
+    assert found.sizes == (6, 8)
+    assert found.seconds == (24.0, 24.0)
 
 
 @pytest.mark.parametrize("seed", range(150))

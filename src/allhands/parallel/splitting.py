@@ -27,11 +27,13 @@ class Part:
         cost: of its passes, in any unit of work.
         num_bytes: held all the time.
         kept_bytes: held for each micro-batch that is alive.
+        again: more cost in all stages but the last, which computes both ways at once.
     """
 
     cost: float
     num_bytes: int = 0
     kept_bytes: float = 0.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class _Problem:
     def _own(self, stage: int, first: int, stop: int) -> tuple[float, float, float]:
         """Cost, bytes, and bytes for each micro-batch of a stage."""
         sums = self._sums[0 if stage == 0 else 1]
-        cost, held, kept = (each[stop] - each[first] for each in sums)
+        cost, held, kept, again = (each[stop] - each[first] for each in sums)
+        cost += again if stage < self._count - 1 else 0.0
         for part, has in ((self._layers.embedding, stage == 0), (self._layers.head, stage == self._count - 1)):
             if has:
                 cost, held, kept = cost + part.cost, held + part.num_bytes, kept + part.kept_bytes
@@ -236,10 +239,11 @@ def _missing(seat: Seat, num_bytes: int) -> int:
     return 0 if seat.room is None else max(0, num_bytes - seat.room)
 
 
-def _sums(parts: Sequence[Part]) -> tuple[list[float], list[float], list[float]]:
-    """Of the first so many blocks: costs, bytes, and bytes for each micro-batch."""
+def _sums(parts: Sequence[Part]) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Of the first so many blocks: costs, bytes, bytes for each micro-batch, and costs of computing again."""
     return (
         [0.0, *accumulate(part.cost for part in parts)],
         [0.0, *accumulate(float(part.num_bytes) for part in parts)],
         [0.0, *accumulate(part.kept_bytes for part in parts)],
+        [0.0, *accumulate(part.again for part in parts)],
     )

@@ -88,9 +88,8 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     blocks, ranks = job.blocks, len(team)
     work, batches = _micro_batch(job.work, job.batch_rows, ranks)
     on_gpu = not job.present_bytes
-    layers, once = layers_of(
-        _model(blocks, work, tied=job.tied), work, lambda each: job.of(blocks, each), more=1.0 if on_gpu else ON_CPU
-    )
+    model, more = _model(blocks, work, tied=job.tied), 1.0 if on_gpu else ON_CPU
+    layers, once = layers_of(model, work, lambda each: job.of(blocks, each), more=more, again=not on_gpu)
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
     taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.

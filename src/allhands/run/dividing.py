@@ -232,7 +232,8 @@ def _layers(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Acce
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(divided.model),
     )
     of = None if blocks is None else partial(on_cpu if accelerator.kind == "cpu" else on_gpu, blocks)
-    return *layers_of(model, work, of, more=more), batches
+    again = accelerator.runs_natively(config.compile)
+    return *layers_of(model, work, of, more=more, again=again), batches
 
 
 def _in_half(model: nn.Module) -> bool:

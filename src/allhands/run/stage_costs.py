@@ -39,7 +39,7 @@ class Model:
 
 
 def layers_of(
-    model: Model, work: Work | None, of: Callable[[Work], Memory] | None, *, more: float = 1.0
+    model: Model, work: Work | None, of: Callable[[Work], Memory] | None, *, more: float = 1.0, again: bool = False
 ) -> tuple[Layers, int]:
     """The parts that a split is made of, and the bytes that every rank has for a while in a pass.
 
@@ -47,6 +47,7 @@ def layers_of(
         work: of a rank with a micro-batch of the step; ``None``: nothing is trained.
         of: the arrays of such work for the whole model; ``None``: not known, and activations are not counted.
         more: bytes that are taken for each byte of arrays.
+        again: whether a stage computes its forward pass twice, as CPUs do without a graph; the last one never does.
     """
     kept = once = logits = 0.0
     for_trained = 0.0 if work is None else _STATES + _GRADIENTS
@@ -64,7 +65,8 @@ def layers_of(
         if work is not None and through:
             passes += 1.0 + (work.method == "full" and weights.trained_bytes > 0) + work.recomputed
         held = weights.held_bytes + for_trained * weights.trained_bytes + beside
-        return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0)
+        twice = weights.numbers if again and work is not None else 0.0
+        return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0, twice)
 
     blocks = tuple(part(block, kept, through=True) for block in model.blocks)
     in_first = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
