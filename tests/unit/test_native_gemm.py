@@ -107,10 +107,39 @@ def test_codes(way: int, group: int, back: bool) -> None:
         weight = codes * spread[0] + spread[1]
         x = drawn(draw, m, outputs if back else inputs)
         y = np.full((m, inputs if back else outputs), np.nan, dtype=np.float32)
-        sizes = (ctypes.c_int * 3)(outputs, inputs, group)
-        assert library.allhands_coded_product(at(x), m, at(codes), at(scales), at(biases), sizes, int(back), at(y))
+        sizes = (ctypes.c_int * 4)(outputs, inputs, group, outputs)
+        given = (at(x), m, at(codes), at(scales), at(biases), sizes, int(back))
+        assert library.allhands_coded_product(*given, 0, at(y))
         factor = weight if back else weight.T
-        assert_exact(y, x.astype(np.float64) @ factor, np.abs(x).astype(np.float64) @ np.abs(factor), x.shape[1])
+        exact, bound = x.astype(np.float64) @ factor, np.abs(x).astype(np.float64) @ np.abs(factor)
+        assert_exact(y, exact, bound, x.shape[1])
+        assert library.allhands_coded_product(*given, 1, at(y))
+        assert_exact(y, 2 * exact, 2 * bound, x.shape[1])
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_codes_of_some_rows_of_a_weight(way: int, back: bool) -> None:
+    library: Any = native_library()
+    draw = np.random.default_rng(5)
+    m, whole, first, outputs, inputs, group = 21, 90, 30, 40, 128, 32
+    codes = draw.integers(0, 256, (outputs, inputs)).astype(np.uint8)
+    scales, biases = drawn(draw, outputs, inputs // group), drawn(draw, outputs, inputs // group)
+    spread = [np.repeat(each, group, axis=1).astype(np.float64) for each in (scales, biases)]
+    weight = codes * spread[0] + spread[1]
+    x = drawn(draw, m, whole if back else inputs)
+    y = np.full((m, inputs if back else whole), 7.0, dtype=np.float32)
+    here = slice(first, first + outputs)
+    source, target = (x[:, first:], y) if back else (x, y[:, first:])
+    sizes = (ctypes.c_int * 4)(outputs, inputs, group, whole)
+    pointers = [ctypes.c_void_p(each.ctypes.data) for each in (source, target)]
+    args = (pointers[0], m, at(codes), at(scales), at(biases), sizes, int(back), 0, pointers[1])
+    assert library.allhands_coded_product(*args)
+    used = x[:, here] if back else x
+    factor = weight if back else weight.T
+    exact, bound = used.astype(np.float64) @ factor, np.abs(used).astype(np.float64) @ np.abs(factor)
+    assert_exact(y if back else np.ascontiguousarray(y[:, here]), exact, bound, used.shape[1])
+    if not back:
+        assert (np.delete(y, np.r_[here], axis=1) == 7.0).all()
 
 
 def test_no_bit_depends_on_threads_or_on_the_place_in_the_matrix(way: int) -> None:
