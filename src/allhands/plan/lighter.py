@@ -21,6 +21,7 @@ PRICES = {
     "--compress bf16": -0.0002,
     "--compress int8": -0.0001,
     "--compress int4": -0.0008,
+    f"{_STREAMED.flags} --compress int4": 0.078,
 }
 
 
