@@ -128,6 +128,16 @@ def load_model(
     return LoadedModel(model, tokenizer or tokenizer_of(path, config, trust_remote_code), config, path, hashing)
 
 
+def read_weights(model: nn.Module) -> None:
+    """Evaluate the parameters of a lazily read model, one module after the other.
+
+    What is made of other arrays, as DoRA's magnitudes are of dense weights, then stands in memory once at a time.
+    """
+    for module in model.modules():
+        mx.eval([value for value in module.values() if isinstance(value, mx.array)])
+    mx.eval(model.parameters())
+
+
 def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False) -> tuple[nn.Module, Json]:
     """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
 

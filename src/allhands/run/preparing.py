@@ -63,6 +63,7 @@ from allhands.model.load import (
     load_bare_tokenizer,
     load_model,
     load_tokenizer,
+    read_weights,
     require_in_vocabulary,
 )
 from allhands.model.passes import Applied, PassContext, apply_passes
@@ -225,9 +226,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         notes, stages = notes + told, stages_of(model, split, mesh)
         require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
-        for module in model.modules():  # not all at once: DoRA's magnitudes are made of dense weights
-            mx.eval([value for value in module.values() if isinstance(value, mx.array)])
-        mx.eval(model.parameters())
+        read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if start is not None and not stages:
         load_trained(model, start, new=fresh is not None, tested=not config.train)
