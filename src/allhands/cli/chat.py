@@ -77,9 +77,8 @@ def chat(
 
     if ranks is None:
         with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
-            _talk(
-                conversation(load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice))
-            )
+            loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
+            _talk(conversation(loaded))
         return
     from allhands.cli.divided import run_divided
 

@@ -34,9 +34,9 @@ from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
 
-# Of a device's memory what arrays may take; of a computer's what one program may.
 # To answer: caches of keys and values, and a prompt's activations.
 ANSWERING_BYTES = 100_000_000
+# Of a device's memory what arrays may take; of a computer's what one program may.
 _USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
 
