@@ -85,14 +85,19 @@ def latest(target: Path) -> Sample | None:
     return found[-1] if found else None
 
 
-def settled(target: Path, pss: Callable[[], int]) -> Sample:
-    """The first sample whose proportional share, which is read rarely, is ``pss`` but for a tenth."""
+def settled(target: Path, process: subprocess.Popen[str]) -> Sample:
+    """The first sample that was taken after the growth: its proportional share, which is read rarely, is that of now.
+
+    A sample reads one after the other, and the process may grow in between.
+    """
     end = time.monotonic() + 20
+    grown = psutil.Process(process.pid).memory_info().rss
     while time.monotonic() < end:
-        if (sample := latest(target)) and abs(sample.pss_bytes / pss() - 1) < 0.1:
+        sample = latest(target)
+        if sample and sample.rss_bytes > 0.9 * grown and abs(sample.pss_bytes / share_of(process) - 1) < 0.1:
             return sample
         time.sleep(0.05)
-    raise AssertionError(f"{latest(target)}, but it is {pss()}")
+    raise AssertionError(f"{latest(target)}, but it is {share_of(process)} of {grown}")
 
 
 def share_of(process: subprocess.Popen[str]) -> int:
@@ -112,7 +117,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_sample_is_what_the_system_says(tmp_path: Path, file: Path) -> None:
     size = 200 * MIB
     with sampled(tmp_path, file, 0, size) as (process, before, target):
-        sample = settled(target, lambda: share_of(process))
+        sample = settled(target, process)
         system = psutil.Process(process.pid).memory_info()
         share = share_of(process)
     assert sample.pid == process.pid
@@ -132,9 +137,9 @@ def test_a_sample_is_what_the_system_says(tmp_path: Path, file: Path) -> None:
 def test_pages_of_a_file_that_two_processes_map_count_once(tmp_path: Path, file: Path) -> None:
     with ExitStack() as stack:
         one, alone_rss, target = stack.enter_context(sampled(tmp_path, file, 0, MIB))
-        alone = settled(target, lambda: share_of(one))
+        alone = settled(target, one)
         two, _, other = stack.enter_context(sampled(tmp_path, file, 1, MIB))
-        first, second = settled(target, lambda: share_of(one)), settled(other, lambda: share_of(two))
+        first, second = settled(target, one), settled(other, two)
     # Resident memory has the file twice; the shares together have it once.
     assert first.rss_bytes + second.rss_bytes >= 2 * 64 * MIB + 2 * MIB
     own = alone.pss_bytes - 64 * MIB
