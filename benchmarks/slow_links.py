@@ -60,6 +60,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 WORKS = {"pretrain": "pre-training, llama-15m, 4,096 tokens", "lora": "LoRA on the demo"}
 WARM_UP = 2  # steps that do not count
+OF_GROUP = "MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_HOST_IP", "NCCL_PORT"
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ def train(
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             environ = clean_environ(PYTHONPATH=python_path(), MLX_RANK=str(place), **variables)
             if len(commands) == 1:
-                del environ["MLX_HOSTFILE"], environ["MLX_RANK"]
+                for variable in OF_GROUP:
+                    environ.pop(variable, None)
             ranks.append(subprocess.Popen(command, env=environ, **how))
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
