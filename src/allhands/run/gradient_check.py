@@ -406,10 +406,10 @@ def _source() -> str:
     """Of the code that computes a step: a version under development changes without its number."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    computing = ("model/**/*.py", "kernels/**/*.py", "runtime/native/*", "objectives/*.py", "parallel/*.py")
-    for file in sorted(file for pattern in computing for file in package.glob(pattern)):
-        if file.is_file():
-            digest.update(file.read_bytes())
+    for room in ("model", "kernels", "runtime/native", "objectives", "parallel"):
+        for file in sorted((package / room).rglob("*.*")):
+            if file.suffix in (".py", ".c", ".h", ".cu", ".cuh"):
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
