@@ -202,7 +202,9 @@ COMMANDS: dict[str, str] = {
         ("evaluate", "perplexity", "ppl", "test", "validate", "lm-eval", "score"),
         ("`allhands eval --model MODEL --data DIR`, with --adapter-path for what was trained, --tasks for benchmarks"),
     ),
-    "benchmark": "`allhands eval --tasks NAME` asks benchmarks, `allhands bench kernels` measures this computer",
+    **dict.fromkeys(
+        ("bench", "benchmark"), "`allhands eval --tasks NAME` asks benchmarks, `allhands cluster bench` measures links"
+    ),
     **dict.fromkeys(("infer", "inference", "predict", "ask", "complete", "completion", "prompt", "sample"), _ASK),
     **dict.fromkeys(("talk", "repl", "interactive"), "`allhands chat --model MODEL`"),
     **dict.fromkeys(("server", "api", "host"), "`allhands serve --model MODEL`"),

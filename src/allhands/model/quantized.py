@@ -20,7 +20,7 @@ from allhands.kernels.fused.ops import product_with
 from allhands.kernels.instances import give_form
 from allhands.kernels.native_arrays import FORWARD_ONLY, available, forward_only
 from allhands.kernels.packed import PACKED, PackedDoRALinear, PackedEmbedding, PackedLinear
-from allhands.kernels.selection import PLAIN, Selector, give_selection, selection_of
+from allhands.kernels.selection import PLAIN, KernelSelection, give_selection, selection_of
 from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
@@ -65,9 +65,7 @@ class UnpackedLinear(nn.Module):
         """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
         if self.coded is None or x.dtype != mx.float32:
             return False
-        rows, groups, group = self.codes.shape
-        shape = (rows, groups * group, self._bits, group)
-        return selection_of(self).select(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+        return selection_of(self).select(name, "cpu") != PLAIN
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and self.multiplies_natively(x):
@@ -186,7 +184,7 @@ def hold_in_float32(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-def multiply_at_once(model: nn.Module, selection: Selector) -> None:
+def multiply_at_once(model: nn.Module, selection: KernelSelection) -> None:
     """Let the packed layers of a model that only answers compute natively where they can."""
     for module in model.modules():
         if isinstance(module, PACKED):

@@ -387,7 +387,7 @@ class _Session:
         self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
-        kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        kernels = kernel_choices(ready.kernels, tokens, quantised="quantization" in ready.loaded.config)
         self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
