@@ -75,30 +75,6 @@ def test_figures_in_words() -> None:
     assert LengthSummary.of([7], None, "characters").sentence() == "1 example of 7 characters"
     for nothing in (LengthSummary.of([], 5), LengthSummary.of(np.array([]))):
         assert nothing.sentence() == "no examples"
-        assert nothing.lines() == ["examples  0"]
-
-
-def test_figures_in_lines() -> None:
-    assert LengthSummary.of([1, 2, 4, 1500], 1024, "characters").lines() == [
-        "examples               4",
-        "characters in all  1,507",
-        "shortest               1",
-        "median                 3",
-        "mean               376.8",
-        "90% up to          1,500",
-        "99% up to          1,500",
-        "longest            1,500",
-        "1 (25.0%) is over the limit of 1,024 and loses 476 characters (31.6% of all)",
-    ]
-    assert LengthSummary.of([3, 4]).lines()[-1] == "longest          4"
-
-
-@pytest.mark.parametrize(
-    ("part", "whole", "text"),
-    [(0, 10, "0%"), (10, 10, "100%"), (1, 3, "33.3%"), (1, 5000, "<0.1%"), (4999, 5000, ">99.9%"), (0, 0, "0%")],
-)
-def test_shares_in_words(part: int, whole: int, text: str) -> None:
-    assert percent(part, whole) == text
 
 
 # --- bars --------------------------------------------------------------------------------------------
