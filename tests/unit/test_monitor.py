@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from allhands.cli.main import main
@@ -34,11 +35,10 @@ from allhands.observe.monitor import (
     encode_sample,
     monitor_file,
     nvml,
-    picture,
     read_samples,
 )
-from allhands.observe.monitor.picture import plot_memory
 from allhands.observe.monitor.sampler import PhaseClock
+from allhands.observe.plots import plot_memory
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional share is Linux's")
@@ -407,9 +407,14 @@ def test_too_short_a_run_has_no_picture(tmp_path: Path) -> None:
         plot_memory([SAMPLE, replace(SAMPLE, time=1002.0)], tmp_path / "memory.png")
 
 
-def test_what_was_estimated_is_in_the_picture_however_much_it_was() -> None:
+def test_what_was_estimated_is_in_the_picture_however_much_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = [replace(SAMPLE, time=1000.0 + 2 * i, estimated_bytes=9 * 10**9) for i in range(10)]
-    memory = picture._draw(picture._tracks(samples), 10**9).axes[0]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"")))
+    plot_memory(samples, tmp_path / "memory.png")
+    memory = drawn[0].axes[0]
     [estimate] = memory.lines
     assert 0 == memory.get_ylim()[0] < np.asarray(estimate.get_ydata())[0] < memory.get_ylim()[1]
 

@@ -219,11 +219,9 @@ def _fill_model(model: typer.Typer) -> None:
 def _fill_data(data: typer.Typer) -> None:
     from allhands.cli.check import check
     from allhands.cli.prepare import prepare
-    from allhands.cli.style import style
 
     data.command("prepare")(prepare)
     data.command("check")(check)
-    data.command("style")(style)
     data.command("demo")(data_demo)
 
 

@@ -212,6 +212,7 @@ COMMANDS: dict[str, str] = {
     **dict.fromkeys(
         ("gguf", "ollama", "hf", "peft"), "`allhands export --to gguf --out DIR`; --to hf, peft and ollama, too"
     ),
+    "data style": "examples/restyle.py of the source tree writes answers in another style, by rules",
     **dict.fromkeys(("dataset", "preprocess", "tokenize", "tokenise", "split"), _PREPARE),
     **dict.fromkeys(("status", "watch", "top", "ps", "runs", "logs", "tail", "ui", "web", "gui"), _LOOK),
     **dict.fromkeys(("stop", "kill", "cancel"), "Ctrl-C where it was started, or the button of `allhands dashboard`"),

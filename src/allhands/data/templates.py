@@ -25,7 +25,6 @@ class _Named:
 
     text: str
     tokens: tuple[str, ...]
-    system: bool = True
 
 
 def _turns(name: str, turn: str, answers: str, *, opens: str, first: str = "", system: bool = True) -> str:
@@ -78,7 +77,6 @@ NAMED: dict[str, _Named] = {
             system=False,
         ),
         ("<start_of_turn>", "<end_of_turn>"),
-        system=False,
     ),
     "mistral": _Named(
         _turns(
@@ -90,7 +88,6 @@ NAMED: dict[str, _Named] = {
             system=False,
         ),
         ("[INST]", "[/INST]"),
-        system=False,
     ),
     "zephyr": _Named(_uniform("zephyr", r"'<|' + {role} + '|>\n' + {content} + eos_token + '\n'"), ()),
 }
@@ -193,11 +190,6 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
         text = _own(tokenizer)
     _check_syntax(text, flag)
     return _MERGING + text if choice.system == "merge" and not text.startswith(_MERGING) else text
-
-
-def takes_system(name: str | None) -> bool:
-    """Whether a template, if it is one of ours, takes system messages."""
-    return name not in NAMED or NAMED[name].system
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:
