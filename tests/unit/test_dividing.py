@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import mixtral
 from substituted import prepare_quantized
 from tiny import write_model
 
@@ -17,11 +19,18 @@ from allhands.errors import ConfigError, ModelError
 from allhands.model.adapters import make_trainable
 from allhands.model.load import load_model
 from allhands.parallel.costs import Memory, Work
+from allhands.plan import pipelines
 from allhands.run import dividing
 from allhands.run.dividing import STAGES, Divided, split_agreed, weights_of
+from allhands.run.model_sizes import all_weights
 from allhands.run.stage_costs import Model, Weights, layers_of
+from allhands.run.training_memory import blocks_of
 from allhands.runtime.accelerator import Accelerator, detect
 
+EXPERTS: dict[str, Any] = {
+    **{"model_type": "mixtral", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
 CPU = Accelerator("cpu", "a processor", 1 << 36, 2, True, None)
 
 
@@ -35,7 +44,7 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     path = write_model(tmp_path / "model", layers=3, hidden=128, tied=tied, bits=bits)
     lazy: Any = load_model(str(path), lazy=True)
     lazy.model.freeze()
-    found = weights_of(Divided(lazy.model, lazy.config), Mesh(0, 1), CPU)
+    found = weights_of(Divided(lazy.model, lazy.config), "codes", CPU)
     model: Any = load_model(str(path)).model
     model.freeze()
     if detect().kind != "cpu":
@@ -46,6 +55,28 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     head = held(model.model.norm) + held(model.model.embed_tokens if tied else model.lm_head)
     assert found.head.held_bytes == pytest.approx(head, rel=0.1)
     assert found.head.numbers == pytest.approx(259 * 128, rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_experts_are_held_all_and_computed_by_some(bits: int | None) -> None:
+    config = {**EXPERTS, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    model.freeze()
+    one = weights_of(Divided(model, config), "packed", CPU).blocks[0]
+    assert one.held_bytes == pytest.approx(held(model.layers[0]), rel=0.01)
+    dense = 2 * 64 * 64 + 2 * 64 * 32 + 8 * 64
+    assert one.numbers == pytest.approx(dense + 2 * 3 * 64 * 128, rel=0.02)
+    # As the plan has it, which sees the configuration alone.
+    blocks = blocks_of(config)
+    assert blocks is not None
+    numbers = all_weights(blocks, tied=False)
+    work = Work("lora", 64, 2, numbers if bits else 4 * numbers, 0, "adamw")
+    planned = pipelines.model_of(blocks, work, tied=False).blocks[0]
+    assert planned.numbers == pytest.approx(one.numbers, rel=0.02)
+    if bits is None:
+        assert planned.held_bytes == pytest.approx(one.held_bytes, rel=0.01)
 
 
 def test_the_first_stage_has_no_gradients_before_the_first_trained_block() -> None:
