@@ -93,7 +93,7 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
     taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
-    held = alive("1f1b", ranks, batches, 1) if on_gpu else [1.0] * ranks
+    held = alive("1f1b", ranks, batches, 1, native=not on_gpu)
     seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
     found = divide(layers, seats)
     whole = sum(part.cost for part in layers.in_first) + layers.head.cost

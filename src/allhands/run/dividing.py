@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.bench import time_products
-from allhands.distributed.handout import gather_json
+from allhands.distributed.handout import gather_json, hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import format_bytes
@@ -71,35 +71,40 @@ def split_agreed(
 
     Raises:
         ConfigError: what was asked for does not divide the model.
-        ModelError: no split fits into the ranks' memory.
+        ModelError: no split fits into the ranks' memory, or the one that was asked for does not.
     """
     blocks: Any = divided.model.layers
-    if given := split_given(config, len(blocks), mesh.pipe):
-        return tuple(given), []
-    per_rank = _INTERLEAVED if config.pp_schedule == "interleaved" else 1
+    given = split_given(config, len(blocks), mesh.pipe)
+    per_rank = len(given) // mesh.pipe or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
     if len(blocks) < mesh.pipe * per_rank:
         raise ConfigError(
             f"{len(blocks)} blocks are too few for {mesh.pipe * per_rank} stages",
             where="--strategy pipeline",
             hint="take fewer ranks, or --pp with fewer stages",
         )
-    ways, once, batches = _ways(config, divided, mesh, accelerator)
+    found = _ways(config, divided, mesh, accelerator)
     device = Device(accelerator, mesh, 0)
     present = present_bytes(accelerator)
     kept = recorded.get(STAGES) if recorded else None
-    own = {"room": device.room, "taken": int(present + once), "kept": kept, "several": is_several(mesh)}
+    own = {"room": device.room, "taken": int(present + found.once), "kept": kept, "several": is_several(mesh)}
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    held = [0.0 if divided.work is None else 1.0] * mesh.pipe
-    if divided.work is not None and not accelerator.runs_natively(config.compile):  # there passes are computed again
-        held = alive(config.pp_schedule, mesh.pipe, batches, per_rank)
+    held = [0.0] * mesh.pipe
+    if divided.work is not None:
+        native = accelerator.runs_natively(config.compile)
+        held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
     seats = [
         _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place])
         for place in range(mesh.pipe)
     ]
+    if given:
+        refusal, notes = _judged(given, found, seats)
+        if refusal := hand_out_json(communicator, refusal):  # ranks of another kind may count bytes in another way
+            raise ModelError(refusal, where=f"--pp-split {config.pp_split}", hint="leave it out: memory divides them")
+        return tuple(given), notes
     kept = told[0]["kept"]
-    if any(_still_fits(kept, way, seats, per_rank) for way in ways):
+    if any(_still_fits(kept, way, seats, per_rank) for way in found.ways):
         return tuple(kept), [f"stages: {_told(kept)} blocks, as in the checkpoint"]
     if told[0]["several"] and communicator.size == mesh.size:
         measured = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
@@ -107,12 +112,14 @@ def split_agreed(
             min(speed for rank, speed in enumerate(measured) if mesh.coordinates(rank).pipe == place)
             for place in range(mesh.pipe)
         ]
-        seats = [Seat(speed, seat.room, seat.taken, seat.alive) for speed, seat in zip(slowest, seats, strict=True)]
-    found = [divide(way, seats, per_rank) for way in ways]
-    best, layers = next(((each, way) for each, way in zip(found, ways, strict=True) if each.fits), (None, ways[0]))
+        seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
+    splits = [divide(way, seats, per_rank) for way in found.ways]
+    best, layers = next(
+        ((each, way) for each, way in zip(splits, found.ways, strict=True) if each.fits), (None, found.ways[0])
+    )
     if best is None:
-        raise _no_room(found[-1], seats, len(blocks))
-    sizes = tuple(gather_json(communicator, best.sizes)[0])  # ranks of another kind may count bytes in another way
+        raise _no_room(splits[-1], seats, len(blocks))
+    sizes = tuple(gather_json(communicator, best.sizes)[0])
     return sizes, [f"stages: {_told(sizes)} blocks{_why(best, layers, seats, per_rank)}"]
 
 
@@ -126,8 +133,8 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
         return []
     given = [int(each) for each in config.pp_split.split(",")]
     interleaved = config.pp_schedule == "interleaved" and len(given) % num_ranks == 0
-    per_rank = _INTERLEAVED if config.pp_schedule == "interleaved" else 1
-    check_split(given, num_blocks, len(given) if interleaved else num_ranks * per_rank)
+    per_rank = max(_INTERLEAVED, len(given) // num_ranks) if interleaved else 1
+    check_split(given, num_blocks, num_ranks * per_rank)
     return given
 
 
@@ -151,6 +158,21 @@ def _seat(said: Sequence[Mapping[str, Any]], held: float) -> Seat:
     """What ranks that have the same stages may have in common."""
     rooms = [each["room"] for each in said if each["room"]]
     return Seat(1.0, min(rooms, default=None), max(each["taken"] for each in said), held)
+
+
+def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[str, list[str]]:
+    """Of stages that a person has asked for: why they are refused, or notes; as for a model that is not divided.
+
+    Weights alone that are larger than a rank's memory are refused; what is estimated besides is told.
+    """
+    bare = [replace(seat, taken=0, alive=0.0) for seat in seats]
+    weights = split_as(found.weights, bare, given)
+    if not weights.fits:
+        return f"stages of {_told(given)} blocks do not fit, by their weights alone: {_lacking(weights, seats)}", []
+    splits = [split_as(way, seats, given) for way in found.ways]
+    if any(each.fits for each in splits):
+        return "", []
+    return "", [f"stages of {_told(given)} blocks may be too large: {_lacking(splits[-1], seats)}"]
 
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
@@ -187,15 +209,19 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
-    each = "; ".join(
+def _lacking(found: Split, seats: Sequence[Seat]) -> str:
+    """Which rank has too little memory for its stages."""
+    return "; ".join(
         f"rank {place} with {format_bytes(seat.room or 0)} would need {format_bytes(num_bytes)}"
         for place, (seat, num_bytes, missing) in enumerate(zip(seats, found.num_bytes, found.missing, strict=True))
         if missing
     )
+
+
+def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
     return ModelError(
         f"no division of the model's {blocks} blocks fits these ranks: {format_bytes(sum(found.missing))} of memory "
-        f"are missing in all. The best one, {_told(found.sizes)}: {each}",
+        f"are missing in all. The best one, {_told(found.sizes)}: {_lacking(found, seats)}",
         where="--strategy pipeline",
         hint="add a computer, or take less: --grad-checkpoint, fewer --micro-batch-tokens, a quantised model",
     )
@@ -204,12 +230,25 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
 # --- what is divided ----------------------------------------------------------------------------------
 
 
-def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> tuple[list[Layers], int, int]:
-    """What the model's parts cost, what a rank has for a while in a pass, and the micro-batches of a step.
+@dataclass(frozen=True)
+class _Ways:
+    """What the model's parts cost.
 
-    The parts of a quantised model on a CPU twice: the second time with weights packed, as a rank keeps them whose
-    memory is short.
+    Attributes:
+        ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as a rank keeps them
+            whose memory is short.
+        weights: the parts with their weights alone, as small as they can be.
+        once: bytes that a rank has for a while in a pass.
+        micro_batches: of a step.
     """
+
+    ways: list[Layers]
+    weights: Layers
+    once: int
+    micro_batches: int
+
+
+def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> _Ways:
     forms: list[Form] = [_form(divided, mesh, accelerator)]
     if accelerator.kind == "cpu" and is_quantized(divided.model):
         forms.append("packed")
@@ -219,7 +258,8 @@ def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accele
     of = None if blocks is None else partial(on_cpu if accelerator.kind == "cpu" else on_gpu, blocks)
     more, again = ON_CPU if accelerator.kind == "cpu" else 1.0, accelerator.runs_natively(config.compile)
     found = [layers_of(model, work, of, more=more, again=again) for model in models]
-    return [layers for layers, _ in found], found[0][1], batches
+    weights, _ = layers_of(models[-1], None, None)
+    return _Ways([layers for layers, _ in found], weights, found[0][1], batches)
 
 
 def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:
