@@ -25,6 +25,7 @@ class _Named:
 
     text: str
     tokens: tuple[str, ...]
+    system: bool = True
 
 
 def _turns(name: str, turn: str, answers: str, *, opens: str, first: str = "", system: bool = True) -> str:
@@ -77,6 +78,7 @@ NAMED: dict[str, _Named] = {
             system=False,
         ),
         ("<start_of_turn>", "<end_of_turn>"),
+        system=False,
     ),
     "mistral": _Named(
         _turns(
@@ -88,6 +90,7 @@ NAMED: dict[str, _Named] = {
             system=False,
         ),
         ("[INST]", "[/INST]"),
+        system=False,
     ),
     "zephyr": _Named(_uniform("zephyr", r"'<|' + {role} + '|>\n' + {content} + eos_token + '\n'"), ()),
 }
