@@ -54,7 +54,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 20": ("--sync-every", "20"),
     "every 50": ("--sync-every", "50"),
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
-    "every 50, momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    "every 50 + momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    # Each of two ranks updates by half of the batch, whose gradient is noisier: Adam's steps are shorter for it.
+    "every 5 + int4 + outer 1.4": ("--sync-every", "5", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 10 + int4 + outer 1.4": ("--sync-every", "10", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 20 + int4 + outer 1.4": ("--sync-every", "20", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 50 + int4 + outer 1.4": ("--sync-every", "50", "--compress", "int4", "--outer-lr", "1.4"),
     "pipeline": ("--strategy", "pipeline"),
     "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
 }
