@@ -17,10 +17,7 @@ tries the commands on two cores.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import random
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, BenchmarkError, git_commit, peer_list, positive, python_path, run_benchmark, say, versions
+from harness import ROOT, BenchmarkError, conditions, peer_list, positive, run_benchmark, say
+from pipeline import write_rows
 from pipeline_worker import LIMIT
 from records import Row, row_of
 from slow_links import PACKAGES, WARM_UP, Gpus, events_of, train
@@ -129,11 +127,7 @@ def write_inputs(options: argparse.Namespace, work: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     (model / "config.json").write_text(json.dumps(config))
     write_tokenizer(model)
-    draw = random.Random(1)
-    (work / "data").mkdir()
-    for name, count in (("train", 16 * options.batch_size), ("valid", options.batch_size)):
-        texts = ("".join(draw.choices("abcdefgh ", k=ROW - 1)) for _ in range(count))
-        (work / "data" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(work / "data", ROW, {"train": 16 * options.batch_size, "valid": options.batch_size})
 
 
 def words_of(options: argparse.Namespace, work: Path, way: str) -> list[str]:
@@ -204,11 +198,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     runs = {way: run(options, work, way) for way in options.ways}
     kept = ("layers", "dims", "vocabulary", "trained", "batch_size", "steps", "limit", "least", "pp_split")
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": facts,
-        "versions": versions(Path(sys.executable), PACKAGES, PYTHONPATH=python_path()),
-        "settings": {name: getattr(options, name) for name in kept},
+        **conditions(options, kept, facts, PACKAGES),
         "runs": runs,
         "missed": [] if options.cpu else missed_by(options, runs),
     }
@@ -236,19 +226,5 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"MISSED: {each}" for each in found["missed"] or ("nothing",))])
 
 
-def main() -> int:
-    """Measure and report; 1 where a bar is missed."""
-    missed: list[str] = []
-
-    def noted(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-        found = measure(options, work, facts)
-        missed.extend(found["missed"])
-        return found
-
-    code = run_benchmark("pipeline_gpu", parse(), noted, report, rows)
-    return code or (1 if missed else 0)
-
-
 if __name__ == "__main__":
-    os.environ.pop("OPENBLAS_CORETYPE", None)
-    sys.exit(main())
+    sys.exit(run_benchmark("pipeline_gpu", parse(), measure, report, rows))

@@ -10,7 +10,6 @@ with ``--gpus``, NVIDIA GPUs. See README.md in this directory.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -30,14 +29,13 @@ from harness import (
     ROOT,
     BenchmarkError,
     clean_environ,
-    git_commit,
+    conditions,
     peer_list,
     positive,
     python_path,
     run_benchmark,
     run_measured,
     say,
-    versions,
 )
 from records import Row, row_of
 
@@ -352,11 +350,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             losses[kind] = {row: loss(options, where, work, kind, row) for row in options.rows}
     kept = ("steps", "repeat", "iters", "batch_size", "block_size", "learning_rate")
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": facts,
-        "versions": versions(Path(sys.executable), PACKAGES, PYTHONPATH=python_path()),
-        "settings": {name: getattr(options, name) for name in kept},
+        **conditions(options, kept, facts, PACKAGES),
         "speeds": speeds,
         "losses": losses,
     }
