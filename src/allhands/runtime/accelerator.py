@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,11 +88,11 @@ def detect() -> Accelerator:
 
 def _processor() -> str:
     """The model of the processor."""
-    with suppress(OSError):
-        if found := re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE
-        ):
-            return found[1].strip()
+    # Up to its first name: the file has as many parts as there are cores.
+    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
