@@ -33,14 +33,14 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 # These measure seconds in which processes die or stand still, and have the computer to themselves.
 TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
-test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest $(TIMED)
 
 # Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
 TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,broken_cluster_network.py recovery_pipeline_network.py)
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 45 minutes)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 50 minutes)
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED_LONG))
 	$(BIN)/python -m pytest -m long $(TIMED_LONG)
 
