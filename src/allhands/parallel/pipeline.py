@@ -51,9 +51,12 @@ class Pipeline:
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
-        # Of a stream of their own, so that messages travel while passes are computed; all groups exchange there then.
-        stream: Any = mx.new_stream(mx.cpu) if isinstance(exchanging.communicator, MlxGroup) else None
-        self._exchanging = replace(exchanging, communicator=moved_to(exchanging.communicator, stream))
+        # Messages have a stream of their own and travel while passes are computed; all groups exchange over that stream.
+        # NCCL's groups already have one.
+        communicator, stream = exchanging.communicator, None
+        if isinstance(communicator, MlxGroup):
+            stream = communicator.stream or mx.new_stream(mx.cpu)
+        self._exchanging = replace(exchanging, communicator=moved_to(communicator, stream))
         self._piping = exchanging.piping
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
