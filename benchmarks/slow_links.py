@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 20": ("--sync-every", "20"),
     "every 50": ("--sync-every", "50"),
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
+    "int4 + delay 1": ("--compress", "int4", "--sync-delay", "1"),
     "every 50 + momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
     # Each of two ranks updates by half of the batch, whose gradient is noisier: Adam's steps are shorter for it.
     "every 3 + int4 + outer 1.4": ("--sync-every", "3", "--compress", "int4", "--outer-lr", "1.4"),

@@ -128,7 +128,7 @@ def facts_of(
         doubt=measured.doubt if measured else "",
         about=_about(config, rows),
         again_s=_again_s(config, model.blocks, layers),
-        rounds=rounds_of(config) if config.sync_every > 1 else None,
+        rounds=rounds_of(config) if config.sync_every > 1 or config.sync_delay else None,
         kind=kind,
         tied=bool(model.config.get("tie_word_embeddings", False)),
     )

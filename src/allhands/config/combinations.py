@@ -102,10 +102,25 @@ def require_stages(config: Any, num_ranks: int) -> None:
         raise problem
 
 
+def _refuse_late(config: Any) -> None:
+    """Refuse delayed gradients that there are not."""
+    if config.sync_delay > 1:
+        raise ValueError(
+            f"--sync-delay {config.sync_delay}: gradients that are exchanged in each step come one step late at most; "
+            "give 1, or add --sync-every with as many steps"
+        )
+    if config.sync_delay and config.strategy not in ("auto", "data"):
+        raise ValueError(
+            f"--sync-delay 1 delays the gradients of data parallelism: not with --strategy {config.strategy}; leave "
+            "one of the two out"
+        )
+
+
 def _refuse_rounds(config: Any) -> None:
     if config.sync_every == 1:
-        names = ("outer_momentum", "outer_lr", "sync_fragments", "sync_delay")
+        names = ("outer_momentum", "outer_lr", "sync_fragments")
         _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")
+        _refuse_late(config)
     elif config.strategy != "auto":
         what = {
             "data": "sums gradients in each step",

@@ -40,8 +40,8 @@ class Exchanging:
         heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
         codec: how gradients are packed on the way; ``None``: they are not.
         rounds: of local steps, for a strategy that makes such.
-        inject_fault: is asked before each message, and before each exchange at the end of a round, whether to fail on
-            purpose.
+        inject_fault: is asked before each message, and before each exchange at the end of a round or beside a step,
+            whether to fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
     """
 

@@ -229,6 +229,13 @@ class LocalCosts:
         return Traffic(all_reduced=weight_bytes // every)
 
 
+class DelayedCosts(DataCosts):
+    """As data parallelism, with sums on their way, this rank's part of them, and the weights before the update."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        return replace(memory, optimizer=memory.optimizer + 3 * memory.trained)
+
+
 @dataclass(frozen=True)
 class PipelineCosts:
     """Each rank has some of the blocks, and hands on hidden states: no gradient of weights travels.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allhands.parallel.costs import Costs, DataCosts, DividedOptimizerCosts, LocalCosts, PipelineCosts
+from allhands.parallel.costs import Costs, DataCosts, DelayedCosts, DividedOptimizerCosts, LocalCosts, PipelineCosts
 
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
@@ -78,6 +78,10 @@ def _not_local(wanted: TrainingNeeds) -> str:
     return next((problem for problem, here in problems.items() if here), "")
 
 
+def _not_late(wanted: TrainingNeeds) -> str:
+    return "a callback looks at gradients, which are those of the step before" if wanted.wants_gradients else ""
+
+
 STRATEGIES = {
     "data": Entry("data parallel", DataCosts(), "allhands.parallel.data:plain", packs=True),
     "zero1": Entry(
@@ -102,6 +106,15 @@ STRATEGIES = {
         "allhands.parallel.local:local_steps",
         _not_local,
         "--sync-every",
+        packs=True,
+        exact=False,
+    ),
+    "delayed": Entry(
+        "data parallel, a step late",
+        DelayedCosts(),
+        "allhands.parallel.delayed:delayed",
+        _not_late,
+        "--sync-delay 1",
         packs=True,
         exact=False,
     ),

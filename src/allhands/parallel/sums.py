@@ -60,6 +60,7 @@ class Reduced:
         num_gathered: how many of ``totals``, the last ones, are the ranks' extra numbers.
         norm: () what is told as the gradient's norm where each rank updates by gradients of its own; not finite if any
             rank's gradient is not, and then none updates.
+        idle: whether there is nothing to update by in this step.
     """
 
     grads: list[Named]
@@ -69,6 +70,7 @@ class Reduced:
     divisor: mx.array | None = None
     num_gathered: int = 0
     norm: mx.array | None = None
+    idle: bool = False
 
     @property
     def loss(self) -> mx.array:

@@ -328,6 +328,8 @@ def _divided_or_not(
     name = "optimizer divided" if divided else "data parallel"
     if plan.options.get("sync_every", 1) > 1:
         name = "local steps"
+    elif plan.options.get("sync_delay", 0):
+        name = "data parallel, a step late"
     return found if found and found[0].name == name else []
 
 

@@ -50,7 +50,7 @@ class Job:
         doubt: why nothing should be concluded from what was measured; empty if all is well.
         about: what is trained, in a few words.
         again_s: of a step with activations computed again, by one without.
-        rounds: of local steps, if such were asked for.
+        rounds: of local steps, or of one step with a delay, if such were asked for.
         kind: of processor.
         tied: whether the model's table of tokens is its head, too.
     """

@@ -46,7 +46,7 @@ class Lighter:
 
 def lighter_ways(step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str) -> list[Lighter]:
     """As it is, then all that sends less; nothing where a step hardly waits for the link, or sends less already."""
-    if len(speeds) < 2 or step.every > 1 or step.packed is not None or not step.gradient_bytes:
+    if len(speeds) < 2 or step.every > 1 or step.beside or step.packed is not None or not step.gradient_bytes:
         return []
     ways = [_way(flags, model, batches, link, speeds, room) for flags, model, batches in _models(step, kind, speeds)]
     return ways if ways[0].exposed_s >= _FELT * ways[0].step_s else []
@@ -64,6 +64,8 @@ def _models(step: StepModel, kind: str, speeds: Sequence[float]) -> Iterator[tup
     yield f"--grad-accumulation-steps {_BATCHES}", step.times(_BATCHES), _BATCHES
     for name, way in packed.items():
         yield f"--compress {name}", replace(step, packed=way), 1
+    if "int4" in packed:
+        yield "--compress int4 --sync-delay 1", replace(step, packed=packed["int4"], overlapped=False, beside=1), 1
     local = replace(step, every=_ROUNDS.every, overlapped=False)
     yield _ROUNDS.flags, local, 1
     if "int4" in packed:

@@ -108,7 +108,7 @@ def ways_of_team(
         together: whether the ranks are processes of one computer.
         divides: whether the optimizer's state can be divided: on a Linux CPU it is not.
         scatters: whether the back-end has a reduce-scatter.
-        rounds: of local steps, where such were asked for: then these are all.
+        rounds: of local steps, or of one step with a delay, where such were asked for: then these are all.
     """
     plain = _DATA if rounds is None else _in_rounds(rounds)
     ranks, largest = len(shares), work.share(max(shares))
@@ -160,7 +160,9 @@ def ways_of_team(
 
 
 def _in_rounds(rounds: Rounds) -> Entry:
-    """Local steps as they were asked for."""
+    """Local steps, or delayed gradients, as they were asked for."""
+    if rounds.every == 1:
+        return STRATEGIES["delayed"]
     return replace(STRATEGIES["local"], costs=LocalCosts(rounds), flags=rounds.flags)
 
 

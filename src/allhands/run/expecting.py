@@ -25,7 +25,7 @@ from allhands.model.load import LoadedModel
 from allhands.model.quantized import bytes_of_form
 from allhands.model.stages import Stage
 from allhands.model.weight_files import all_bytes
-from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_left_out
+from allhands.parallel.costs import DelayedCosts, LocalCosts, Memory, PackedGradients, with_left_out
 from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
@@ -193,6 +193,8 @@ def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Mem
     """With what a rank keeps for the exchange, from one to the next."""
     if config.sync_every > 1:
         memory = LocalCosts(rounds_of(config)).memory(memory, mesh.size)
+    elif config.sync_delay:
+        memory = DelayedCosts().memory(memory, mesh.size)
     return with_left_out(memory, work)
 
 

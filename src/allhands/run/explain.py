@@ -45,6 +45,8 @@ def choices(
         # In rounds the changes of weights travel, which are packed as gradients are.
         found["changes on the way"] = found.pop("gradients on the way")
         found["rounds"] = _rounds(config)
+    elif config.sync_delay:
+        found["gradients on the way"] += "; while the next step is computed, which updates by them"
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 
 

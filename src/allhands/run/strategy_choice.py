@@ -30,6 +30,10 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
             hint = "leave it out" + (", or --no-master-weights in its place" if wanted.masters else "")
             raise ConfigError(problem, where=f"--sync-every {config.sync_every}", hint=hint)
         return "local"
+    if config.sync_delay:
+        if problem := STRATEGIES["delayed"].unfit(wanted):
+            raise ConfigError(problem, where=f"--sync-delay {config.sync_delay}", hint="leave one of the two out")
+        return "delayed"
     if communicator.size == 1:
         return "data"
     if config.strategy == "auto":

@@ -29,7 +29,7 @@ from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
-from allhands.train.updater import Rules, Updater, make_updater
+from allhands.train.updater import Rules, Updated, Updater, make_updater
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TrainStep:
         times = Times(computed - started - mine.waited_s, time.perf_counter() - computed + mine.waited_s)
         del mine
         handing_out = time.perf_counter()
-        updated = self.updater(reduced)
+        updated = Updated(mx.zeros(())) if reduced.idle else self.updater(reduced)
         update_s = time.perf_counter() - handing_out
         if updated.lazy is not None:
             arrays = [updated.norm, reduced.totals, updated.lazy]

@@ -1,0 +1,103 @@
+"""Delayed gradients that are killed, stopped and resumed: bit by bit on as many ranks, and on from there on others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import allhands  # before MLX, for its BLAS
+
+# isort: split
+import numpy as np
+import pytest
+from runs import distance, read_weights
+from test_resume import Killed
+from test_resume_rounds import everything, finished, inputs, saved_steps, start, whole
+
+from allhands.config.schema import build_config
+from allhands.errors import ConfigError, Interrupted
+from allhands.observe.metrics import read_metrics
+from allhands.run.session import RunContext, run_finetune
+from allhands.train.callbacks import Callback
+
+del allhands
+__all__ = ["inputs"]  # a fixture
+STEPS = 8
+
+
+@pytest.fixture
+def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    return inputs | {
+        "adapter_path": str(tmp_path / "run"),
+        "train": True,
+        "iters": STEPS,
+        "batch_size": 4,
+        "sync_delay": 1,
+        "save_every": 3,
+        "keep_last": 9,
+        "steps_per_report": 2,
+        "steps_per_eval": 4,
+        "val_batches": -1,
+        "learning_rate": 1e-2,
+        "lr_schedule": "cosine",
+        "max_grad_norm": 1.0,
+        "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.3},
+    }
+
+
+@pytest.mark.parametrize("more", [{}, {"compress": "int4"}, {"grad_accumulation_steps": 2}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_killed_and_resumed_is_never_killed(
+    size: int, more: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:
+    flags |= more
+    undisturbed = whole(size, flags, tmp_path)
+    assert undisturbed
+    for at in (("update", 1), ("load", 2), ("compute", 3)):
+        outcomes = start(size, flags | {"resume": "auto"}, kill=at)
+        assert all(isinstance(each, Killed | Path) for each in outcomes), outcomes
+    assert everything(finished(size, flags | {"resume": "auto"})) == undisturbed
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_stop_is_at_once_and_goes_on_bit_by_bit(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
+    undisturbed = whole(2, flags, tmp_path)
+    outcomes = start(2, flags, stop_at=at)
+    assert all(isinstance(each, Interrupted) for each in outcomes), outcomes
+    assert saved_steps(Path(flags["adapter_path"]))[-1] in (at, at + 1)
+    assert everything(finished(2, flags | {"resume": "auto"})) == undisturbed
+
+
+def test_another_number_of_ranks_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Sums are of all ranks: the run is that of one process, but for the order of additions."""
+    one = finished(1, flags | {"adapter_path": str(tmp_path / "one")})
+    for size, iters in ((3, 3), (2, 6), (1, STEPS)):
+        # The schedule is of the whole run.
+        finished(size, flags | {"iters": iters, "resume": "auto", "lr_schedule": None})
+    alone = finished(1, flags | {"lr_schedule": None, "adapter_path": str(tmp_path / "constant")})
+    run = Path(flags["adapter_path"])
+    assert distance(*(read_weights(each / "adapters.safetensors") for each in (run, alone))) < 1e-5
+    assert distance(*(read_weights(each / "adapters.safetensors") for each in (one, alone))) > 1e-4
+    last = sorted(run.glob("checkpoints/*"))[-1]
+    assert json.loads((last / "state.json").read_text())["step"] == STEPS
+    late = {name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/late/")}
+    assert len(late) == 1 + 2 * len(read_weights(run / "adapters.safetensors"))
+
+
+def test_without_a_delay_again_and_back(flags: dict[str, Any]) -> None:
+    for iters, delay in ((3, 1), (6, 0), (8, 1)):
+        finished(2, flags | {"iters": iters, "resume": "auto", "sync_delay": delay, "lr_schedule": None})
+    losses = [report.loss for report in read_metrics(Path(flags["adapter_path"])).valid]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
+def test_a_callback_that_wants_gradients_is_refused(flags: dict[str, Any]) -> None:
+    class Looks(Callback):
+        def after_backward(self, step: int, gradients: Any) -> None:
+            pass
+
+    with pytest.raises(ConfigError) as caught:
+        run_finetune(build_config(flags), RunContext(), [Looks()])
+    assert "--sync-delay" in str(caught.value.where)
