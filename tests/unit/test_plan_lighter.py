@@ -29,14 +29,18 @@ def test_over_a_slow_link_what_sends_less_is_faster() -> None:
         assert ways[f"--compress {name}"].sent_bytes == pytest.approx(CODECS[name].ratio * plain.sent_bytes, rel=0.02)
     assert ways["--sync-every 50"].sent_bytes == pytest.approx(plain.sent_bytes / 50, rel=0.01)
     assert ways["--grad-accumulation-steps 4"].sent_bytes == plain.sent_bytes // 4
-    streamed = next(way for flags, way in ways.items() if "--sync-delay" in flags)
+    streamed = next(way for flags, way in ways.items() if "--sync-fragments" in flags)
     together = ways["--sync-every 50 --compress int4"]
     assert streamed.sent_bytes == together.sent_bytes
     computed = streamed.step_s - streamed.exposed_s
     assert streamed.exposed_s < 0.4 * together.exposed_s
+    late, packed = ways["--compress int4 --sync-delay 1"], ways["--compress int4"]
+    assert late.sent_bytes == packed.sent_bytes
+    assert late.exposed_s < 0.1 * packed.exposed_s
+    assert late.step_s - late.exposed_s == pytest.approx(packed.step_s - packed.exposed_s)
     # Steps cannot hide what takes longer than they do.
     narrow = link_of("100kbit/s,1ms")
-    slow = next(w for w in lighter_ways(STEP, narrow, [1.0, 1.0], 0, "cpu") if "--sync-delay" in w.flags)
+    slow = next(w for w in lighter_ways(STEP, narrow, [1.0, 1.0], 0, "cpu") if "--sync-fragments" in w.flags)
     assert slow.exposed_s > computed
 
 
