@@ -307,11 +307,7 @@ class TrainConfig(_Strict):
         0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
     )
     sync_fragments: int = Field(1, ge=1, description="With --sync-every: exchange weights in so many parts, in turn.")
-    sync_delay: int = Field(
-        0,
-        ge=0,
-        description="Steps that do not wait for what is on its way. Without --sync-every: 1, gradients a step late.",
-    )
+    sync_delay: int = Field(0, ge=0, description="Steps that do not wait for an exchange; 1 without --sync-every.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
