@@ -52,9 +52,10 @@ class UnpackedLinear(nn.Module):
         """Width of the input."""
         return self.codes.shape[1] * self.codes.shape[2]
 
-    def _dense(self) -> mx.array:
-        """(out, in) float32 weight."""
-        return (self.codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
+    def _dense(self, after: mx.array) -> mx.array:
+        """(out, in) float32 weight, made when ``after`` is there."""
+        codes = mx.depends(self.codes, after)
+        return (codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
 
     def multiply_at_once(self) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""

@@ -19,6 +19,9 @@ from allhands.kernels.fused import kernels, ops
 from allhands.kernels.instances import give_form
 from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, KernelSelection, selection_of
 
+# Makes a dense weight, once the array that it is given is there.
+Dense = Callable[[mx.array], mx.array]
+
 
 def dequantize(
     weight: mx.array,
@@ -44,7 +47,7 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
         selection = selection_of(self)
         if x.dtype != self.scales.dtype or not makes_dense(self, x, selection):
             return super().__call__(x)
-        y = ops.product_with(lambda: dequantized(self, selection))(x)
+        y = ops.product_with(lambda after: dequantized(self, selection, after))(x)
         return y + self.bias if "bias" in self else y
 
 
@@ -70,9 +73,15 @@ def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     return len(found)
 
 
-def dequantized(layer: Any, selection: KernelSelection = BY_RULE) -> mx.array:
-    """The dense weight of a quantised linear or embedding module."""
-    parts = layer.weight, layer.scales, layer.get("biases")
+def dequantized(layer: Any, selection: KernelSelection = BY_RULE, after: mx.array | None = None) -> mx.array:
+    """The dense weight of a quantised linear or embedding module.
+
+    Args:
+        after: is computed before the weight. Without it MLX makes the weights of all layers first (MLX_BFS_MAX_WIDTH=1:
+            what needs nothing comes before what needs something), and all are in memory at once.
+    """
+    words = layer.weight if after is None else mx.depends(layer.weight, after)
+    parts = words, layer.scales, layer.get("biases")
     return dequantize(*parts, layer.group_size, layer.bits, layer.mode, selection)
 
 
@@ -254,13 +263,13 @@ class Product:
         facts: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode}
         return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
 
-    def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
+    def _dense(self, bases: Sequence[Any]) -> Dense:
         if (kept := self._kept) is not None:
-            return lambda: kept
+            return lambda _: kept
         joined = self._frozen if self._frozen is not None else bases[0]
         if isinstance(joined, nn.QuantizedLinear):
-            return lambda: dequantized(joined, self._selection)
-        return lambda: joined.weight
+            return lambda after: dequantized(joined, self._selection, after)
+        return lambda _: joined.weight
 
 
 def products_of(modules: Iterable[Any]) -> list[Product]:
@@ -290,35 +299,35 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
     return a, _together(second)
 
 
-def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
-    """``x @ (dense().T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
+def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
+    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         inner = x @ a
         # The small product first: the large one then adds to it as it ends, without a pass of its own.
-        return mx.addmm(inner @ b, x, dense().T), inner
+        return mx.addmm(inner @ b, x, dense(x).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        return mx.addmm(inner @ a.T, cotangent, dense()), x.T @ inner, outputs[1].T @ cotangent
+        return mx.addmm(inner @ a.T, cotangent, dense(cotangent)), x.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
     return function(x, a, b)[0]
 
 
-def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+def _adapted_swiglu(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
     """:func:`_adapted` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         y = kernels.swiglu(x)
         inner = y @ a
-        return mx.addmm(inner @ b, y, dense().T), inner
+        return mx.addmm(inner @ b, y, dense(y).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense()), again=True)
+        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense(cotangent)), again=True)
         return dx, y.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
@@ -327,26 +336,27 @@ def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: 
 
 def _adapted_mlp(
     x: mx.array,
-    dense: Callable[[], mx.array],
-    dense_down: Callable[[], mx.array],
+    dense: Dense,
+    dense_down: Dense,
     ranks: tuple[int, int],
     *factors: mx.array,
 ) -> mx.array:
-    """``z @ (dense_down().T + a2 @ b2)`` for ``z = swiglu(x @ (dense().T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors: a1, b1, a2, b2."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
         inner = x @ a
-        wide = x @ dense().T
+        wide = x @ dense(x).T
         y = kernels.swiglu_adapted(wide, inner, b, ranks)
         inner_down = y @ a_down
-        return mx.addmm(inner_down @ b_down, y, dense_down().T), wide, inner, inner_down
+        return mx.addmm(inner_down @ b_down, y, dense_down(y).T), wide, inner, inner_down
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
         back_down = cotangent @ b_down.T
-        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, cotangent @ dense_down(), back_down, a_down)
+        of_y = cotangent @ dense_down(cotangent)
+        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, of_y, back_down, a_down)
         back = dwide @ b.T
-        dx = mx.addmm(back @ a.T, dwide, dense())
+        dx = mx.addmm(back @ a.T, dwide, dense(dwide))
         return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
