@@ -207,7 +207,9 @@ def test_a_stage_has_to_fit_where_the_model_does_not() -> None:
     assert told(cluster(large, host(2, little, trees=(stages(0, 1, 2),)), **MODEL_OPTION)) == [
         ("stop", "memory", ("node2",))
     ]
-    assert told(cluster(host(1, little_here, trees=(tree(files=SHARDED),)), small, **MODEL_OPTION)) == [], "half of 12 GB"
+    assert told(cluster(host(1, little_here, trees=(tree(files=SHARDED),)), small, **MODEL_OPTION)) == [], (
+        "half of 12 GB"
+    )
 
 
 # --- data ---------------------------------------------------------------------------------------------

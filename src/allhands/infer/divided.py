@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from allhands.config.schema import TrainConfig
 from allhands.data.templates import ChatChoice
 from allhands.distributed.backend import Communicator
-from allhands.distributed.handout import hand_out_json
-from allhands.errors import Interrupted
+from allhands.distributed.handout import gather_json
+from allhands.errors import ConfigError, Interrupted
 from allhands.infer.dialogue import Talks, Wire, answer
 from allhands.infer.generate import load_for_generation
 from allhands.io.trees import numbers
@@ -104,12 +104,19 @@ class AnsweringRanks:
         answering: Any = self.model
         return replace(loaded, model=answering)
 
-    def converse(self, conversation: Talks, wire: Wire | None) -> None:
-        """Answer until the terminal is gone, with which rank 0 is connected by ``wire``.
+    def converse(self, conversation: Talks, path: str) -> None:
+        """Answer until the terminal at ``path`` is gone, with which a rank on its computer is connected.
 
         Raises:
+            ConfigError: no rank is there.
             Interrupted: a rank was told to stop.
         """
+        assert self._communicator is not None
+        wire = Wire.to(path) if self._mesh.local_rank == 0 else None
+        if not any(gather_json(self._communicator, wire is not None)):
+            raise ConfigError(
+                "no rank can reach the terminal", where="allhands chat", hint="name this computer in --hosts, too"
+            )
 
         def enough() -> bool:
             with suppress(EOFError):
@@ -140,4 +147,4 @@ class AnsweringRanks:
             if stopped:
                 raise Interrupted("the conversation was ended")
             if said:
-                return hand_out_json(self._communicator, word)
+                return next(each for each in gather_json(self._communicator, word) if each is not None)
