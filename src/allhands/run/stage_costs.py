@@ -9,6 +9,8 @@ from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
 
+# Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
+MICRO_BATCHES = 4
 # Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
 _STATES, _GRADIENTS = 2.0, 2.0
 # A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
@@ -73,6 +75,11 @@ def layers_of(
     embedding = replace(part(model.embedding, through=False), cost=0.0)
     head = part(model.head, through=True, beside=logits)
     return Layers(blocks, in_first, embedding, head), round(more * once)
+
+
+def small_enough(longest: int, rows: int, stages: int) -> int:
+    """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it can."""
+    return max(longest, longest * rows // (MICRO_BATCHES * stages))
 
 
 def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool) -> list[float]:
