@@ -23,13 +23,14 @@ from allhands.run.stage_costs import (
     Weights,
     alive,
     layers_of,
+    on_the_way,
     small_enough,
 )
-from allhands.run.training_memory import Blocks
+from allhands.run.training_memory import RING_BYTES, Blocks
 
 _FLOAT, _HALF = 4, 2
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
-PROGRAM_BYTES = 150_000_000
+PROGRAM_BYTES = 120_000_000
 _ROUNDED = 0.01  # of a micro-batch: whole tokens
 _WORTH = 0.85  # what more computers must take of fewer ones' time
 
@@ -104,17 +105,21 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     ]
     once = parts[0][1]
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
-    taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
+    process = 0 if on_gpu else max(job.present_bytes, PROGRAM_BYTES) + RING_BYTES + ROOM_OF_PRODUCTS
+    costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
+    begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
     held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
-    seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
+    seats = [
+        Seat(each.speed, each.usable_bytes, once + process + on_the_way(costs.hidden_bytes, ranks, has), most)
+        for each, has, most in zip(team, begun, held, strict=True)
+    ]
     splits = [divide(layers, seats) for layers, _ in parts]
     form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
     found, (layers, _) = splits[form], parts[form]
     whole = sum(part.cost for part in layers.in_first) + layers.head.cost
     slower = _packed_takes(cut.work.tokens) if form else 1.0
     stage_s = [slower * cut.pass_s * each / whole for each in found.seconds]
-    costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
     message_s = 0.0 if job.link is None else _message_s(job.link, costs.hidden_bytes)
     update_s = cut.rest_s * _largest_update(models[form], found.sizes, team)
     step_s = update_s + costs.step_s(stage_s, message_s)

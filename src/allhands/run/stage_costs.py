@@ -77,6 +77,16 @@ def layers_of(
     return Layers(blocks, in_first, embedding, head), round(more * once)
 
 
+def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
+    """Bytes of a rank's messages: what micro-batches have brought that are alive, and what is being sent and received.
+
+    Args:
+        hidden_bytes: of the hidden states of one micro-batch.
+        alive: micro-batches that have begun on this rank and not ended.
+    """
+    return int((alive + ranks + 1) * hidden_bytes)
+
+
 def small_enough(longest: int, rows: int, stages: int) -> int:
     """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it can."""
     return max(longest, longest * rows // (MICRO_BATCHES * stages))
