@@ -77,7 +77,7 @@ class AnsweringRanks:
         Raises:
             AllhandsError: as there, or the ranks do not make up a pipeline.
         """
-        config, mesh, stages = self._config, self._mesh, list[Stage]()
+        config, mesh, stages, notes = self._config, self._mesh, list[Stage](), list[str]()
         path = resolve(config.model)
 
         first = self._communicator is None
@@ -86,7 +86,8 @@ class AnsweringRanks:
         def cut(loaded: LoadedModel) -> None:
             divided = Divided(loaded.model, loaded.config, for_answers=True)
             recorded = {STAGES: list(self._split)} if self._split else None
-            self._split, _ = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            self._split, told = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            notes.extend(told if config.pp_split != "auto" else ())
             stages.extend(stages_of(loaded.model, self._split, mesh))
             require_files(path, [stage.blocks for stage in stages])
 
@@ -102,7 +103,7 @@ class AnsweringRanks:
             self._surroundings.started()
         self.model = AnsweringModel(piping_of(config, tuple(stages), communicator, mesh))
         answering: Any = self.model
-        return replace(loaded, model=answering)
+        return replace(loaded, model=answering, notes=(*loaded.notes, *notes))
 
     def converse(self, conversation: Talks, path: str) -> None:
         """Answer until the terminal at ``path`` is gone, with which a rank on its computer is connected.
