@@ -22,6 +22,7 @@ from allhands.run.stage_costs import (
     Model,
     Weights,
     alive,
+    kept_of_unequal,
     layers_of,
     on_the_way,
     small_enough,
@@ -105,7 +106,11 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     ]
     once = parts[0][1]
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
-    process = 0 if on_gpu else max(job.present_bytes, PROGRAM_BYTES) + RING_BYTES + ROOM_OF_PRODUCTS
+    process = 0
+    if not on_gpu:
+        process = max(job.present_bytes, PROGRAM_BYTES) + RING_BYTES + ROOM_OF_PRODUCTS
+        longest = 0 if job.small is None else job.small.longest
+        process += kept_of_unequal(job.step.tokens / job.step.rows, longest, parts[0][0])
     costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.

@@ -28,7 +28,16 @@ from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
 from allhands.run.expecting import Device
 from allhands.run.piping import micro_batch_tokens
-from allhands.run.stage_costs import ON_CPU, ROOM_OF_PRODUCTS, Model, Weights, alive, layers_of, on_the_way
+from allhands.run.stage_costs import (
+    ON_CPU,
+    ROOM_OF_PRODUCTS,
+    Model,
+    Weights,
+    alive,
+    kept_of_unequal,
+    layers_of,
+    on_the_way,
+)
 from allhands.run.training_memory import blocks_of, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 
@@ -262,8 +271,12 @@ def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accele
     more, again = ON_CPU if accelerator.kind == "cpu" else 1.0, accelerator.runs_natively(config.compile)
     found = [layers_of(model, work, of, more=more, again=again) for model in models]
     weights, _ = layers_of(models[-1], None, None)
-    hidden = 0 if work is None or blocks is None else work.tokens * blocks.dims * (4 if accelerator.cpu_native else 2)
-    return _Ways([layers for layers, _ in found], weights, found[0][1], batches, hidden)
+    once, hidden = found[0][1], 0
+    if divided.work is not None and work is not None and blocks is not None:
+        hidden = work.tokens * blocks.dims * (4 if accelerator.cpu_native else 2)
+        if accelerator.kind == "cpu":
+            once += kept_of_unequal(float(divided.work.mean()), float(divided.work.max()), found[0][0])
+    return _Ways([layers for layers, _ in found], weights, once, batches, hidden)
 
 
 def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
+from allhands.run.training_memory import KEPT_BYTES
 
 # Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
 MICRO_BATCHES = 4
+_ALIKE = 0.9  # of the longest row
+_KEPT_BLOCKS = 2  # whose activations are about what is kept in buffers of other sizes
 # Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
 _STATES, _GRADIENTS = 2.0, 2.0
 # A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
@@ -85,6 +88,17 @@ def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
         alive: micro-batches that have begun on this rank and not ended.
     """
     return int((alive + ranks + 1) * hidden_bytes)
+
+
+def kept_of_unequal(tokens: float, longest: float, layers: Layers) -> int:
+    """Bytes of buffers that a process on a CPU keeps for later where rows differ in length; 0 where they hardly do.
+
+    Args:
+        tokens: of a row on the average; ``longest`` of any.
+    """
+    if tokens > _ALIKE * longest:
+        return 0
+    return int(min(KEPT_BYTES, _KEPT_BLOCKS * max(block.kept_bytes for block in layers.blocks)))
 
 
 def small_enough(longest: int, rows: int, stages: int) -> int:
