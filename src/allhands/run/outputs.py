@@ -69,6 +69,7 @@ class Outputs:
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
+            longest=int(windows.work.max()) if windows else None,
             vocabulary=ready.loaded.vocabulary,
             iteration=state.iteration,
             total_iterations=total,
