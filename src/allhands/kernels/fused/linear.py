@@ -59,8 +59,13 @@ def dequantized(layer: Any, selection: KernelSelection = BY_RULE) -> mx.array:
     fits = layer.mode == "affine" and layer.bits == 4 and layer.scales.dtype != mx.float32
     if fits and biases is not None and kernels.available() and selection.select("dequantize", "cuda") != PLAIN:
         return kernels.dequantize(layer.weight, layer.scales, biases, layer.group_size)
-    facts: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight, layer.scales, biases, **facts)
+    return dequantized_by_mlx(layer)
+
+
+def dequantized_by_mlx(layer: Any) -> mx.array:
+    """The same by MLX's own operation, in the type of the layer's scales."""
+    how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
 class TrainedLinear(nn.Linear):
