@@ -22,8 +22,9 @@ from allhands.config.schema import build_config
 from allhands.errors import ConfigError, ModelError
 from allhands.model.beyond import Use, limits_told
 from allhands.model.load import load_model
+from allhands.run.context import RunContext
 from allhands.run.evaluating import run_evaluation
-from allhands.run.preparing import RunContext, compiles
+from allhands.run.preparing import compiles
 from allhands.run.session import run_finetune
 
 COMMON = {

@@ -25,9 +25,9 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
+from allhands.run.context import RunContext
 from allhands.run.dividing import STAGES, Divided, split_agreed, stages_of
 from allhands.run.piping import piped, piping_of
-from allhands.run.preparing import RunContext
 from allhands.runtime.accelerator import detect
 
 # While nobody asks anything, ranks look so often: one that waits in an exchange takes a core.

@@ -236,15 +236,18 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
     if not any(part.is_last for part in parts):
         for owner, key, module in outside:
             owner[key] = _Outline(module)
-    stages: list[Stage] = []
-    for part in parts:
-        view = [each if part.first <= place < part.stop else outlines[place] for place, each in enumerate(originals)]
-        if not part.is_first:
-            view[part.first - 1] = _Inlet(outlines[part.first - 1])
-        if not part.is_last:
-            view[part.stop] = _Outlet(outlines[part.stop])
-        stages.append(Stage(model, part, *facts, (body, name), layers, view))
-    return stages
+    views = [_view(part, originals, outlines) for part in parts]
+    return [Stage(model, part, *facts, (body, name), layers, view) for part, view in zip(parts, views, strict=True)]
+
+
+def _view(part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers of the model while a stage computes: its own blocks between a way in and a way out."""
+    view = [*outlines[: part.first], *blocks[part.first : part.stop], *outlines[part.stop :]]
+    if not part.is_first:
+        view[part.first - 1] = _Inlet(outlines[part.first - 1])
+    if not part.is_last:
+        view[part.stop] = _Outlet(outlines[part.stop])
+    return view
 
 
 def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
