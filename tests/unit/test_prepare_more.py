@@ -15,12 +15,6 @@ from allhands.data.rows import ReadOptions, RowProblem
 from allhands.data.tables import rows_of_table, separator_of
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
-
-
 def run(folder: Path, rows: list[Any], *flags: str) -> tuple[int, str]:
     """Exit code and screen, on one line, of rows in a.jsonl prepared into ``folder/out``."""
     code, screen = invoke(*write(folder / "raw", {"a.jsonl": rows}), "--out", str(folder / "out"), *flags)

@@ -168,7 +168,7 @@ class PrepareOutcome:
     Attributes:
         kept: rows in each split, for training and (``preference``) for preference methods.
         rows_read: rows that the sources held = kept + left_out + duplicates.removed.
-        lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each of each split, in no order.
+        lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each.
         notes: what was decided and why, in sentences.
         options: the options that decided it.
     """
@@ -180,7 +180,7 @@ class PrepareOutcome:
     warnings: list[Reason] = field(default_factory=list[Reason])
     duplicates: Duplicates = field(default_factory=Duplicates)
     lengths: LengthSummary | None = None
-    row_lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict[str, "NDArray[np.int64]"])
+    row_lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     notes: list[str] = field(default_factory=list[str])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

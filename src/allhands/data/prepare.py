@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
-from allhands.data.lengths import LengthSummary, Unit
+from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
 from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
 from allhands.data.splitting import (
@@ -98,7 +98,9 @@ def prepare(
             raise NothingLeft(outcome)
         outcome.notes.extend(ignored)
         _split_and_write(staged, intake, outcome, progress)
-        _write_lengths(staged / LENGTHS, outcome, options.max_seq_length if measure else None)
+        # With a model lengths are in tokens, else in characters, which have no limit.
+        limit, unit = (options.max_seq_length, "tokens") if measure else (None, "characters")
+        outcome.lengths = LengthSummary.of(outcome.row_lengths, limit, unit)
         left_out_file.close()
         if not outcome.left_out + outcome.duplicates.removed + sum(source.unread for source in outcome.sources):
             (staged / LEFT_OUT).unlink()
@@ -199,9 +201,7 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
     _write_splits(staged, spool, split, options, outcome)
     outcome.notes.extend(_notes(intake, split, np.unique(labels).size == len(rows), outcome))
     assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
-    outcome.row_lengths = {
-        name: spool.lengths[split == number] for number, name in enumerate(SPLITS) if np.any(split == number)
-    }
+    outcome.row_lengths = spool.lengths[split != NONE]
 
 
 def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> None:
@@ -214,15 +214,6 @@ def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> No
 
 def _default(intake: Intake) -> SplitShare:
     return SplitShare(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
-
-
-def _write_lengths(path: Path, outcome: PrepareOutcome, limit: int | None) -> None:
-    """``limit`` is in tokens; without it, lengths are characters."""
-    from allhands.data.histograms import draw_lengths
-
-    unit: Unit = "characters" if limit is None else "tokens"
-    outcome.lengths = LengthSummary.of(np.concatenate([*outcome.row_lengths.values()]), limit, unit)
-    draw_lengths(outcome.row_lengths, limit, unit, path)
 
 
 # --- writing ----------------------------------------------------------------------------------------
