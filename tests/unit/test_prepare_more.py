@@ -93,18 +93,14 @@ def test_one_size_that_was_asked_for_is_said(tmp_path: Path) -> None:
     ("hint", "expected"),
     [
         (
-            "name the columns: prompt_feature: q and completion_feature: the answer",
-            "name it: --column prompt=q --column 'completion=the answer'",
+            'name the columns: prompt_feature: "q", completion_feature: "the answer"',
+            "name the columns: --column prompt=q --column 'completion=the answer'",
         ),
         (
-            'name the columns: prompt_feature: a and completion_feature: b; join "input" to it first, or it is ignored',
-            'name it: --column prompt=a --column completion=b; join "input" to it first, or it is ignored',
+            'name the columns: prompt_feature: "a", completion_feature: "b"; join "input" to it first, or it is ignored',
+            'name the columns: --column prompt=a --column completion=b; join "input" to it first, or it is ignored',
         ),
-        (
-            "name the column: chat_feature: turns (a list of messages, each with role and content)",
-            "name it: --column chat=turns (a list of messages, each with role and content)",
-        ),
-        ("name the column: text_feature: body", "name it: --column text=body"),
+        ('name the column: text_feature: "body"', "name the column: --column text=body"),
         (
             'the nearest: prompt_feature: "meta.q", completion_feature: "an a"',
             "the nearest: --column prompt=meta.q --column 'completion=an a'",
@@ -124,7 +120,7 @@ def test_the_advice_on_the_screen_works_when_pasted(tmp_path: Path) -> None:
     assert " ".join(flags) in screen
     assert "_feature" not in screen
     (left,) = rows_of(tmp_path / "out" / "left-out.jsonl")
-    assert left["hint"].startswith("name it: " + " ".join(flags))
+    assert left["hint"].startswith("name the columns: " + " ".join(flags))
     code, screen = run(tmp_path, rows, "--strict", "--force")
     assert (code, " ".join(flags) in screen) == (3, True)
     code, screen = run(tmp_path, rows, "--force", *flags)

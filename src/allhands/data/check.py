@@ -284,9 +284,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped"), ("harms", 0.0, 2.0)),
-    **dict.fromkeys(
-        ("earlier-reasoning-dropped", "schemas-cut", "names-dropped", "fields-dropped"), ("note", 0.0, 2.0)
-    ),
+    **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped"), ("note", 0.0, 2.0)),
     "weights-unused": ("harms", 0.0, 2.0),
     "dated": ("note", 0.0, 2.0),
     "short-answers": ("note", 0.1, 2.0),

@@ -22,21 +22,13 @@ NUM_REASONS = 200
 # What differs from row to row within one reason: excerpts at the end, positions, hexadecimal bytes.
 _PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+(?:,\d{3})*", re.DOTALL)
 _OTHER = "other reasons"
-# How advice for training, which has YAML keys, names columns: in full, and one by one.
-_COLUMN_ADVICE = re.compile(
-    r"name the columns?: (?:prompt_feature: (?P<prompt>.+?) and completion_feature: (?P<completion>.+?)(?=; join |$)"
-    r"|chat_feature: (?P<chat>.+?)(?= \(a list of messages)|text_feature: (?P<text>.+)$)",
-    re.DOTALL,
-)
+# How advice for training, which has YAML keys, names columns.
 _NAMED = re.compile(r'\b([a-z]+)_feature: "((?:[^"\\]|\\.)*)",?')
 _PART = re.compile(r"\b([a-z]+)_feature\b")
 
 
 def as_flags(hint: str) -> str:
     """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into a shell."""
-    if found := _COLUMN_ADVICE.match(hint):
-        flags = (column_flag(part, name) for part, name in found.groupdict().items() if name is not None)
-        return f"name it: {' '.join(flags)}{hint[found.end() :]}"
     if _NAMED.search(hint):
         return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
     return _PART.sub(r"--column \1=NAME", hint)
