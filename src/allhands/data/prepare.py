@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
+from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
 from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
@@ -40,11 +40,11 @@ from allhands.data.splitting import (
 from allhands.data.spool import Spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
-from allhands.io.staging import publish, publishing, staging
+from allhands.io.staging import publish, publishing, require_place, staging
 
 DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
-OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, LENGTHS, PREFERENCE})
+OUTPUT = (REPORT, *(f"{split}.jsonl" for split in SPLITS), LEFT_OUT, LENGTHS, PREFERENCE)
 
 
 class NothingLeft(DataError):
@@ -144,21 +144,7 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
             raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
     if whole == Path.cwd():
         raise ConfigError("this is the directory that you are in", where=where, hint="name a new one in it: --out data")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ConfigError("there is a file of that name", where=where, hint="choose another directory")
-    there = sorted(entry.name for entry in out.iterdir())
-    foreign = [name for name in there if name not in OUTPUT]
-    if there and not force:
-        hint = "choose another directory" + ("" if foreign else ", or replace it with --force")
-        raise ConfigError(f"the directory is not empty: it holds {few(there)}", where=where, hint=hint)
-    if foreign:
-        raise ConfigError(
-            f"--force replaces prepared data only; the directory also holds {few(foreign)}",
-            where=where,
-            hint="choose another directory, or move those away first",
-        )
+    require_place(out, "prepared data", OUTPUT, force=force)
 
 
 def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
