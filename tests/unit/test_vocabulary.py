@@ -268,7 +268,7 @@ def test_rows_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     names = write(tmp_path / "data", {"a.jsonl": texts(range(9))})
     train(names, tmp_path / "made")
-    with pytest.raises(AllhandsError, match="a tokenizer is there already.*\n.*--force") as caught:
+    with pytest.raises(AllhandsError, match=r"a tokenizer is there already.*\n.*--force") as caught:
         train(names, tmp_path / "made")
     assert caught.value.exit_code == 2
     assert train(names, tmp_path / "made", vocabulary=300, force=True).vocabulary == 300

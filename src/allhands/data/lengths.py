@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 Unit = Literal["tokens", "characters"]
 
 _WIDE = 20  # longest over shortest, from which on ranges grow by a factor
-_MOST_RANGES = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -138,29 +137,21 @@ def bars(
 
 
 def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
-    """The first length of each range, and the one after the last range: about ten ranges.
+    """The first length of each range, and the one after the last range; one of them ends at the limit.
 
-    They end at round numbers, because limits are round: 1-64, 65-128; 1-50, 51-100. One of them ends at the limit.
+    Some ten ranges: of equal width, or ending at powers of two where the longest is 20 times the shortest.
     """
-    wide = longest >= _WIDE * max(1, shortest)
-    if wide:
+    if longest >= _WIDE * max(1, shortest):
         octaves = math.log2(longest / max(1, shortest))
-        power = next(power for power in (1, 2, 4, 8) if octaves / power <= _MOST_RANGES - 2)
-        step, ends = 0, [0, *(1 << exponent for exponent in range(0, 64, power))]
+        ends = [1 << power for power in range(0, 63, math.ceil(octaves / 10))]
     else:
-        steps = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
-        step = next(step for step in steps if (longest - shortest) / step <= _MOST_RANGES - 2)
-        ends = list(range((shortest - 1) // step * step, longest + step, step))
-    first = max((end for end in ends if 0 <= end < shortest), default=-1)
-    last = min(end for end in ends if end >= longest)
-    if limit is not None and not shortest <= limit < longest:
-        first, last = (max(first, limit), last) if limit < shortest else (first, min(last, limit))
-    inner = {end for end in ends if first < end < last}
-    if limit is not None and first < limit < last:
-        # In place of an end close by: a range of a few lengths beside the limit would say nothing.
-        close = limit / 4 if wide else step / 4
-        inner = {end for end in inner if abs(end - limit) >= close} | {limit}
-    return [end + 1 for end in (first, *sorted(inner), last)]
+        step = max(1, math.ceil((longest - shortest) / 10))
+        ends = list(range(shortest - 1 + step, longest, step))
+    inner = {end for end in ends if shortest <= end < longest}
+    if limit is not None and shortest <= limit < longest:
+        # In the place of the nearest end: a range of a few lengths beside the limit would say nothing.
+        inner = inner - {min(inner, key=lambda end: abs(end - limit), default=limit)} | {limit}
+    return [shortest, *(end + 1 for end in sorted(inner)), longest + 1]
 
 
 def _bar(columns: float, ascii: bool) -> str:

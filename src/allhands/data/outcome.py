@@ -50,47 +50,25 @@ class Reason:
 
 
 class Reasons:
-    """Problems grouped: messages that differ in numbers and excerpts only are one reason.
-
-    Its text holds for all of them: where the numbers differ it has an ellipsis.
-    """
+    """Problems grouped: messages that differ in numbers and excerpts only are one reason, told without them."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Reason] = {}
-        # By key: the first message, and its particulars, None where another message has others.
-        self._first: dict[str, tuple[str, list[str | None]]] = {}
 
     def add(self, message: str, hint: str | None, where: str) -> None:
         """Count a row."""
-        key = _PARTICULARS.sub("#", message)
+        key = _PARTICULARS.sub(lambda found: "…" if found[0][0].isdigit() else "", message)
         if key not in self._groups and len(self._groups) >= NUM_REASONS:
             key, message, hint = _OTHER, _OTHER, "left-out.jsonl has each"
         group = self._groups.setdefault(key, Reason(message, hint))
-        self._generalise(key, group, message)
+        group.message = message if message == group.message else key
         group.count += 1
         if len(group.places) < NUM_PLACES:
             group.places.append(where)
 
-    def _generalise(self, key: str, group: Reason, message: str) -> None:
-        if key not in self._first:
-            self._first[key] = message, [*_PARTICULARS.findall(message)]
-        first, common = self._first[key]
-        if message == first or message == group.message:
-            return
-        for number, other in enumerate(_PARTICULARS.findall(message)[: len(common)]):
-            if common[number] != other:
-                common[number] = None
-        left = iter(common)
-        group.message = _PARTICULARS.sub(lambda match: _general(match[0], next(left)), first)
-
     def listed(self) -> list[Reason]:
         """The reasons, the commonest first."""
         return sorted(self._groups.values(), key=lambda reason: -reason.count)
-
-
-def _general(own: str, common: str | None) -> str:
-    """A number that is not common to all is an ellipsis; an excerpt is left out."""
-    return common if common is not None else "…" if own[0].isdigit() else ""
 
 
 class LeftOut:
