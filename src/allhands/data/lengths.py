@@ -137,21 +137,29 @@ def bars(
 
 
 def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
-    """The first length of each range, and the one after the last range; one of them ends at the limit.
+    """The first length of each range, and the one after the last range: about ten that end at round numbers.
 
-    Some ten ranges: of equal width, or ending at powers of two where the longest is 20 times the shortest.
+    They are of equal width, or double where the longest is 20 times the shortest. One of them ends at the limit.
     """
     if longest >= _WIDE * max(1, shortest):
         octaves = math.log2(longest / max(1, shortest))
-        ends = [1 << power for power in range(0, 63, math.ceil(octaves / 10))]
+        ends = [0, *(1 << power for power in range(0, 64, math.ceil(octaves / 10)))]
     else:
-        step = max(1, math.ceil((longest - shortest) / 10))
-        ends = list(range(shortest - 1 + step, longest, step))
-    inner = {end for end in ends if shortest <= end < longest}
-    if limit is not None and shortest <= limit < longest:
+        least = max(1, math.ceil((longest - shortest) / 10))
+        power = 10 ** (len(str(least)) - 1)
+        step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
+        ends = list(range((shortest - 1) // step * step, longest + step, step))
+    first = max((end for end in ends if end < shortest), default=-1)
+    last = min(end for end in ends if end >= longest)
+    inner = {end for end in ends if first < end < last}
+    if limit is not None and first < limit < shortest:
+        first = limit
+    elif limit is not None and longest <= limit < last:
+        last = limit
+    elif limit is not None and shortest <= limit < longest:
         # In the place of the nearest end: a range of a few lengths beside the limit would say nothing.
         inner = inner - {min(inner, key=lambda end: abs(end - limit), default=limit)} | {limit}
-    return [shortest, *(end + 1 for end in sorted(inner)), longest + 1]
+    return [end + 1 for end in (first, *sorted(inner), last)]
 
 
 def _bar(columns: float, ascii: bool) -> str:
