@@ -225,7 +225,7 @@ def _write_splits(
 
 def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
-    options, spool = intake.options, intake.spool
+    options = intake.options
     carried = carried_splits(intake.sources, options)
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
@@ -236,6 +236,14 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Prepar
         yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
     if not carried and outcome.duplicates.exact + outcome.duplicates.near > outcome.duplicates.removed:
         yield "duplicates, near ones too, are in one split, so that no validation example was trained on"
+    yield from _held_out_rows(intake, split, alone, carried)
+    if not np.any(split == TRAIN):
+        yield "there is no train.jsonl: all rows that are left are held out"
+
+
+def _held_out_rows(intake: Intake, split: NDArray[np.int8], alone: bool, carried: set[str]) -> Iterator[str]:
+    """Where held-out splits are other than was asked for."""
+    options, spool = intake.options, intake.spool
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got = int(np.count_nonzero(split == number))
         target = (share or _default(intake)).rows(int(np.count_nonzero(split != NONE)))
@@ -251,8 +259,6 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Prepar
         for kind, members in (("ordinary", ~spool.preferences), ("preference", spool.preferences)):
             if len(preferences) and np.any(members & (split != NONE)) and not np.any(members & (split == number)):
                 yield f"{name} has no {kind} rows: both kinds are split as one"
-    if not np.any(split == TRAIN):
-        yield "there is no train.jsonl: all rows that are left are held out"
 
 
 def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> Iterator[str]:
