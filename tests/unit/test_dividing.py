@@ -88,7 +88,7 @@ def test_experts_are_held_all_and_computed_by_some(bits: int | None) -> None:
             assert there.held_bytes == pytest.approx(here.held_bytes, rel=0.1)
 
 
-def test_the_first_stage_has_no_gradients_before_the_first_trained_block() -> None:
+def test_no_stage_has_gradients_before_the_first_trained_block() -> None:
     blocks = (*[Weights(10.0, 100)] * 2, *[Weights(10.0, 100, 8)] * 2)
     model = Model(blocks, Weights(50.0, 7), Weights(50.0, 7))
 
@@ -97,9 +97,9 @@ def test_the_first_stage_has_no_gradients_before_the_first_trained_block() -> No
         return Memory(0, 2 * work.trained_bytes, kept, 0, 0, activations=kept + 5, logits=11)
 
     layers, once = layers_of(model, Work("lora", 4, 2, 0, 16, "adamw"), of)
-    assert [part.cost for part in layers.in_first] == [10, 10, 20, 20]
-    assert [part.cost for part in layers.blocks] == [20] * 4
-    assert [part.kept_bytes for part in layers.in_first] == [0, 0, 30, 30]
+    assert [part.cost for part in layers.blocks] == [10, 10, 20, 20]
+    assert [part.kept_bytes for part in layers.blocks] == [0, 0, 30, 30]
+    assert layers.first_trained == 2
     assert [part.num_bytes for part in layers.blocks] == [100, 100, 132, 132], "two states, two gradients"
     assert (layers.head.cost, layers.head.num_bytes, layers.embedding.cost, once) == (100, 18, 0, 5)
     plain, _ = layers_of(model, None, None)

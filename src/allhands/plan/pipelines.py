@@ -122,7 +122,7 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     splits = [divide(layers, seats) for layers, _ in parts]
     form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
     found, (layers, _) = splits[form], parts[form]
-    whole = sum(part.cost for part in layers.in_first) + layers.head.cost
+    whole = sum(part.cost for part in layers.blocks) + layers.head.cost
     slower = _packed_takes(cut.work.tokens) if form else 1.0
     stage_s = [slower * cut.pass_s * each / whole for each in found.seconds]
     message_s = 0.0 if job.link is None else _message_s(job.link, costs.hidden_bytes)

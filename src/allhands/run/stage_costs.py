@@ -73,11 +73,10 @@ def layers_of(
         twice = weights.numbers if again and work is not None else 0.0
         return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0, twice)
 
-    blocks = tuple(part(block, kept, through=True) for block in model.blocks)
-    in_first = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
+    blocks = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
     embedding = replace(part(model.embedding, through=False), cost=0.0)
     head = part(model.head, through=True, beside=logits)
-    return Layers(blocks, in_first, embedding, head), round(more * once)
+    return Layers(blocks, embedding, head, first_trained), round(more * once)
 
 
 def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
