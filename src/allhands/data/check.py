@@ -36,11 +36,9 @@ Severity = Literal["ruins", "harms", "note"]
 
 # Longer than any example: the renderer then cuts nothing.
 WHOLE = 1 << 40
-_PLACES = 3
-_SHORT_TOKENS = 3
-# An answer is conspicuous if so many records, and this share of them, have it.
-_SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
-_FIRST_ANSWERS = 1000
+_PLACES, _SHORT_TOKENS = 3, 3
+# An answer is conspicuous if so many records, and this share of them, have it; so many answers are looked at.
+_SAME_ANSWERS, _SAME_ANSWER_SHARE, _FIRST_ANSWERS = 5, 0.2, 1000
 # How `Reasons` calls what it groups no further.
 _OTHER_REASONS = "other reasons"
 # How examples are counted that begin otherwise than what is generated; `template_findings` tells it.
@@ -283,10 +281,8 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
-    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped"), ("harms", 0.0, 2.0)),
-    **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped"), ("note", 0.0, 2.0)),
-    "weights-unused": ("harms", 0.0, 2.0),
-    "dated": ("note", 0.0, 2.0),
+    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"), ("harms", 0.0, 2.0)),
+    **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped", "dated"), ("note", 0.0, 2.0)),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
     "in-train": ("harms", 0.0, 0.1),
