@@ -201,10 +201,20 @@ def test_one_that_is_down_does_not_stop_the_others(hosts: Hosts) -> None:
     assert state.exit_code == 7
 
 
-def test_a_host_without_python_or_rsync_is_told(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_python_is_told(hosts: Hosts) -> None:
     made = [replace(host, python="/nowhere/python") for host in hosts.make("empty", "c")]
     state = bring(made)
     assert [host.state for host in state.hosts] == ["failed", "done"]  # c takes the first Python on its path
+    assert state.exit_code == 7
+
+
+def test_a_host_without_rsync_is_told_with_the_command_that_installs_it(hosts: Hosts) -> None:
+    hosts.script("bare/dnf", "")
+    state = bring(hosts.make("a", "bare"))
+    assert [host.state for host in state.hosts] == ["done", "failed"]
+    error = state.hosts[1].error
+    assert isinstance(error, DistributedError)
+    assert error.hint == "ssh -t bare 'sudo dnf install -y rsync'"
     assert state.exit_code == 7
 
 

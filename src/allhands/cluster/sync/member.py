@@ -51,8 +51,9 @@ class Member:
         name, words = self.host.name, ["sh", "-c", _PYTHON, "sh", self.host.python or sys.executable]
         try:
             self.session = Session(self.host, _CONNECT_S, words)
-            if self._over.is_set():
-                self.session.kill()  # it has been closed before there was a session
+            if self._over.is_set():  # it has been closed before there was a session
+                self.session.close()
+                raise DistributedError(f"host {name} is not needed any more")
             self.session.wait_until_ready()
         except SessionRefused as refused:
             trouble = refused.trouble

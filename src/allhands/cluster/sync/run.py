@@ -133,9 +133,9 @@ class _SyncRun:
         self._state.seconds = time.monotonic() - self._began
         self._show(self._state)
 
-    def _finish(self, number: int) -> None:
-        self._state.hosts[number].state = "done"
-        self._state.hosts[number].done_s = time.monotonic() - self._began
+    def _go_on(self, number: int, done: bool) -> None:
+        self._state.hosts[number].done_s = time.monotonic() - self._began if done else None
+        self._state.hosts[number].state = "done" if done else "waiting"
 
     def _fail(self, number: int, error: AllhandsError) -> None:
         self._state.hosts[number].state, self._state.hosts[number].error = "failed", error
@@ -179,9 +179,7 @@ class _SyncRun:
         except AllhandsError as error:
             self._fail(number, error)
             return
-        host.state = "waiting"
-        if self._options.dry_run or not host.lacking:
-            self._finish(number)
+        self._go_on(number, self._options.dry_run or not host.lacking)
 
     def _look(self, number: int, files: Sequence[int]) -> None:
         """Have a host put into place what has come, and tell which of these files it lacks.
@@ -190,12 +188,11 @@ class _SyncRun:
             AllhandsError: the host is lost, or something there is in the way.
         """
         member = self._members[number]
-        described = [self._described(file) for file in files]
         told = member.ask(
             "look",
             _FLUSH_S,
             roots=[root.on(member.host) for root in self._roots],
-            files=described,
+            files=[self._described(file) for file in files],
             envs=environment_of(member.host),
             dry=self._options.dry_run,
             token=self._token,
@@ -298,9 +295,8 @@ class _SyncRun:
         except AllhandsError as error:
             self._fail(receiver, error)
             return
-        host.state, host.received = "waiting", member.counted
-        if not self._sendable(HERE, receiver):
-            self._finish(receiver)
+        host.received = member.counted
+        self._go_on(receiver, not self._sendable(HERE, receiver))
 
     def _send(self, sender: int, receiver: int, files: Sequence[int]) -> str:
         """Have the sender run rsync; its complaints, if it has failed.
