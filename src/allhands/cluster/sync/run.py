@@ -224,10 +224,12 @@ class _SyncRun:
         """Pairs of a sender that is free and a host that waits."""
         hosts = self._state.hosts
         busy = {sender for sender, receiver in running if hosts[receiver].state == "receiving"}
-        together = self._options.topology == "star"
+        barred = {receiver for _, receiver in list(self._barred)}
         for receiver in [number for number, host in enumerate(hosts) if host.state == "waiting"]:
-            able = [HERE] if together else self._able(receiver)
-            sender = next((one for one in able if together or one not in busy), None)
+            able = self._able(receiver)
+            # Nobody else will: then it need not wait for this computer to be free.
+            at_once = self._options.topology == "star" or (able == [HERE] and receiver in barred)
+            sender = next((one for one in able if at_once or one not in busy), None)
             if sender is not None:
                 busy.add(sender)
                 yield sender, receiver
@@ -236,6 +238,8 @@ class _SyncRun:
         """Who may send to this host, the first choice first; nobody: it is to wait."""
         hosts = self._state.hosts
         others = [number for number in range(len(hosts)) if (number, receiver) not in self._barred]
+        if self._options.topology == "star":
+            return [HERE]
         if self._options.topology == "tree":
             return [HERE, *(number for number in others if self._sendable(number, receiver))]
         for before in reversed([number for number in others if number < receiver]):
