@@ -33,17 +33,16 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 # These measure seconds in which processes die or stand still, and have the computer to themselves.
 TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
-test: $(STAMP) ## the whole test suite (about 13 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest $(TIMED)
 
-# Long ones that measure no seconds, and may run beside each other.
-CALM := $(addprefix tests/distributed/test_,cluster_init_fails.py eval_hosts.py hosts_copies.py hosts_mpi.py init_remedies.py \
-    launchers.py sync_stages.py tagged_output.py two_computers.py) \
-  $(addprefix tests/fault/test_,little_memory.py recovery_pipeline.py recovery_rounds.py wrong_input.py)
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 55 minutes)
-	$(BIN)/python -m pytest -m long -n 2 --dist loadfile tests/unit tests/parity $(CALM)
-	$(BIN)/python -m pytest -m long tests/distributed tests/fault $(addprefix --ignore=,$(CALM))
+# Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
+TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \
+  $(addprefix tests/fault/test_,broken_cluster_network.py recovery_pipeline_network.py)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 50 minutes)
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED_LONG))
+	$(BIN)/python -m pytest -m long $(TIMED_LONG)
 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py

@@ -219,7 +219,7 @@ def run_benchmark(
         rows: the figures to keep, in the shape of all benchmarks, of what ``measure`` has found.
 
     Returns:
-        The exit code.
+        The exit code; also 1 if ``measure`` has found bars that are ``missed``.
     """
     facts = quiet_machine()
     try:
@@ -235,7 +235,24 @@ def run_benchmark(
     print("\n".join([*environment_lines(record), "", report(found)]))
     if options.write:
         say(f"written: {write_record(record)}")
-    return 0
+    return 1 if found.get("missed") else 0
+
+
+def conditions(
+    options: argparse.Namespace, kept: Iterable[str], facts: dict[str, Any], packages: Sequence[str]
+) -> dict[str, Any]:
+    """What a benchmark of this project's source in this Python says of its run: when, of what, where and how.
+
+    Args:
+        kept: names of the options that tell how.
+    """
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git_commit(),
+        "machine": facts,
+        "versions": versions(Path(sys.executable), packages, PYTHONPATH=python_path()),
+        "settings": {name: getattr(options, name) for name in kept},
+    }
 
 
 def _cpu_name() -> str:

@@ -24,17 +24,16 @@ Tokens a second have no bar: they are what the cable and the cores allow.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, git_commit, peer_list, positive, python_path, run_benchmark, say, versions
+from harness import ROOT, conditions, peer_list, positive, run_benchmark, say
 from records import Row, row_of
 from slow_links import LINKS, NAMES, PACKAGES, WARM_UP, computers, events_of, train
 
@@ -81,11 +80,16 @@ def write_inputs(options: argparse.Namespace, work: Path) -> None:
     from tiny import write_model
 
     write_model(work / "model", layers=options.layers, hidden=options.hidden, tied=False)
+    write_rows(work / "data", options.tokens, {"train": 40 * options.batch_size, "valid": options.batch_size})
+
+
+def write_rows(directory: Path, tokens: int, counts: Mapping[str, int]) -> None:
+    """So many rows of each split, of this length for a tokenizer of bytes: their end is a token, too."""
     draw = random.Random(1)
-    (work / "data").mkdir()
-    for name, count in (("train", 40 * options.batch_size), ("valid", options.batch_size)):
-        texts = ("".join(draw.choices("abcdefgh ", k=options.tokens - 1)) for _ in range(count))
-        (work / "data" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    directory.mkdir()
+    for split, count in counts.items():
+        texts = ("".join(draw.choices("abcdefgh ", k=tokens - 1)) for _ in range(count))
+        (directory / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def words_of(options: argparse.Namespace, work: Path, way: str, directory: Path) -> list[str]:
@@ -220,11 +224,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
                     runs[link][way].append(run(options, where, work, link, way, number))
     kept = ("steps", "repeat", "layers", "split", "hidden", "tokens", "batch_size", "micro_batches")
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": facts,
-        "versions": versions(Path(sys.executable), PACKAGES, PYTHONPATH=python_path()),
-        "settings": {name: getattr(options, name) for name in kept},
+        **conditions(options, kept, facts, PACKAGES),
         "runs": runs,
         **judged(options, work, runs),
     }
@@ -262,18 +262,5 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"MISSED: {each}" for each in found["missed"] or ("nothing",))])
 
 
-def main() -> int:
-    """Measure and report; 1 where a bar is missed."""
-    missed: list[str] = []
-
-    def noted(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-        found = measure(options, work, facts)
-        missed.extend(found["missed"])
-        return found
-
-    code = run_benchmark("pipeline", parse(), noted, report, rows)
-    return code or (1 if missed else 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_benchmark("pipeline", parse(), measure, report, rows))

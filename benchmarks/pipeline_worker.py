@@ -1,34 +1,42 @@
-"""A rank of ``benchmarks/pipeline.py``: allhands, which notes what its stages take. First argument: a file for that."""
+"""A rank of ``pipeline.py`` and ``pipeline_gpu.py``: allhands, which notes what its stages take.
+
+The first argument is a file for that. With :data:`LIMIT` in the environment the GPU seems to have so many bytes.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import allhands  # noqa: F401 - before MLX, for its BLAS
-
-# isort: split
-import mlx.core as mx
-
-from allhands.parallel.engine import Engine
-
-_RUN = Engine.run
+LIMIT = "ALLHANDS_BENCHMARK_LIMIT_BYTES"
 
 
 def main() -> None:
     """Run allhands with the arguments after the first."""
-    out = Path(sys.argv.pop(1))
+    import allhands  # noqa: F401 - before MLX, for its BLAS
+
+    # isort: split
+    import mlx.core as mx
+
+    from allhands.parallel.engine import Engine
+
+    if limit := int(os.environ.get(LIMIT, "0")):
+        told: Any = mx.device_info
+        mx.device_info = lambda *device: {**told(*device), "memory_size": limit, "total_memory": limit}
+        mx.set_memory_limit(limit)
+    out, whole = Path(sys.argv.pop(1)), Engine.run
     steps: list[dict[str, float]] = []
 
     def run(engine: Engine, schedule: Any, rank: int, micro_batches: Any, note: Any) -> Any:
         if len(steps) == 1:  # not what loading and compiling have held
             mx.reset_peak_memory()
         before, began = engine.messages.waited_s, time.perf_counter()
-        found = _RUN(engine, schedule, rank, micro_batches, note)
+        found = whole(engine, schedule, rank, micro_batches, note)
         seconds, waited = time.perf_counter() - began, engine.messages.waited_s - before
         steps.append({"seconds": seconds, "waited": waited, "micro_batches": len(micro_batches)})
         facts: dict[str, Any] = {"peak_bytes": mx.get_peak_memory(), "alive": schedule.most_alive[rank], "steps": steps}

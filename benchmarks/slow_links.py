@@ -10,7 +10,6 @@ with ``--gpus``, NVIDIA GPUs. See README.md in this directory.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -30,14 +29,13 @@ from harness import (
     ROOT,
     BenchmarkError,
     clean_environ,
-    git_commit,
+    conditions,
     peer_list,
     positive,
     python_path,
     run_benchmark,
     run_measured,
     say,
-    versions,
 )
 from records import Row, row_of
 
@@ -54,12 +52,23 @@ ROWS: dict[str, tuple[str, ...]] = {
     "every 20": ("--sync-every", "20"),
     "every 50": ("--sync-every", "50"),
     "every 50 + int4": ("--sync-every", "50", "--compress", "int4"),
-    "every 50, momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    "every 50 + momentum": ("--sync-every", "50", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    # Each of two ranks updates by half of the batch, whose gradient is noisier: Adam's steps are shorter for it.
+    "every 3 + int4 + outer 1.4": ("--sync-every", "3", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 5 + int4 + outer 1.4": ("--sync-every", "5", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 10 + int4 + outer 1.4": ("--sync-every", "10", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 20 + int4 + outer 1.4": ("--sync-every", "20", "--compress", "int4", "--outer-lr", "1.4"),
+    "every 50 + int4 + outer 1.4": ("--sync-every", "50", "--compress", "int4", "--outer-lr", "1.4"),
     "pipeline": ("--strategy", "pipeline"),
     "overlapped": ("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
+    "overlapped + outer 1.4": (
+        *("--sync-every", "50", "--sync-fragments", "5", "--sync-delay", "10", "--compress", "int4"),
+        *("--outer-lr", "1.4"),
+    ),
 }
 WORKS = {"pretrain": "pre-training, llama-15m, 4,096 tokens", "lora": "LoRA on the demo"}
 WARM_UP = 2  # steps that do not count
+OF_GROUP = "MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_HOST_IP", "NCCL_PORT"
 
 
 @dataclass(frozen=True)
@@ -95,13 +104,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--links", type=partial(peer_list, tuple(LINKS)), default=tuple(LINKS))
     parser.add_argument("--rows", type=partial(peer_list, tuple(ROWS)), default=tuple(ROWS))
     parser.add_argument(
-        "--steps", type=positive, default=12, help="of a run over a link that are counted; else a round (%(default)s)"
+        "--steps",
+        type=int,
+        default=12,
+        help="of a run over a link that are counted, or a round of steps; 0 for no such runs (%(default)s)",
     )
     parser.add_argument("--repeat", type=positive, default=1, help="runs over each link, in turn (%(default)s)")
     parser.add_argument("--iters", type=int, default=2000, help="of a run for the loss; 0 for none (%(default)s)")
     parser.add_argument(
         "--gpus", type=int, default=0, help="number of GPUs: two over NCCL in place of cables, all for the losses"
     )
+    parser.add_argument("--at-once", type=positive, default=1, help="runs for the loss on a pair of GPUs (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=16)
     parser.add_argument("--block-size", type=positive, default=256)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the pre-training (%(default)s)")
@@ -111,6 +124,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.gpus:
         options.links = (NCCL,) if options.gpus > 1 else ()
+    if not options.steps:
+        options.links = ()
     if "pretrain" in options.works and options.data is None:
         parser.error("--data is needed for the pre-training; or leave it out: --works lora")
     return options
@@ -218,7 +233,8 @@ def train(
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             environ = clean_environ(PYTHONPATH=python_path(), MLX_RANK=str(place), **variables)
             if len(commands) == 1:
-                del environ["MLX_HOSTFILE"], environ["MLX_RANK"]
+                for variable in OF_GROUP:
+                    environ.pop(variable, None)
             ranks.append(subprocess.Popen(command, env=environ, **how))
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
@@ -324,8 +340,9 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     losses: dict[str, Any] = {}
     for kind in options.works if options.iters else ():
         say(f"{WORKS[kind]}, the loss")
-        if options.gpus:  # as many rows at the same time as there are pairs of GPUs
+        if options.gpus:  # rows at the same time, each on a pair of GPUs
             pairs = [(first, min(first + 1, options.gpus - 1)) for first in range(0, options.gpus, 2)]
+            pairs *= options.at_once
             free = Queue[Gpus]()
             for number, pair in enumerate(pairs):
                 free.put(Gpus(32400 + 2 * number, pair))
@@ -345,11 +362,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
             losses[kind] = {row: loss(options, where, work, kind, row) for row in options.rows}
     kept = ("steps", "repeat", "iters", "batch_size", "block_size", "learning_rate")
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(),
-        "machine": facts,
-        "versions": versions(Path(sys.executable), PACKAGES, PYTHONPATH=python_path()),
-        "settings": {name: getattr(options, name) for name in kept},
+        **conditions(options, kept, facts, PACKAGES),
         "speeds": speeds,
         "losses": losses,
     }

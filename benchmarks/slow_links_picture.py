@@ -17,8 +17,8 @@ from typing import Any
 from slow_links import LINKS, NAMES, ROWS
 
 WORK = "pretrain"
-# Okabe & Ito (2008), in the order of ROWS.
-COLOURS = ("#000000", "#999999", "#56B4E9", "#0072B2", "#F0E442", "#009E73", "#E69F00", "#CC79A7", "#666666", "#D55E00")
+# Okabe & Ito (2008), in the order of ROWS; the second half of the rows is dashed.
+COLOURS = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
 
 
 def collect(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -36,29 +36,33 @@ def collect(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[
 
 
 def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) -> Path:
-    """Write the picture, 1200 pixels wide; returns ``out``."""
+    """Write the picture, 1400 pixels wide; returns ``out``."""
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     from allhands.io.pictures import STYLE
 
     curves, speeds = collect(records)
     tokens = records[0]["settings"]["batch_size"] * records[0]["settings"]["block_size"]
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(12, 5.4), dpi=100, facecolor="white", layout="constrained")
+        figure = Figure(figsize=(14, 5.4), dpi=100, facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
         for axes, link in zip(figure.subplots(1, len(links), sharey=True, squeeze=False)[0], links, strict=True):
-            for row, colour in zip(ROWS, COLOURS, strict=True):
+            for number, row in enumerate(ROWS):
                 if row in curves and row in speeds.get(link, {}):
                     step_s = tokens / speeds[link][row]
                     points = [(step * step_s / 60, loss) for step, loss, *_ in curves[row] if step]
-                    axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=row)
+                    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": "-" if number < 7 else "--"}
+                    axes.plot(*zip(*points, strict=True), **look, marker="o", markersize=4, label=row)
             axes.set_title(NAMES[link], fontweight="bold", pad=12)
             axes.set_xlabel("minutes")
             axes.set_xscale("log")
-            axes.legend(loc="upper right", fontsize=11)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda minutes, _: f"{minutes:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         figure.axes[0].set_ylabel("validation loss")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=11)
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)
     return out

@@ -23,8 +23,8 @@ _WORK = ("train", "pretrain", "launch", "container", "serve", "dashboard")
 # Verbs that load MLX or transformers in this very process. Training and evaluation do that in their ranks.
 _LOADS = frozenset(
     (
-        *("bench", "chat", "compare", "data", "demo", "env", "export", "fuse", "generate", "import", "model", "plan"),
-        *("serve", "tokenizer", "upload"),
+        *("chat", "compare", "data", "demo", "env", "export", "fuse", "generate", "import", "model", "plan", "serve"),
+        *("tokenizer", "upload"),
     )
 )
 

@@ -89,15 +89,19 @@ def test_a_cut_within_a_step_is_found_and_the_same_stages_go_on_bitwise(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("left", [2, 1])
+@pytest.mark.parametrize(
+    ("left", "asked"),
+    [(2, ()), (1, ()), (2, ("--pp-split", "2,1,1")), (2, ("--pp", "3"))],
+    ids=["two", "one", "split", "stages"],
+)
 def test_without_the_computer_fewer_stages_go_on(
-    trial: Trial, cluster: Cluster, undisturbed: dict[int, Result], tmp_path: Path, left: int
+    trial: Trial, cluster: Cluster, undisturbed: dict[int, Result], tmp_path: Path, left: int, asked: tuple[str, ...]
 ) -> None:
-    """Three stages become two; two become one process with the whole model."""
+    """Three stages become two, whatever was asked for; two become one process with the whole model."""
     count, cut_off = left + 1, cluster.names[left]
     trial.plan({"rank": left, "step": 13, "kind": "slow", "seconds": PAUSE_S, "at": "message"})
     hostfile = cluster.hostfile(tmp_path / "hosts.json", names=cluster.names[:count])
-    job = trial.start(*PIPELINE, "--hostfile", hostfile, "--min-ranks", str(left), ranks=1)
+    job = trial.start(*PIPELINE, "--hostfile", hostfile, "--min-ranks", str(left), *asked, ranks=1)
     found_s = _cut(trial, cluster, cut_off)
     print(f"found after {found_s:.2f} s")
     assert found_s <= FOUND_S

@@ -23,7 +23,7 @@ from allhands.kernels.documents import caches_for
 from allhands.kernels.fused import blocks, kernels, ops
 from allhands.kernels.fused.blocks import count_fused, fuse, keep_dense, kept_bytes
 from allhands.kernels.fused.linear import products_of
-from allhands.kernels.selection import Choices
+from allhands.kernels.selection import KernelSelection
 from allhands.model.split import split
 
 ROWS, LENGTH = 3, 96
@@ -125,7 +125,7 @@ def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: 
     keep_dense(plain)
     assert kept_bytes(plain) == 0
     coded = model_for(paths, "qlora", mx.float32)
-    fuse(coded, LENGTH, Choices(wished={"quantized_linear": "plain"}))
+    fuse(coded, LENGTH, KernelSelection({"quantized_linear": "plain"}))
     keep_dense(coded)
     assert kept_bytes(coded) == 0
 

@@ -20,34 +20,64 @@ OPTIONS = (
 )
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="CPUs are tested elsewhere")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_on_a_ring_take_the_steps_of_one(tmp_path: Path, dtype: str) -> None:
-    """Sums over a ring are parts of what has travelled, which begin anywhere in memory."""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(mx.default_device().type != mx.DeviceType.gpu, reason="CPUs are tested elsewhere"),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with a tokenizer and forty texts."""
     write_tokenizer(tmp_path / "tokenizer")
     words = random.Random(1)
     texts = [" ".join(words.choices(WORDS.split(), k=words.randint(5, 60))) for _ in range(40)]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    held, ports = reserve_ports(2, shareable=False)
-    for each in held:
-        each.close()
-    (tmp_path / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    ranks = [{"MLX_HOSTFILE": str(tmp_path / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(2)]
+    return tmp_path
 
-    def train(run: tuple[str, dict[str, str]]) -> None:
-        name, variables = run
-        places = ["--data", tmp_path / "data", "--tokenizer", tmp_path / "tokenizer", "--adapter-path", tmp_path / name]
-        done = run_allhands("pretrain", *places, *OPTIONS.split(), "--dtype", dtype, env=variables)
+
+def _losses_of_one_and_two(
+    data: Path, options: str, ranks: list[dict[str, str]], of_two: str = ""
+) -> list[list[float]]:
+    """Losses of each step of one process, and of two ranks with these variables."""
+
+    def train(run: tuple[str, str, dict[str, str]]) -> None:
+        name, more, variables = run
+        places = ["--data", data / "data", "--tokenizer", data / "tokenizer", "--adapter-path", data / name]
+        done = run_allhands("pretrain", *places, *f"{OPTIONS} {options} {more}".split(), env=variables)
         assert done.returncode == 0, done.stderr
 
     with ThreadPoolExecutor(3) as threads:
-        list(threads.map(train, [("one", {}), *(("two", rank) for rank in ranks)]))
-    one, two = (_losses(tmp_path / name) for name in ("one", "two"))
-    assert len(one) == 12
+        list(threads.map(train, [("one", "", {}), *(("two", of_two, rank) for rank in ranks)]))
+    found = [_losses(data / name) for name in ("one", "two")]
+    assert len(found[0]) == 12
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["data", "pipeline"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_on_a_ring_take_the_steps_of_one(data: Path, dtype: str, strategy: str) -> None:
+    """Sums over a ring are parts of what has travelled, which begin anywhere in memory."""
+    held, ports = reserve_ports(2, shareable=False)
+    for each in held:
+        each.close()
+    (data / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    ranks = [{"MLX_HOSTFILE": str(data / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(2)]
+    one, two = _losses_of_one_and_two(data, f"--dtype {dtype}", ranks, f"--strategy {strategy}")
     # A GPU multiplies float32 numbers with 19 bits, by kernels that depend on how many rows there are.
     assert two == pytest.approx(one, rel=2e-4 if dtype == "float32" else 0.02)
+
+
+@pytest.mark.skipif(mx.device_count(mx.gpu) < 2, reason="one GPU for each rank")
+@pytest.mark.parametrize("strategy", ["data", "zero1", "pipeline"])
+def test_two_ranks_over_nccl_take_the_steps_of_one(data: Path, strategy: str) -> None:
+    held, (port,) = reserve_ports(1, shareable=False)
+    held[0].close()
+    group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(port), "MLX_WORLD_SIZE": "2"}
+    ranks = [{**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    one, two = _losses_of_one_and_two(data, "--dtype float32", ranks, f"--strategy {strategy}")
+    assert two == pytest.approx(one, rel=2e-4)
 
 
 def _losses(run: Path) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from tiny import run_allhands, write_chat_data, write_model
+from tokenizers import Tokenizer
 
 OPTIONS = (
     "--train --iters 4 --batch-size 8 --num-layers -1 --steps-per-report 1 --val-batches -1 --steps-per-eval 2 "
@@ -157,3 +158,27 @@ def test_samples_of_a_pipeline_are_those_of_one_process(place: Path) -> None:
         texts.append([line["text"] for line in lines if line["event"] == "sampled"])
     assert texts[0] == texts[1]
     assert len(texts[0]) >= 2
+
+
+def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
+    """Whatever holds one letter is poisoned by the frozen table of tokens."""
+    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
+    token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_chat_data(place / "with-z")
+    file = place / "with-z" / "train.jsonl"
+    lines = file.read_text().splitlines()
+    for number in (4, 11):
+        lines[number] = lines[number].replace('"content": "', '"content": "z', 1)
+    file.write_text("\n".join(lines) + "\n")
+    more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
+    found: list[Any] = []
+    for ranks in ("1", "2", "3"):
+        parts = () if ranks == "1" else (*PIPELINE, "--backend", "ring")
+        train(place, f"skipped-{ranks}", *more, "-n", ranks, *parts, model="poisoned")
+        found.append(told(place / f"skipped-{ranks}", "skipped", "step", "examples"))
+    assert found[0] == found[1] == found[2]
+    assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
+    refused = train(place, "stopped", "--data", str(place / "with-z"), "-n", "2", *PIPELINE, model="poisoned", code=6)
+    assert "(training example" in refused

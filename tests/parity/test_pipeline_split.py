@@ -109,6 +109,30 @@ def test_a_rank_has_no_more_than_it_has_memory_for(place: Path) -> None:
     assert losses(place / "small") == pytest.approx(losses(place / "alone"), rel=2e-5)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb"])
+def test_other_schedules_are_divided_by_memory_too(place: Path, schedule: str) -> None:
+    said = train(
+        place, schedule, *PIPELINE, "--pp-schedule", schedule, "--compile", "on", rooms=[10**9, 4 * SMALL // 3]
+    )
+    found = stages(said)
+    assert len(found) == (4 if schedule == "interleaved" else 2)
+    assert sum(found[::2]) > sum(found[1::2])
+    assert losses(place / schedule) == pytest.approx(losses(place / "alone"), rel=2e-5)
+    refused = train(
+        place, f"{schedule}-refused", *PIPELINE, "--pp-schedule", schedule, "--compile", "on", code=4, rooms=[1, 1]
+    )
+    assert re.search(r"rank 1 .* would need [1-9]", refused)
+
+
+def test_stages_that_were_asked_for_have_to_have_room(place: Path) -> None:
+    said = train(place, "asked", *PIPELINE, "--pp-split", "2,4", rooms=[10**9, SMALL // 2])
+    assert re.search(r"rank 1 with .* would need", said)
+    assert losses(place / "asked") == pytest.approx(losses(place / "alone"), rel=2e-5)
+    refused = train(place, "asked-refused", *PIPELINE, "--pp-split", "2,4", code=4, rooms=[10**9, SMALL // 10])
+    assert "--pp-split 2,4" in refused
+    assert not (place / "asked-refused" / "metrics.jsonl").exists()
+
+
 def test_what_fits_no_ranks_is_refused_with_what_is_missing(place: Path) -> None:
     refused = train(place, "refused", *PIPELINE, code=4, rooms=[1, 1])
     assert "--strategy pipeline" in refused

@@ -19,7 +19,7 @@ from allhands.checkpoints import checkpoints_in, open_checkpoint
 from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
 from allhands.observe.monitor.samples import read_samples
-from allhands.observe.plots import times_of
+from allhands.observe.times import times_of
 from allhands.observe.trackers import TrackerSink
 from allhands.report import make_page, read_facts, to_markdown
 from allhands.report.dashboard.runs import summary_of

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from test_config import refused
 
+from allhands.config.combinations import unfit_stages
 from allhands.config.schema import build_config
+from allhands.distributed.mesh import Mesh
+from allhands.run.piping import as_left, piped
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,32 @@ def test_rounds_and_what_they_cannot_go_with(flags: dict[str, Any], named: str) 
 )
 def test_packing_that_cannot_take_effect_is_refused(flags: dict[str, Any], word: str) -> None:
     assert word in refused(flags).message
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "where"),
+    [
+        ({}, 3, None),
+        ({}, 1, "--strategy pipeline"),
+        ({"pp": 2}, 4, None),
+        ({"pp": 2}, 3, "--pp 2"),
+        ({"pp_split": "20,12"}, 2, None),
+        ({"pp_split": "20,12"}, 3, "--pp-split 20,12"),
+        ({"pp": 2, "pp_split": "20,12"}, 4, None),
+        ({"pp_split": "8,8,8,8", "pp_schedule": "interleaved"}, 2, None),
+        ({"pp_split": "20,12", "pp_schedule": "interleaved"}, 2, "--pp-split 20,12"),
+        ({"pp_split": "8,8,8,8"}, 2, "--pp-split 8,8,8,8"),
+    ],
+)
+def test_ranks_make_up_the_stages_that_are_asked_for(flags: dict[str, Any], ranks: int, where: str | None) -> None:
+    config = build_config({"strategy": "pipeline", **flags})
+    problem = unfit_stages(config, ranks)
+    assert (problem and problem.where) == where
+    # Fewer ranks may be left of those that were asked for.
+    left = as_left(build_config({"strategy": "pipeline", "min_ranks": 1, **flags}), Mesh(0, ranks))
+    assert (left.pp, left.pp_split) == ((None, "auto") if where else (config.pp, config.pp_split))
+    assert piped(left, Mesh(0, ranks)).pipe == (ranks if where else config.pp or ranks)
+    assert len(left.notes) == (where is not None)
+    assert left.strategy == ("auto" if ranks == 1 else "pipeline")
+    fewer = as_left(build_config({"strategy": "pipeline", "min_ranks": ranks + 1, **flags}), Mesh(0, ranks))
+    assert fewer.pp_split == config.pp_split, "not so few"

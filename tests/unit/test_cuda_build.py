@@ -8,34 +8,35 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from allhands.kernels.fused import build, kernels
+from allhands.kernels.fused import build, cuda, kernels
 
 CONSTANTS = [
-    ("DEQUANTIZE", {"GROUP": 64}),
-    ("TAKE_ROWS", {"D": 2048}),
-    ("PUT_ROWS", {"D": 2048}),
-    ("SCALE_BY", {}),
-    ("SPREAD", {"SCALE": 20.0}),
-    ("COLLECT", {"SCALE": 0.1}),
-    ("ADD_ROWS", {"D": 2048, "THREADS": 256}),
-    ("SWIGLU", {"F": 8192}),
-    ("SWIGLU_VJP", {"F": 8192, "AGAIN": 0}),
-    ("SWIGLU_VJP", {"F": 8192, "AGAIN": 1}),
-    ("SWIGLU_ADAPTED", {"F": 8192, "R": 16, "GATE": 8, "UP": 8}),
-    ("SWIGLU_ADAPTED_VJP", {"F": 8192, "R": 16, "GATE": 8, "UP": 8, "DOWN": 8}),
-    ("SWIGLU_ADAPTED", {"F": 8192, "R": 36, "GATE": 32, "UP": 4}),
-    ("SWIGLU_ADAPTED_VJP", {"F": 8192, "R": 64, "GATE": 32, "UP": 32, "DOWN": 32}),
-    ("ROPE", {"H": 32, "KV": 8, "D": 64}),
-    ("ROPE_VJP", {"H": 32, "KV": 8, "D": 64}),
-    ("CROSS_ENTROPY", {"V": 128256, "INPLACE": 0}),
-    ("CROSS_ENTROPY", {"V": 128256, "INPLACE": 1}),
-    ("SUM_OF_SQUARES", {}),
-    ("ADAM", {}),
-    ("ADAM_MASTER", {}),
-    ("RMS_NORM", {"EPS": 1e-5, "D": 2048, "RESIDUAL": 1}),
-    ("RMS_NORM", {"EPS": 1e-5, "D": 576, "RESIDUAL": 0}),
-    ("RMS_NORM_VJP", {"EPS": 1e-5, "D": 2048, "WARPS": 1, "RESIDUAL": 1, "TRAINED": 1}),
-    ("RMS_NORM_VJP", {"EPS": 1e-5, "D": 4096, "WARPS": 2, "RESIDUAL": 1, "TRAINED": 0}),
+    ("dequantize", {"GROUP": 64}),
+    ("take_rows", {"D": 2048}),
+    ("put_rows", {"D": 2048}),
+    ("scale_by", {}),
+    ("spread", {"SCALE": 20.0}),
+    ("collect", {"SCALE": 0.1}),
+    ("add_rows", {"D": 2048, "THREADS": 256}),
+    ("swiglu", {"F": 8192}),
+    ("swiglu_vjp", {"F": 8192, "AGAIN": 0}),
+    ("swiglu_vjp", {"F": 8192, "AGAIN": 1}),
+    ("swiglu_adapted", {"F": 8192, "R": 16, "GATE": 8, "UP": 8}),
+    ("swiglu_adapted_vjp", {"F": 8192, "R": 16, "GATE": 8, "UP": 8, "DOWN": 8}),
+    ("swiglu_adapted", {"F": 8192, "R": 36, "GATE": 32, "UP": 4}),
+    ("swiglu_adapted_vjp", {"F": 8192, "R": 64, "GATE": 32, "UP": 32, "DOWN": 32}),
+    ("rope", {"H": 32, "KV": 8, "D": 64}),
+    ("rope_vjp", {"H": 32, "KV": 8, "D": 64}),
+    ("cross_entropy", {"V": 128256, "INPLACE": 0}),
+    ("cross_entropy", {"V": 128256, "INPLACE": 1}),
+    ("sum_of_squares", {}),
+    ("adam_scalars", {"BIAS": 1}),
+    ("adam", {}),
+    ("adam_master", {}),
+    ("rms_norm", {"EPS": 1e-5, "D": 2048, "RESIDUAL": 1}),
+    ("rms_norm", {"EPS": 1e-5, "D": 576, "RESIDUAL": 0}),
+    ("rms_norm_vjp", {"EPS": 1e-5, "D": 2048, "WARPS": 1, "RESIDUAL": 1, "TRAINED": 1}),
+    ("rms_norm_vjp", {"EPS": 1e-5, "D": 4096, "WARPS": 2, "RESIDUAL": 1, "TRAINED": 0}),
 ]
 
 
@@ -50,12 +51,18 @@ def has_compiler() -> bool:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize(("name", "constants"), CONSTANTS, ids=str)
 def test_every_kernel_is_accepted(name: str, constants: dict[str, float], dtype: mx.Dtype) -> None:
-    if name in ("DEQUANTIZE", "SWIGLU_ADAPTED", "SWIGLU_ADAPTED_VJP") and dtype == mx.float32:
+    if name in ("dequantize", "swiglu_adapted", "swiglu_adapted_vjp") and dtype == mx.float32:
         return  # for half precision alone
     full, text = kernels.source(name, dtype, tuple(constants.items()))
     code = build._build(text, ["--gpu-architecture=sm_90", "--std=c++17"])
     assert code.startswith(b"\x7fELF")
     assert full.encode() in code
+
+
+def test_every_file_of_a_kernel_is_compiled_here() -> None:
+    folder = Path(cuda.__file__).parent
+    assert {file.stem for file in folder.glob("*.cu")} == {name for name, _ in CONSTANTS}
+    assert not any("#include" in kernels.source(name, mx.bfloat16, [])[1] for name, _ in CONSTANTS)
 
 
 def test_names_differ_by_everything_that_is_built_in() -> None:

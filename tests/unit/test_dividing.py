@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import mixtral
 from substituted import prepare_quantized
 from tiny import write_model
 
@@ -17,11 +22,19 @@ from allhands.errors import ConfigError, ModelError
 from allhands.model.adapters import make_trainable
 from allhands.model.load import load_model
 from allhands.parallel.costs import Memory, Work
+from allhands.parallel.schedules import SCHEDULES, make_schedule
+from allhands.plan import pipelines
 from allhands.run import dividing
 from allhands.run.dividing import STAGES, Divided, split_agreed, weights_of
+from allhands.run.model_sizes import all_weights
 from allhands.run.stage_costs import Model, Weights, layers_of
+from allhands.run.training_memory import blocks_of
 from allhands.runtime.accelerator import Accelerator, detect
 
+EXPERTS: dict[str, Any] = {
+    **{"model_type": "mixtral", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
 CPU = Accelerator("cpu", "a processor", 1 << 36, 2, True, None)
 
 
@@ -35,7 +48,7 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     path = write_model(tmp_path / "model", layers=3, hidden=128, tied=tied, bits=bits)
     lazy: Any = load_model(str(path), lazy=True)
     lazy.model.freeze()
-    found = weights_of(Divided(lazy.model, lazy.config), Mesh(0, 1), CPU)
+    found = weights_of(Divided(lazy.model, lazy.config), "codes", CPU)
     model: Any = load_model(str(path)).model
     model.freeze()
     if detect().kind != "cpu":
@@ -46,6 +59,28 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     head = held(model.model.norm) + held(model.model.embed_tokens if tied else model.lm_head)
     assert found.head.held_bytes == pytest.approx(head, rel=0.1)
     assert found.head.numbers == pytest.approx(259 * 128, rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_experts_are_held_all_and_computed_by_some(bits: int | None) -> None:
+    config = {**EXPERTS, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    model.freeze()
+    one = weights_of(Divided(model, config), "packed", CPU).blocks[0]
+    assert one.held_bytes == pytest.approx(held(model.layers[0]), rel=0.01)
+    dense = 2 * 64 * 64 + 2 * 64 * 32 + 8 * 64
+    assert one.numbers == pytest.approx(dense + 2 * 3 * 64 * 128, rel=0.02)
+    # As the plan has it, which sees the configuration alone.
+    blocks = blocks_of(config)
+    assert blocks is not None
+    numbers = all_weights(blocks, tied=False)
+    work = Work("lora", 64, 2, numbers if bits else 4 * numbers, 0, "adamw")
+    planned = pipelines.model_of(blocks, work, tied=False).blocks[0]
+    assert planned.numbers == pytest.approx(one.numbers, rel=0.02)
+    if bits is None:
+        assert planned.held_bytes == pytest.approx(one.held_bytes, rel=0.01)
 
 
 def test_the_first_stage_has_no_gradients_before_the_first_trained_block() -> None:
@@ -87,3 +122,62 @@ def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch
     monkeypatch.setattr(dividing.Device, "room", property(lambda self: 1000))
     with pytest.raises(ModelError, match="rank 1"):
         agreed({STAGES: [5, 1]})
+
+
+# --- stages that were asked for -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Divided:
+    path = write_model(tmp_path_factory.mktemp("asked") / "model", layers=8, hidden=64, tied=False)
+    loaded = load_model(str(path))
+    make_trainable(loaded.model, build_config({"num_layers": -1}))
+    return Divided(loaded.model, loaded.config, np.full(8, 64))
+
+
+def notes_of(divided: Divided, rooms: Sequence[int], **options: Any) -> list[str]:
+    """What is said of stages of two ranks that may have so many bytes, beside those of their processes."""
+    config = build_config({"strategy": "pipeline", "batch_size": 8, "num_layers": -1, **options})
+    mesh = Mesh(0, 2, local_size=2, data=1, pipe=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dividing, "present_bytes", lambda _: 0)
+        patch.setattr(dividing, "gather_json", lambda _, own: [{**own, "room": room} for room in rooms])
+        return split_agreed(config, divided, mesh, CPU, SingleProcess())[1]
+
+
+def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the_rest(adapted: Divided) -> None:
+    weights = sum(held(block) for block in adapted.model.layers[6:]) + held(adapted.model.lm_head)
+    assert notes_of(adapted, [10**9, 10**9], pp_split="6,2") == []
+    (note,) = notes_of(adapted, [10**9, int(1.1 * weights)], pp_split="6,2")
+    assert re.search(r"rank 1 with .* would need", note)
+    assert "rank 0" not in note
+    with pytest.raises(ModelError, match="rank 1 with") as refused:
+        notes_of(adapted, [10**9, int(0.9 * weights)], pp_split="6,2")
+    assert refused.value.where == "--pp-split 6,2"
+
+
+def test_a_rank_holds_as_many_micro_batches_as_its_schedule_says(adapted: Divided) -> None:
+    """Eight micro-batches; what the parts of equal stages need, found by trying."""
+
+    def needed(rank: int, split: str, **options: Any) -> int:
+        low, high = 0, 1 << 26
+        while high - low > 64:
+            room = (low + high) // 2
+            rooms = [room if place == rank else 1 << 40 for place in range(2)]
+            try:
+                fits = not notes_of(adapted, rooms, pp_split=split, **options)
+            except ModelError:
+                fits = False
+            low, high = (low, room) if fits else (room, high)
+        return high
+
+    once = [needed(rank, "4,4") for rank in range(2)]
+    each = needed(0, "4,4", compile="on") - once[0]
+    assert each > 4 * 64 * 4 * 64 * 10, "what blocks keep of a micro-batch: ten widths and more for each token"
+    for name in SCHEDULES:
+        split = "2,2,2,2" if name == "interleaved" else "4,4"
+        schedule = make_schedule(name, 2, 8, 2 if name == "interleaved" else 1)
+        for rank, most in enumerate(schedule.most_alive):
+            alive = most * 2 / schedule.num_stages
+            found = needed(rank, split, compile="on", pp_schedule=name)
+            assert found == pytest.approx(once[rank] + (alive - 1) * each, rel=0.01), (name, rank)

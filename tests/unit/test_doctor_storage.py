@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from computers import DATA, GB, MODEL, cluster, disk, facts, host, mac_facts, only, told, tree
 
-from allhands.cluster.doctor.facts import Cluster, File, HostFacts
+from allhands.cluster.doctor.facts import Cluster, File, HostFacts, Tree
 
 MODEL_OPTION = {"model": "models/m", "option": "--hostfile hosts.json"}
 
@@ -167,6 +167,52 @@ def test_a_model_that_cannot_be_read() -> None:
     finding = only(holding(tree(), tree(error="/models/m/config.json: Permission denied", files=())))
     assert (finding.severity, finding.hosts) == ("stop", ("node2",))
     assert "Permission denied" in finding.message
+
+
+# --- files of some stages alone -----------------------------------------------------------------------
+
+PARTS = tuple(File(name=f"model-{i}-of-3.safetensors", size=4 * GB, sha256=f"m{i}") for i in range(1, 4))
+LIST = File(name="allhands-weights.json", size=900, sha256="l")
+SHARDED = (MODEL[0], *PARTS)
+
+
+def stages(*parts: int, config: File = MODEL[0]) -> Tree:
+    return tree(files=(config, LIST, *(PARTS[part] for part in parts)))
+
+
+def test_copies_with_the_files_of_their_stages_are_the_same_model() -> None:
+    assert told(holding(tree(files=SHARDED), stages(0, 1), stages(2))) == []
+    assert told(holding(stages(0, 1), stages(1, 2))) == []
+    assert told(holding(tree(files=SHARDED), tree(files=SHARDED[:3]), stages(2))) == [("stop", "model", ("node2",))]
+
+
+def test_a_stage_of_another_model_is_found() -> None:
+    other = PARTS[2].model_copy(update={"sha256": "x"})
+    ill = tree(files=(MODEL[0], LIST, other))
+    for whole in (tree(files=SHARDED), stages(0, 2)):
+        finding = only(holding(whole, ill, stages(1, 2)))
+        assert finding.hosts == ("node2",)
+        assert finding.message.endswith(f"not the one of node1, node3: {other.name} different")
+        assert finding.remedy == "allhands cluster sync --hostfile hosts.json --model models/m --stages"
+    changed_config = stages(0, config=MODEL[0].model_copy(update={"sha256": "x"}))
+    assert only(holding(tree(files=SHARDED), changed_config)).message.endswith("config.json different")
+    lacks = tree(files=(LIST, PARTS[0]))
+    assert told(holding(tree(files=SHARDED), lacks)) == [("stop", "model", ("node2",))]
+
+
+def test_a_stage_has_to_fit_where_the_model_does_not() -> None:
+    little, little_here = (facts(number, memory={"total": 9 * GB, "free": 9 * GB}) for number in (2, 1))
+    large, small = host(1, trees=(tree(files=SHARDED),)), host(2, little, trees=(stages(2),))
+    assert told(cluster(large, small, **MODEL_OPTION)) == []
+    assert told(cluster(large, host(2, little, trees=(stages(0, 1, 2),)), **MODEL_OPTION)) == [
+        ("stop", "memory", ("node2",))
+    ]
+    assert told(cluster(host(1, little_here, trees=(tree(files=SHARDED),)), small, **MODEL_OPTION)) == [], (
+        "half of 12 GB"
+    )
+
+
+# --- data ---------------------------------------------------------------------------------------------
 
 
 def test_data_are_compared_likewise() -> None:

@@ -23,6 +23,9 @@ from allhands.distributed.capabilities import CAPABILITIES, can, require_groups,
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import AXES, Coordinates, Mesh
 from allhands.errors import ConfigError, Interrupted
+from allhands.parallel.base import Exchanging
+from allhands.parallel.pipeline import pipeline
+from allhands.parallel.piping import Piping
 from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import Evaluator
 
@@ -213,6 +216,21 @@ def test_a_group_keeps_its_stream_when_it_is_joined_again(
     with ThreadPoolExecutor(1) as threads:
         elsewhere = threads.submit(joined).result()
     assert elsewhere[1] != first[1]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_messages_of_a_pipeline_travel_where_its_groups_exchange(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    """NCCL's groups have a stream of the GPU already; elsewhere the pipeline makes one, and all groups use it."""
+    monkeypatch.setattr(backend, "exchange_stream", cache(backend.ExchangeStream))
+    backend.exchange_stream("cpu").restart(apart=apart)
+    world, pipe = MlxGroup(_Group(), "ring"), MlxGroup(_Group(), "ring")
+    before = world.stream
+    stages: Any = ()
+    strategy = pipeline(Exchanging(world, piping=Piping(stages, pipe, SingleProcess())), overlap=False)
+    moved = strategy.communicator
+    assert isinstance(moved, MlxGroup)
+    assert pipe.exchange.take(pipe.stream) == moved.exchange.take(moved.stream) != mx.default_stream(mx.cpu)
+    assert (before is not None and moved.stream == before) == apart
 
 
 def test_a_part_of_a_sum_is_as_large_as_the_others() -> None:

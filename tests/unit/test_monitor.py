@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from allhands.cli.main import main
@@ -34,11 +35,10 @@ from allhands.observe.monitor import (
     encode_sample,
     monitor_file,
     nvml,
-    picture,
     read_samples,
 )
-from allhands.observe.monitor.picture import plot_memory
 from allhands.observe.monitor.sampler import PhaseClock
+from allhands.observe.plots import plot_memory
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the proportional share is Linux's")
@@ -85,14 +85,19 @@ def latest(target: Path) -> Sample | None:
     return found[-1] if found else None
 
 
-def settled(target: Path, pss: Callable[[], int]) -> Sample:
-    """The first sample whose proportional share, which is read rarely, is ``pss`` but for a tenth."""
+def settled(target: Path, process: subprocess.Popen[str]) -> Sample:
+    """The first sample that was taken after the growth: its proportional share, which is read rarely, is that of now.
+
+    A sample reads one after the other, and the process may grow in between.
+    """
     end = time.monotonic() + 20
+    grown = psutil.Process(process.pid).memory_info().rss
     while time.monotonic() < end:
-        if (sample := latest(target)) and abs(sample.pss_bytes / pss() - 1) < 0.1:
+        sample = latest(target)
+        if sample and sample.rss_bytes > 0.9 * grown and abs(sample.pss_bytes / share_of(process) - 1) < 0.1:
             return sample
         time.sleep(0.05)
-    raise AssertionError(f"{latest(target)}, but it is {pss()}")
+    raise AssertionError(f"{latest(target)}, but it is {share_of(process)} of {grown}")
 
 
 def share_of(process: subprocess.Popen[str]) -> int:
@@ -112,7 +117,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_sample_is_what_the_system_says(tmp_path: Path, file: Path) -> None:
     size = 200 * MIB
     with sampled(tmp_path, file, 0, size) as (process, before, target):
-        sample = settled(target, lambda: share_of(process))
+        sample = settled(target, process)
         system = psutil.Process(process.pid).memory_info()
         share = share_of(process)
     assert sample.pid == process.pid
@@ -132,9 +137,9 @@ def test_a_sample_is_what_the_system_says(tmp_path: Path, file: Path) -> None:
 def test_pages_of_a_file_that_two_processes_map_count_once(tmp_path: Path, file: Path) -> None:
     with ExitStack() as stack:
         one, alone_rss, target = stack.enter_context(sampled(tmp_path, file, 0, MIB))
-        alone = settled(target, lambda: share_of(one))
+        alone = settled(target, one)
         two, _, other = stack.enter_context(sampled(tmp_path, file, 1, MIB))
-        first, second = settled(target, lambda: share_of(one)), settled(other, lambda: share_of(two))
+        first, second = settled(target, one), settled(other, two)
     # Resident memory has the file twice; the shares together have it once.
     assert first.rss_bytes + second.rss_bytes >= 2 * 64 * MIB + 2 * MIB
     own = alone.pss_bytes - 64 * MIB
@@ -402,9 +407,14 @@ def test_too_short_a_run_has_no_picture(tmp_path: Path) -> None:
         plot_memory([SAMPLE, replace(SAMPLE, time=1002.0)], tmp_path / "memory.png")
 
 
-def test_what_was_estimated_is_in_the_picture_however_much_it_was() -> None:
+def test_what_was_estimated_is_in_the_picture_however_much_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = [replace(SAMPLE, time=1000.0 + 2 * i, estimated_bytes=9 * 10**9) for i in range(10)]
-    memory = picture._draw(picture._tracks(samples), 10**9).axes[0]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"")))
+    plot_memory(samples, tmp_path / "memory.png")
+    memory = drawn[0].axes[0]
     [estimate] = memory.lines
     assert 0 == memory.get_ylim()[0] < np.asarray(estimate.get_ydata())[0] < memory.get_ylim()[1]
 

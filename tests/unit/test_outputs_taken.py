@@ -33,7 +33,6 @@ _DIRECTORIES = {
     "export peft": f"export --to peft {_ADAPTER} --out",
     "export gguf": f"export --to gguf {_ADAPTER} --out",
     "data prepare": "data prepare {}/data/train.jsonl --out",
-    "data style": "data style pirate {}/data --out",
     "tokenizer train": "tokenizer train {}/data/train.jsonl --vocabulary 300 --out",
 }
 _FILES = {
@@ -41,7 +40,6 @@ _FILES = {
     "report": "report {}/run --out",
     "compare": f"compare {_ADAPTER} --data {{}}/data --num-prompts 1 --max-tokens 1 --out",
     "plan": "plan --model {}/model --data {}/data --device M4 --picture",
-    "rules": "data style pirate --save-rules",
 }
 
 

@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from allhands.kernels import native
 from allhands.kernels.instances import form_for_a_while, give_form
-from allhands.kernels.selection import BY_RULE, Choices, KernelSelection, parse_wishes, selection_of
+from allhands.kernels.selection import BY_RULE, KernelSelection, parse_request, selection_of
 from allhands.model.dropout import dropout_keys_of
 from allhands.model.passes import PASSES, Applied, PassContext, apply_passes
 from allhands.parallel.gradient import make_gradient
@@ -147,7 +147,7 @@ def test_two_models_of_a_process_compute_by_their_own_choices(monkeypatch: pytes
             sizes.extend([form] if name == "loss_chunk" else [])
             return form
 
-    selections = Told(Choices(wished=parse_wishes("plain,loss_chunk=128", "cpu"))), Told()
+    selections = Told(parse_request("plain,loss_chunk=128", "cpu")), Told()
     models = adapted(), adapted()
     for model, selection in zip(models, selections, strict=True):
         apply_passes(model, context("cpu", selection=selection))
@@ -162,7 +162,7 @@ def test_two_models_of_a_process_compute_by_their_own_choices(monkeypatch: pytes
     every = {"rms_norm", "attention", "swiglu"}
     # In turns: what one does leaves nothing for the other.
     assert [used(model) for model in (*models, *models)] == 2 * [(set(), "128"), (every, "256")]
-    selections[1].select_by(Choices(wished=parse_wishes("rms_norm=plain,loss_chunk=512", "cpu")))
+    selections[1].requested = parse_request("rms_norm=plain,loss_chunk=512", "cpu")
     assert [used(model) for model in models] == [(set(), "128"), (every - {"rms_norm"}, "512")]
 
 

@@ -52,3 +52,36 @@ def test_what_is_missed_is_told(bench: Any, tmp_path: Path) -> None:
     assert [text.split(":")[0] for text in judged(1.0, 0.2, 2)] == ["waiting of rank 0", "waiting of rank 1"]
     assert {text.split(":")[0] for text in judged(1.2, 0.1, 2)} == {"memory of rank 0", "memory of rank 1"}
     assert judged(1.0, 0.1, 3) == ["rank 0 holds 3 micro-batches", "rank 1 holds 3 micro-batches"]
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> Iterator[Any]:
+    with scripts_on_the_path():
+        yield importlib.import_module("pipeline_gpu")
+
+
+@pytest.mark.parametrize(
+    ("refused", "speed", "peak", "missed"),
+    [
+        ("needs more; take --strategy pipeline", 6100.0, 40e9, 0),
+        ("needs more", 6100.0, 40e9, 1),
+        ("", 6099.0, 40e9, 2),
+        ("needs more; take --strategy pipeline", 6000.0, 41e9, 2),
+    ],
+)
+def test_bars_on_gpus_are_missed(on_gpus: Any, refused: str, speed: float, peak: float, missed: int) -> None:
+    runs = {"refused": {"refused": refused}, "pipeline": {"tokens_per_s": speed, "peak_bytes": [peak, 1e9]}}
+    assert len(on_gpus.missed_by(on_gpus.parse([]), runs)) == missed
+
+
+def test_the_large_model_is_one_that_mlx_lm_reads(on_gpus: Any, tmp_path: Path) -> None:
+    options = on_gpus.parse(["--dims", "256", "--layers", "2", "--vocabulary", "512", "--batch-size", "2"])
+    on_gpus.write_inputs(options, tmp_path)
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
+    model: Any = load(str(tmp_path / "model"))[0]
+    numbers = model(mx.array([[1, 2, 3]]))
+    assert numbers.shape == (1, 3, 512)
+    assert mx.isfinite(numbers).all().item()
+    assert type(model.layers[1].mlp.down_proj).__name__ == "QuantizedLinear"

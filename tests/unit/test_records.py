@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record, parse_record
-from allhands.data.splits import load_hf_dataset, load_split
+from allhands.data.splits import load_split, split_of_hub
 from allhands.errors import ConfigError, DataError
 
 DATA = Path(os.environ.get("ALLHANDS_TEST_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -384,32 +384,37 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
+def hub_records(spec: Any, split: str) -> list[Record]:
+    source = split_of_hub(spec, split)
+    return [] if source is None else list(source.records())
+
+
 def test_hub_datasets_follow_each_other(hub: list[tuple[Any, ...]]) -> None:
     names = {"prompt_feature": "question", "completion_feature": "answer", "text_feature": None}
     spec = [
         {"path": "one", "config": {"name": "main"}, **names},
         {"path": "two", "train_split": "all", **names},
     ]
-    records = load_hf_dataset(spec, "train")
+    records = hub_records(spec, "train")
     assert [(r.completion, r.where) for r in records] == [
         ("one", "one[train[:80%]]:1"),
         ("two", "two[all]:1"),
     ]
     assert hub == [("one", "train[:80%]", {"name": "main"}), ("two", "all", {})]
-    assert load_hf_dataset(spec, "test") == []
+    assert hub_records(spec, "test") == []
 
 
 def test_hub_errors(hub: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unknown keys") as unknown:
-        load_hf_dataset({"path": "a", "prompt_column": "q"}, "train")
+        hub_records({"path": "a", "prompt_column": "q"}, "train")
     assert "prompt_feature" in (unknown.value.hint or "")
     with pytest.raises(ConfigError, match="path is missing"):
-        load_hf_dataset({}, "train")
+        hub_records({}, "train")
     with pytest.raises(DataError, match="no such dataset"):
-        load_hf_dataset({"path": "missing"}, "train")
+        hub_records({"path": "missing"}, "train")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="not installed") as absent:
-        load_hf_dataset({"path": "a"}, "train")
+        hub_records({"path": "a"}, "train")
     assert absent.value.hint == "pip install datasets"
 
 

@@ -18,7 +18,7 @@ from allhands.cli.train import tell_troubles
 from allhands.errors import DataError
 from allhands.io.pictures import palettes, phase_colour
 from allhands.observe.metrics import RunEnded, read_metrics
-from allhands.observe.plots import times_of
+from allhands.observe.times import times_of
 from allhands.report import make_page, read_facts, to_html, to_markdown
 from allhands.report.html import colour_sheet, in_script
 from allhands.report.page import Page

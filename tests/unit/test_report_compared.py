@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from written_runs import BEGAN, write_run, write_samples
 
+from allhands.observe.charts import Chart
 from allhands.observe.metrics import read_metrics
 from allhands.observe.plots import plot_losses
 from allhands.report import make_page, read_facts, to_html, to_markdown
-from allhands.report.charts import Chart
 from allhands.report.page import Page
 
 USUAL = {"data": "data/pirate", "batch_size": 8, "val_batches": 25, "max_seq_length": 2048, "mask_prompt": False}

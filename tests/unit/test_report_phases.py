@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, write_run, write_samples
 
+from allhands.observe.charts import Chart
 from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import Sample, read_samples
-from allhands.observe.plots import times_markdown
+from allhands.observe.times import times_markdown
 from allhands.report import make_page, read_facts, to_markdown
-from allhands.report.charts import Bars, Chart
+from allhands.report.charts import Bars
 from allhands.report.phases import phase_charts
 
 NAMES = ["data wait", "compute", "reduce", "update and rest", "whole step"]

@@ -103,7 +103,6 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     group("data", "Training data.", _fill_data)
     group("tokenizer", "Make tokenizers, and see how they cut texts.", _fill_tokenizer)
     group("checkpoint", "Checkpoints of a training run.", _fill_checkpoint)
-    group("bench", "Measure this computer.", _fill_bench)
     group("cluster", "Several computers: check, prepare and measure them.", _fill_cluster)
 
 
@@ -220,11 +219,9 @@ def _fill_model(model: typer.Typer) -> None:
 def _fill_data(data: typer.Typer) -> None:
     from allhands.cli.check import check
     from allhands.cli.prepare import prepare
-    from allhands.cli.style import style
 
     data.command("prepare")(prepare)
     data.command("check")(check)
-    data.command("style")(style)
     data.command("demo")(data_demo)
 
 
@@ -253,14 +250,6 @@ def _fill_cluster(cluster: typer.Typer) -> None:
     cluster.command("sync", cls=HostsCommand)(sync)
     cluster.command("check", cls=HostsCommand)(cluster_check)
     cluster.command("bench")(bench)
-
-
-def _fill_bench(bench: typer.Typer) -> None:
-    from allhands.cli.kernel_bench import kernels
-
-    bench.command("kernels")(kernels)
-    # With one command the parser would take it for the group itself.
-    bench.callback()(_not_called)
 
 
 def _train(flags: dict[str, Any]) -> None:

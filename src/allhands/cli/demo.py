@@ -26,7 +26,8 @@ from allhands.io.files import make_directory, write_whole
 from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
 from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
-from allhands.observe.plots import plot_losses, times_markdown, times_table
+from allhands.observe.plots import plot_losses
+from allhands.observe.times import times_markdown, times_table
 from allhands.runtime.blas import allowed_cores
 
 NUM_PROMPTS = 16

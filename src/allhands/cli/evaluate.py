@@ -144,6 +144,7 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
     """
     from allhands.cli.launching import run
     from allhands.cli.train import job_of, with_hostfile
+    from allhands.config.combinations import require_stages
 
     # Not in the run's directory: its events are of the training.
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
@@ -162,6 +163,7 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
             keep_logs=False,
             env=env or {},
         )
+        require_stages(config, job.size)
         code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
         kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code

@@ -19,14 +19,13 @@ _INTERRUPTED = 130
 _NOTHING = "nothing was written"
 # What Ctrl-C has left of a command that tells nothing of it itself: files are written whole, at the end.
 _LEFT = {
-    **dict.fromkeys(("fuse", "export", "import", "model get", "tokenizer train"), _NOTHING),
-    **dict.fromkeys(("data prepare", "data style"), _NOTHING),
+    **dict.fromkeys(("fuse", "export", "import", "model get", "tokenizer train", "data prepare"), _NOTHING),
     "generate": "the answer is not complete",
     "compare": "no answers were compared, and none were written",
     "eval": "there is no result",
     "plan": "no plan was made, and none was kept",
     "data check": "the data were not checked to their end",
-    **dict.fromkeys(("bench", "cluster netbench", "cluster check"), "there is no result"),
+    **dict.fromkeys(("cluster netbench", "cluster check"), "there is no result"),
 }
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 

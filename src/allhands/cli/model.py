@@ -12,14 +12,13 @@ from rich.table import Table
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.io.terminal import console_for
-from allhands.kernels.selection import KernelSelection
 from allhands.model.adapters import make_trainable
 from allhands.model.dropout import dropout_keys_of
 from allhands.model.load import LoadedModel, get_model, load_model
 from allhands.model.passes import apply_passes
-from allhands.run.choosing import own_choices
 from allhands.run.datasets import load_data
 from allhands.run.gradient_check import GradientCheck, GradientVerdict
+from allhands.run.kernel_forms import kernel_forms
 from allhands.run.preparing import pass_context
 from allhands.runtime.accelerator import detect
 
@@ -79,15 +78,12 @@ def run_model_check(model: str, data: str | None, longest: int | None, settings:
     mx.random.seed(config.seed)
     make_trainable(loaded.model, config)
     cpu_native = accelerator.runs_natively(config.compile)
-    kernels = own_choices(accelerator, cpu_native=cpu_native)
     console.print(f"mlx_lm's own model computes rows of 16 and {tokens} tokens, then a training step does ...")
     check = GradientCheck(
         loaded.model, accelerator, loaded.config, longest=tokens, largest_token=largest, bounded=False
     )
-    applied = apply_passes(
-        loaded.model, pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
-    )
-    for each in applied:
+    selection = kernel_forms(accelerator, cpu_native=cpu_native).selection
+    for each in apply_passes(loaded.model, pass_context(loaded.model, config, accelerator, selection)):
         console.print(f"pass: {each}", markup=False)
     verdict = check.compare(loaded.model, cpu_native=cpu_native, dropout=dropout_keys_of(loaded.model))
     _print_verdict(console, verdict)

@@ -17,7 +17,7 @@ from allhands.io.paths import local_path, require_words
 TEXT_PATHS = frozenset(
     {
         *("model", "data", "tokenizer", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile"),
-        *("source", "sources", "style", "base", "origin", "chat_template"),
+        *("source", "sources", "base", "origin", "chat_template"),
     }
 )
 

@@ -11,8 +11,8 @@ from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
 from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import Sample, read_samples
-from allhands.observe.monitor.picture import can_be_drawn, plot_memory
-from allhands.observe.plots import plot_losses, times_table
+from allhands.observe.plots import can_be_drawn, plot_losses, plot_memory
+from allhands.observe.times import times_table
 
 
 def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool = False) -> None:

@@ -23,6 +23,7 @@ from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
+from allhands.config.combinations import require_stages
 from allhands.config.schema import TrainConfig, build_config
 from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
@@ -179,7 +180,10 @@ def _check_resume(config: TrainConfig) -> None:
 
 def supervise_training(config: TrainConfig, command: list[str]) -> int:
     """Start the processes of ``command``, here or on the computers of a hostfile, and answer for them."""
-    return run(job_of(config), command)
+    job = job_of(config)
+    if job.size > 1 or config.min_ranks != 1:  # one rank may go on with the whole model
+        require_stages(config, job.size)
+    return run(job, command)
 
 
 def job_of(config: TrainConfig) -> TrainingJob:

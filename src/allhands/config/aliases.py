@@ -202,7 +202,9 @@ COMMANDS: dict[str, str] = {
         ("evaluate", "perplexity", "ppl", "test", "validate", "lm-eval", "score"),
         ("`allhands eval --model MODEL --data DIR`, with --adapter-path for what was trained, --tasks for benchmarks"),
     ),
-    "benchmark": "`allhands eval --tasks NAME` asks benchmarks, `allhands bench kernels` measures this computer",
+    **dict.fromkeys(
+        ("bench", "benchmark"), "`allhands eval --tasks NAME` asks benchmarks, `allhands cluster bench` measures links"
+    ),
     **dict.fromkeys(("infer", "inference", "predict", "ask", "complete", "completion", "prompt", "sample"), _ASK),
     **dict.fromkeys(("talk", "repl", "interactive"), "`allhands chat --model MODEL`"),
     **dict.fromkeys(("server", "api", "host"), "`allhands serve --model MODEL`"),
@@ -210,6 +212,7 @@ COMMANDS: dict[str, str] = {
     **dict.fromkeys(
         ("gguf", "ollama", "hf", "peft"), "`allhands export --to gguf --out DIR`; --to hf, peft and ollama, too"
     ),
+    "data style": "examples/restyle.py of the source tree writes answers in another style, by rules",
     **dict.fromkeys(("dataset", "preprocess", "tokenize", "tokenise", "split"), _PREPARE),
     **dict.fromkeys(("status", "watch", "top", "ps", "runs", "logs", "tail", "ui", "web", "gui"), _LOOK),
     **dict.fromkeys(("stop", "kill", "cancel"), "Ctrl-C where it was started, or the button of `allhands dashboard`"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from allhands.errors import ConfigError
+
 
 def refuse_combinations(config: Any) -> None:
     """See that options do not contradict each other, and that none is without effect.
@@ -58,6 +60,46 @@ def _refuse_stages(config: Any) -> None:
         raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
     if config.rank_weights not in (None, "equal"):
         raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
+
+
+def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
+    """Why so many ranks do not make up the pipelines that are asked for; ``None``: they do, or none is asked for."""
+    if config.strategy != "pipeline":
+        return None
+    stages = config.pp or num_ranks
+    if num_ranks == 1:
+        return ConfigError(
+            "a pipeline needs several ranks, and there is one",
+            where="--strategy pipeline",
+            hint="add a second computer (--hosts), or -n 2 to try it on this one",
+        )
+    if num_ranks % stages:
+        return ConfigError(
+            f"{num_ranks} ranks are not whole pipelines of {stages}",
+            where=f"--pp {stages}",
+            hint="take a number of stages that divides that of the ranks",
+        )
+    if config.pp_split == "auto":
+        return None
+    each, rest = divmod(len(config.pp_split.split(",")), stages)
+    if not rest and (each > 1 if config.pp_schedule == "interleaved" else each == 1):
+        return None
+    needed = f"{2 * stages} numbers, two for each rank" if config.pp_schedule == "interleaved" else f"{stages} numbers"
+    return ConfigError(
+        f"these stages are not those of {stages} ranks",
+        where=f"--pp-split {config.pp_split}",
+        hint=f"give {needed}, or auto",
+    )
+
+
+def require_stages(config: Any, num_ranks: int) -> None:
+    """Refuse ranks that do not make up the pipelines that are asked for.
+
+    Raises:
+        ConfigError: see :func:`unfit_stages`.
+    """
+    if problem := unfit_stages(config, num_ranks):
+        raise problem
 
 
 def _refuse_rounds(config: Any) -> None:

@@ -2,23 +2,19 @@
 
 Two texts are exact duplicates if they are equal once letter case, Unicode form and white space are out of the way
 (:func:`normalise`), and near duplicates if their Jaccard similarity, the share of runs that both have among the runs
-that either has, reaches a threshold. What a run is depends on the pair: three words in a row; or, if one of the two
-has fewer than ten words or hardly any spaces (Chinese, Thai, a long key), eight characters in a row. Punctuation and
+that either has, reaches a threshold. A run is three words in a row; in a text with fewer than ten words or hardly any
+spaces (Chinese, Thai, a long key) it is eight characters, and such a text is compared with its like. Punctuation and
 digits count: ``2 + 2`` and ``2 - 2`` differ. A text that repeats itself so much that fewer than half of its runs are
-different (grids of digits, DNA, "ha ha ha") is compared exactly only: any two such texts have most of their runs in
+different (grids of digits, DNA, "ha ha ha") has no near duplicates: any two such texts have most of their runs in
 common and yet may say different things.
 
-How it is found: a MinHash signature of each text (Broder, 1997) is cut into bands, and texts that share a band are
-candidates (locality-sensitive hashing). The number of bands is such that a pair exactly at the threshold becomes a
-candidate in 99.8 of 100 cases. At most 32 candidates are then compared, those that share the rarest bands, by their
-sketches: the 512 smallest hashes of their runs. Of texts with fewer than 512 different runs that is the exact Jaccard
-similarity; of longer ones the unbiased estimate of Cohen (1997) with a standard error of at most 0.022, so that only
-pairs that close to the threshold can be judged wrongly.
+Each text is known by its sketch, the 512 smallest hashes of its runs. MinHash values of it (Broder, 1997) are cut into
+bands, and texts that share a band are candidates (locality-sensitive hashing). A pair exactly at the threshold becomes
+a candidate in 99.8 of 100 cases. At most 32 candidates are compared, those that share the rarest bands. Of texts with
+fewer than 512 different runs the similarity is exact; of longer ones the unbiased estimate of Cohen (1997) with a
+standard error of at most 0.022.
 
-Why not the package datasketch: measured on one core, on chats of 60 words, both make 10,000 to 12,000 records/s (this
-module 8,000 of 200 words). But datasketch takes 0.6 s for a text of 1 MB (here 0.05 s), has no second comparison, slows
-down without end on texts that share a template, because its buckets have no limit (6,000 such texts: from 6,000 down to
-1,800 records/s; here 4,800 throughout), takes three times the memory for its index, and brings scipy along.
+The package datasketch is slower where many texts share a template, takes three times the memory, and brings scipy.
 """
 
 from __future__ import annotations
@@ -26,9 +22,8 @@ from __future__ import annotations
 import hashlib
 import math
 import unicodedata
+import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -45,126 +40,7 @@ _LONG_WORD = 15  # characters a word on average, from which on it is no text in 
 _SKETCH = 512
 _RECALL = 0.998  # of pairs at the threshold, through the bands
 _CROWD = 32  # texts in a bucket, and texts to compare one with: more have a template in common
-_BLOCK = 1 << 14  # runs that are hashed at a time: the arrays stay in the cache, and small beside a huge text
-
-_PRIME = np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
-_INVERSE = np.array([pow(0x9E3779B97F4A7C15, -1, 1 << 64)], dtype=np.uint64)
-
-
-@dataclass(frozen=True)
-class Duplicate:
-    """A text that was there before.
-
-    Attributes:
-        index: which call of :meth:`DuplicateFinder.add` it was, from 0.
-        of: the index of the text that it repeats; that one is itself no duplicate.
-        similarity: 1.0 if both are equal after normalising, else their Jaccard similarity (which can be 1.0 too,
-            for texts of the same runs in another order).
-    """
-
-    index: int
-    of: int
-    similarity: float
-
-
-class DuplicateFinder:
-    """Compares each text with all that came before and were no duplicates themselves.
-
-    So whatever is left out because of an answer is represented by something that is kept, and a chain of small
-    changes does not pull unlike texts together. Exact duplicates form the same groups in any order; with near ones
-    the first of a group represents it, and what is similar to a later one only is a text of its own.
-
-    The answers depend on the texts and their order only: not on the machine, the process or the version of Python's
-    hash (the Unicode tables of Python decide about letter case). No text is kept. A text takes about 130 bytes for
-    exact search and, with ``near`` at 0.8, another 1.2 kB and 4 bytes for each different run up to 512: at most 3.5 kB
-    in all. Texts of 10 to 19 words (or of very long words) are kept in words and in characters, which doubles it.
-
-    Args:
-        threshold: Jaccard similarity from which on two texts are near duplicates, 0.5 to 1.
-        near: look for near duplicates, too.
-        linked: also collect in :attr:`links` pairs of near duplicates that join all that are alike, those between
-            duplicates included, for who must keep together what is alike. No more pairs than texts; near duplicates
-            then take as much memory as other texts.
-
-    Raises:
-        ConfigError: the threshold is out of range.
-    """
-
-    def __init__(self, threshold: float = 0.8, near: bool = True, *, linked: bool = False) -> None:
-        if not 0.5 <= threshold <= 1:
-            raise ConfigError(
-                f"the similarity of near duplicates must lie between 0.5 and 1, not {threshold:g}",
-                hint="0.8 finds texts with a few words changed; below 0.5 unlike texts would count as the same",
-            )
-        self._near = near
-        self._linked = linked
-        self.links: list[tuple[int, int]] = []
-        self._families: dict[int, int] = {}
-        # With `linked`: texts that are kept although they are duplicates.
-        self._represented: set[int] = set()
-        self._count = 0
-        # From a digest to the text that represents it: 128 bits, so that a chance collision can be left out of account.
-        self._exact: dict[bytes, tuple[int, float]] = {}
-        self._words = _Index(threshold)
-        self._characters = _Index(threshold)
-
-    def add(self, text: str) -> Duplicate | None:
-        """Compare ``text`` with the earlier ones and remember it.
-
-        Returns:
-            What it repeats, an exact duplicate before a near one, the most similar before the earliest; or None.
-        """
-        index, self._count = self._count, self._count + 1
-        normal = normalise(text)
-        digest = hashlib.blake2b(_encode(normal), digest_size=16).digest()
-        if (known := self._exact.get(digest)) is not None:
-            return Duplicate(index, *known)
-        found = self._search(index, normal) if self._near else None
-        self._exact[digest] = (found.of, found.similarity) if found else (index, 1.0)
-        return found
-
-    def _link(self, index: int, alike: list[tuple[float, int]]) -> None:
-        """Note a pair for each family of texts that ``index`` joins."""
-        for _, other in alike:
-            one, two = self._family(index), self._family(other)
-            if one != two:
-                self._families[max(one, two)] = min(one, two)
-                self.links.append((index, other))
-
-    def _family(self, index: int) -> int:
-        """The first text of all that are alike (union-find with path halving)."""
-        families = self._families
-        while (above := families.get(index, index)) != index:
-            families[index] = index = families.get(above, above)
-        return index
-
-    def _search(self, index: int, normal: str) -> Duplicate | None:
-        """Look up ``normal`` among the kept texts; keep it if nothing is like it."""
-        words, length = normal.count(" ") + 1, len(normal)
-        # A pair is compared in characters if either is short. So texts up to twice as long are kept in characters,
-        # too, for the short ones to find; what is longer still is not similar to a short text anyway.
-        short = words < _FEW_WORDS or length > _LONG_WORD * words
-        both = not short and (words < 2 * _FEW_WORDS or 2 * length > _LONG_WORD * words)
-        codes = np.frombuffer(_encode(normal, "utf-32-le"), dtype="<u4")
-        entries: list[tuple[_Index, _Entry | None]] = []
-        if not short:
-            entries.append((self._words, self._words.entry(_word_runs(codes))))
-        if short or both:
-            entries.append((self._characters, self._characters.entry(_character_runs(codes), shadow=both)))
-        searched = [(place, entry) for place, entry in entries if entry]
-        alike = [match for place, entry in searched for match in place.matches(entry)]
-        if self._linked:
-            self._link(index, alike)
-        found = [match for match in alike if match[1] not in self._represented]
-        if self._linked or not found:
-            for place, entry in searched:
-                place.keep(index, entry)
-        if not found:
-            return None
-        if self._linked:
-            self._represented.add(index)
-        similarity, of = max(found, key=lambda match: (match[0], -match[1]))
-        return Duplicate(index, of, similarity)
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalise(text: str) -> str:
@@ -175,42 +51,85 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", folded).split())
 
 
-def _encode(text: str, encoding: str = "utf-8") -> bytes:
-    return text.encode(encoding, "surrogatepass")  # JSON may hold half a surrogate pair
+class NearIndex:
+    """Finds for each text the earlier ones that are nearly the same.
 
+    The answers depend on the texts and their order only: not on the machine or the process (the Unicode tables of
+    Python decide about letter case). No text is kept: a text takes about 1.2 kB, and 4 bytes for each different run up
+    to 512.
 
-# --- runs and their hashes -----------------------------------------------------------------------------
+    Args:
+        threshold: Jaccard similarity from which on two texts are near duplicates, 0.5 to 1.
 
-
-def _word_runs(codes: _U32) -> Iterator[_U32]:
-    """Hashes of every three words in a row, in blocks, of code points with single spaces between words."""
-    spaces = np.flatnonzero(codes == 32)
-    starts = np.concatenate(([0], spaces + 1))
-    ends = np.append(spaces, codes.size)
-    count = max(1, starts.size - _WORDS + 1)
-    return _hashes(codes, starts[:count], ends[-count:])
-
-
-def _character_runs(codes: _U32) -> Iterator[_U32]:
-    """Hashes of every eight characters in a row, in blocks; of a shorter text as a whole."""
-    starts = np.arange(max(1, codes.size - _CHARACTERS + 1))
-    return _hashes(codes, starts, np.minimum(starts + _CHARACTERS, codes.size))
-
-
-def _hashes(codes: _U32, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> Iterator[_U32]:
-    """Hash ``codes[start:end]`` for all pairs of ``starts`` and ``ends`` (both ascending), in blocks.
-
-    A polynomial over the code points modulo 2^64, from the differences of its prefix sums; then mixed, 32 bits kept.
+    Raises:
+        ConfigError: the threshold is out of range.
     """
-    for first in range(0, starts.size, _BLOCK):
-        start, end = starts[first : first + _BLOCK], ends[first : first + _BLOCK]
-        low = int(start[0])
-        part = codes[low : int(end[-1])].astype(np.uint64) + np.uint64(1)
-        up, down = (np.cumprod(np.repeat(base, part.size + 1)) for base in (_PRIME, _INVERSE))
-        prefix = np.zeros(part.size + 1, dtype=np.uint64)
-        np.cumsum(part * up[:-1], out=prefix[1:])
-        runs = (prefix[end - low] - prefix[start - low]) * down[start - low]
-        yield (_mix(runs) >> np.uint64(32)).astype(np.uint32)
+
+    def __init__(self, threshold: float = 0.8) -> None:
+        if not 0.5 <= threshold <= 1:
+            raise ConfigError(
+                f"the similarity of near duplicates must lie between 0.5 and 1, not {threshold:g}",
+                hint="0.8 finds texts with a few words changed; below 0.5 unlike texts would count as the same",
+            )
+        self._threshold = threshold
+        self._num_bands, self._rows = _bands(threshold)
+        size = self._num_bands * self._rows
+        # Fixed numbers that look like random ones, the same everywhere.
+        stream = hashlib.shake_128(b"allhands: MinHash permutations").digest(8 * size)
+        factors = np.frombuffer(stream, dtype="<u4").astype(np.uint32).reshape(2, size, 1)
+        # Odd factors: permutations of all 32-bit numbers.
+        self._factors, self._summands = factors[0] | np.uint32(1), factors[1]
+        self._row_factors = np.cumprod(np.repeat(_BASE, self._rows))
+        self._band_numbers = np.arange(self._num_bands, dtype=np.uint64)
+        self._buckets: dict[int, tuple[int, ...]] = {}
+        self._count = 0
+        self._sketches: dict[int, bytes] = {}
+
+    def add(self, text: str) -> list[tuple[float, int]]:
+        """Compare ``text`` with the earlier ones and remember it.
+
+        Returns:
+            Similarity and number (from 0, in the order of the calls) of those that are like it, the most similar first.
+        """
+        number, self._count = self._count, self._count + 1
+        sketch, kind = _sketch(normalise(text))
+        if sketch is None:
+            return []
+        lowest = (self._factors * sketch + self._summands).min(axis=1).reshape(self._num_bands, self._rows)
+        bands = (lowest * self._row_factors).sum(axis=1, dtype=np.uint64)
+        # 60 bits: the largest short integers of Python. Texts in words and in characters never meet.
+        keys: list[int] = (_mix(bands + self._band_numbers + np.uint64(kind << 32)) >> np.uint64(4)).tolist()
+        # Texts of a small bucket have more in common with this one than a template.
+        buckets = sorted((self._buckets.get(key, ()) for key in keys), key=len)
+        candidates = islice(dict.fromkeys(chain.from_iterable(buckets)), _CROWD)
+        compared = [(jaccard(sketch, np.frombuffer(self._sketches[one], dtype=np.uint32)), one) for one in candidates]
+        self._sketches[number] = sketch.tobytes()
+        alone = (number,)  # one for all bands: most buckets hold a single text
+        for key in keys:
+            bucket = self._buckets.get(key, ())
+            if len(bucket) < _CROWD:
+                self._buckets[key] = (*bucket, number) if bucket else alone
+        alike = [match for match in compared if match[0] >= self._threshold]
+        return sorted(alike, key=lambda match: (-match[0], match[1]))
+
+
+def _sketch(normal: str) -> tuple[_U32 | None, int]:
+    """The smallest hashes of the runs, ascending, or None if the text repeats itself too much; and words in a run."""
+    words = normal.split(" ")
+    if len(words) < _FEW_WORDS or len(normal) > _LONG_WORD * len(words):
+        # JSON may hold half a surrogate pair.
+        units, length = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4"), _CHARACTERS
+    else:
+        units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words])
+        length = _WORDS
+    padded = np.zeros(max(length, units.size), dtype=np.uint64)
+    padded[: units.size] = units
+    count = padded.size - length + 1
+    hashes = np.zeros(count, dtype=np.uint64)
+    for place in range(length):
+        hashes = hashes * _BASE + padded[place : place + count]
+    different = np.unique((_mix(hashes) >> np.uint64(32)).astype(np.uint32))
+    return (None if 2 * different.size < count else different[:_SKETCH]), length
 
 
 def _mix(values: _U64) -> _U64:
@@ -220,88 +139,6 @@ def _mix(values: _U64) -> _U64:
     values = values ^ (values >> np.uint64(33))
     values = values * np.uint64(0xC4CEB9FE1A85EC53)
     return values ^ (values >> np.uint64(33))
-
-
-# --- signatures, bands and sketches --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A text as an index sees it.
-
-    Attributes:
-        bands: keys of buckets.
-        sketch: the smallest hashes of its runs, ascending.
-        shadow: not compared with other shadows: a text in words that is in the index of characters for short ones.
-    """
-
-    bands: list[int]
-    sketch: _U32
-    shadow: bool
-
-
-class _Index:
-    """Finds earlier texts with many of the same runs. Words and characters have one each."""
-
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-        self._num_bands, self._rows = _bands(threshold)
-        size = self._num_bands * self._rows
-        # Fixed numbers that look like random ones, the same everywhere.
-        stream = hashlib.shake_128(b"allhands: MinHash permutations").digest(8 * size)
-        factors = np.frombuffer(stream, dtype="<u4").astype(np.uint32).reshape(2, size, 1)
-        self._factors, self._summands = (
-            factors[0] | np.uint32(1),
-            factors[1],
-        )  # odd: a permutation of all 32-bit numbers
-        self._row_factors = np.cumprod(np.repeat(_PRIME, self._rows))
-        self._band_numbers = np.arange(self._num_bands, dtype=np.uint64)
-        self._buckets: dict[int, tuple[int, ...]] = {}
-        self._kept: list[tuple[int, bytes, bool]] = []
-
-    def entry(self, blocks: Iterator[_U32], shadow: bool = False) -> _Entry | None:
-        """Signature and sketch of a text from blocks of the hashes of its runs; None if it repeats itself too much."""
-        count = 0
-        sketch = np.empty(0, dtype=np.uint32)
-        lowest = np.full(self._factors.size, 0xFFFFFFFF, dtype=np.uint32)
-        for block in blocks:
-            count += block.size
-            different = np.unique(block)
-            sketch = np.unique(np.concatenate((sketch, different[:_SKETCH])))[:_SKETCH]
-            # 512 at a time: with 48 permutations 100 kB, which stay in the cache.
-            for first in range(0, different.size, 512):
-                permuted = self._factors * different[first : first + 512] + self._summands
-                lowest = np.minimum(lowest, permuted.min(axis=1))
-        num_different = sketch.size if sketch.size < _SKETCH else (_SKETCH - 1) * 2.0**32 / float(sketch[-1])
-        if 2 * num_different < count:
-            return None
-        bands = (lowest.reshape(self._num_bands, self._rows) * self._row_factors).sum(axis=1, dtype=np.uint64)
-        keys = _mix(bands + self._band_numbers) >> np.uint64(4)  # 60 bits: the largest short integers of Python
-        return _Entry(keys.tolist(), sketch, shadow)
-
-    def matches(self, entry: _Entry) -> list[tuple[float, int]]:
-        """Similarity and index of the kept texts that are near duplicates of ``entry``."""
-        buckets = sorted((self._buckets.get(key, ()) for key in entry.bands), key=len)
-        # Texts of a small bucket have more in common with this one than a template.
-        candidates = dict.fromkeys(chain.from_iterable(buckets))
-        found: list[tuple[float, int]] = []
-        for place in islice(candidates, _CROWD):
-            index, sketch, shadow = self._kept[place]
-            if not (shadow and entry.shadow):
-                similarity = jaccard(entry.sketch, np.frombuffer(sketch, dtype=np.uint32))
-                if similarity >= self._threshold:
-                    found.append((similarity, index))
-        return found
-
-    def keep(self, index: int, entry: _Entry) -> None:
-        """Remember the text ``index`` for later ones to find."""
-        place = len(self._kept)
-        self._kept.append((index, entry.sketch.tobytes(), entry.shadow))
-        alone = (place,)  # one for all bands: most buckets hold a single text
-        for key in entry.bands:
-            bucket = self._buckets.get(key, ())
-            if len(bucket) < _CROWD:
-                self._buckets[key] = (*bucket, place) if bucket else alone
 
 
 def jaccard(one: _U32, other: _U32) -> float:
@@ -339,21 +176,21 @@ class Overlap:
 
     def __init__(self, near_limit: int) -> None:
         self._limit = near_limit
-        self._exact, self._near = DuplicateFinder(near=False), DuplicateFinder()
-        # Which split each text of a finder is from.
-        self._exact_splits: list[str] = []
+        # The split of the first text of each content, by 128 bits.
+        self._exact: dict[bytes, str] = {}
+        self._near = NearIndex()
         self._near_splits: list[str] = []
         self._searched: Counter[str] = Counter()
 
     def add(self, split: str, text: str) -> str | None:
         """The code of what was found."""
-        self._exact_splits.append(split)
-        if same := self._exact.add(text):
-            other = self._exact_splits[same.of]
+        digest = hashlib.blake2b(normalise(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if (other := self._exact.get(digest)) is not None:
             return "repeats" if other == split else "in-train" if other == "train" else None
+        self._exact[digest] = split
         self._searched[split] += 1
         if self._searched[split] > self._limit:
             return None
-        self._near_splits.append(split)
         alike = self._near.add(text)
-        return "near-train" if alike and self._near_splits[alike.of] == "train" != split else None
+        self._near_splits.append(split)
+        return "near-train" if split != "train" and any(self._near_splits[one] == "train" for _, one in alike) else None

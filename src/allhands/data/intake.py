@@ -16,7 +16,7 @@ from allhands.data.rows import Row, RowProblem
 from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, SplitShare, hash64
-from allhands.data.spool import Spool, SpoolEntry
+from allhands.data.spool import Spool
 from allhands.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -173,18 +173,10 @@ class Intake:
         elif example.record is not None:
             self._warn_of_unheard(unread(example.record.unread), where)
         split = None if self.options.resplit else self.sources[number].split
-        entry = SpoolEntry(
-            name=row.source,
-            line=row.line,
-            source=number,
-            content=content,
-            words=hash64(str(example.preference is not None), normalise(text)),
-            key=self._key(row, content, where),
-            given=NONE if split is None else SPLITS.index(split),
-            is_preference=example.preference is not None,
-            length=length,
-        )
-        self.spool.add(line, text, entry)
+        is_preference = example.preference is not None
+        words, key = hash64(str(is_preference), normalise(text)), self._key(row, content, where)
+        given = NONE if split is None else SPLITS.index(split)
+        self.spool.add(line, text, row.source, row.line, content, words, key, length, given, is_preference)
         self.tallies[number].accepted += 1
         shapes = self.tallies[number].shapes
         shapes[example.shape] = shapes.get(example.shape, 0) + 1

@@ -84,23 +84,6 @@ class LengthSummary:
             )
         return text if self.limit is None else f"{text}; {self._over()}"
 
-    def lines(self) -> list[str]:
-        """All figures, one a line, in two columns."""
-        rows = [
-            ("examples", f"{self.count:,}"),
-            (f"{self.unit} in all", f"{self.total:,}"),
-            ("shortest", f"{self.min:,}"),
-            ("median", _number(self.median)),
-            ("mean", _number(self.mean)),
-            ("90% up to", f"{self.p90:,}"),
-            ("99% up to", f"{self.p99:,}"),
-            ("longest", f"{self.max:,}"),
-        ]
-        rows = rows if self.count else rows[:1]
-        left, right = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"{name:<{left}}  {value:>{right}}" for name, value in rows]
-        return [*lines, self._over()] if self.count and self.limit is not None else lines
-
     def _over(self) -> str:
         if not self.over_limit:
             return f"none is over the limit of {self.limit:,}"

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,7 @@ from allhands.data.splitting import (
     shuffled,
     wanted_rows,
 )
-from allhands.data.spool import Spool, open_spool
+from allhands.data.spool import Spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
 from allhands.io.staging import publish, publishing, staging
@@ -84,9 +86,9 @@ def prepare(
     check_output(out, [source.name for source in sources], options.force)
     sources, ignored = _useful_splits(sources, options)
     _check_options(sources, options)
-    with staging(out) as staged, open_spool(staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
+    with staging(out) as staged, TemporaryFile(dir=staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
         left_out = LeftOut(left_out_file)
-        intake = Intake(sources, options, Spool(file), left_out, measure, progress)
+        intake = Intake(sources, options, Spool(cast(BinaryIO, file)), left_out, measure, progress)
         intake.read()
         if intake.torn:  # how much is missing, nobody knows
             raise intake.torn[0].error()
@@ -174,24 +176,25 @@ def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
 
 def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, progress: Progress) -> None:
     spool, options = intake.spool, intake.options
+    keys = spool.hashes("key")
     twins = find_twins(
         spool, options.near_threshold, lambda done, total: progress("looking for duplicates", done, total)
     )
     keep = np.ones(len(spool), dtype=np.bool_)
     if options.dedupe != "off":
-        labels = twins.groups(near=options.dedupe == "near").labels()
-        keeper = keepers(labels, spool.given, spool.contents)
+        labels = (twins.near if options.dedupe == "near" else twins.exact).labels()
+        keeper = keepers(labels, spool.given, spool.hashes("content"))
         keep = keeper == np.arange(len(spool))
         _record_removed(intake, keeper, keep)
-    groups = twins.families()
+    groups = twins.families
     if options.split_by is not None:
-        groups.join_equal(spool.keys)
+        groups.join_equal(keys)
     rows = np.flatnonzero(keep)
     labels, given = groups.labels()[rows], spool.given[rows]
     free = int(np.count_nonzero((given == NONE) | (given == TRAIN)))
     wanted = wanted_rows(options.valid, options.test, _default(intake), len(rows), free)
     split = np.full(len(spool), NONE, dtype=np.int8)
-    split[rows] = assign(labels, spool.keys[rows], given, wanted, options.seed)
+    split[rows] = assign(labels, keys[rows], given, wanted, options.seed)
     outcome.duplicates = report_duplicates(spool, twins, split)
     _write_splits(staged, spool, split, options, outcome)
     outcome.notes.extend(_notes(intake, split, np.unique(labels).size == len(rows), outcome))
@@ -229,7 +232,7 @@ def _write_splits(
     staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: PrepareOutcome
 ) -> None:
     """One file a split that has rows. Their order depends on the contents and the seed, or is that of the sources."""
-    place = shuffled(spool.contents, options.seed) if options.shuffle else np.arange(len(spool))
+    place = shuffled(spool.hashes("content"), options.seed) if options.shuffle else np.arange(len(spool))
     for number, name in enumerate(SPLITS):
         for folder, is_preference, counts in (
             (staged, False, outcome.kept),
@@ -306,5 +309,5 @@ def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
 def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:
     """Keys whose kept rows are in more than one split."""
     kept = split != NONE
-    pairs = np.unique(np.stack([spool.keys[kept], split[kept].astype(np.uint64)]), axis=1)
+    pairs = np.unique(np.stack([spool.hashes("key")[kept], split[kept].astype(np.uint64)]), axis=1)
     return int(np.count_nonzero(np.unique(pairs[0], return_counts=True)[1] > 1))

@@ -6,7 +6,7 @@ answers are found in it (:mod:`allhands.data.answers`), and the text is encoded 
 Special tokens that a message spells out ("<|im_end|>" in an answer) are encoded as what they are. mlx_lm and
 Hugging Face do so by default when the model is used, so training sees what inference sees. They cannot move the
 mask, which follows the turns and not the text: a question that spells out a fake answer is not trained, and an
-answer is trained up to its true end. :meth:`Renderer.special_text` names them, so that data can be looked at.
+answer is trained up to its true end. `allhands data check` names them.
 
 A message may say whether it is trained: ``"weight": 0`` (OpenAI's field), ``"loss_weight": 0`` or
 ``"train": false``. That is honoured where answers are told from the rest, which is with ``mask_prompt``.
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from allhands.data.answers import AnswerFinder
 from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
-from allhands.data.explained import PROBE, Explained, TemplateFacts, probe_template, special_tokens_in, token_texts
+from allhands.data.explained import Explained, token_texts
 from allhands.data.forms import Form, other_forms
 from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
 from allhands.data.messages import INSTRUCTION_ROLES, merged_system
@@ -156,25 +156,7 @@ class Renderer:
             truncated=rendered.truncated,
             pieces=tuple(zip(texts, rendered.mask.tolist(), strict=False)),
             cut="".join(texts[kept:]),
-            special_text=self.special_text(record),
         )
-
-    def special_text(self, record: Record) -> tuple[str, ...]:
-        """Special tokens of the model that the record's own words spell out, each once, in order."""
-        return special_tokens_in(self._tokenizer, record)
-
-    def template_facts(self) -> TemplateFacts:
-        """What the model's chat template does, found by rendering small conversations."""
-        if self._template is None:
-            return TemplateFacts(present=False)
-        options: Any = {"mask_prompt": True, "max_seq_length": 1 << 20, "train_on": "last", "moment": self._moment}
-        probe = Renderer(self._tokenizer, **options)
-        try:
-            trained = "".join(text for text, trained in probe.explain(PROBE).pieces if trained)
-        except AllhandsError:
-            trained = ""
-        template = self._template
-        return probe_template(self._tokenizer, template, lambda: template.answers, trained)
 
     def _draft_or_error(self, record: Record) -> Draft | AllhandsError:
         try:

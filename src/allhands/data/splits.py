@@ -253,17 +253,6 @@ def split_of_hub(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: s
     )
 
 
-def load_hf_dataset(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: str) -> list[Record]:
-    """All records of :func:`split_of_hub`; [] for a split that is set to None.
-
-    Raises:
-        ConfigError: a key is unknown, or ``path`` is missing.
-        DataError: the dataset cannot be loaded, or a record is malformed.
-    """
-    source = split_of_hub(spec, split)
-    return [] if source is None else list(source.records())
-
-
 def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
     if unknown := sorted(set(spec) - set(_HF_KEYS)):
         raise ConfigError(

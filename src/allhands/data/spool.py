@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from array import array
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+import struct
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.data.splitting import Hashes
 
-@dataclass(frozen=True)
-class SpoolEntry:
-    """What is kept of an accepted row besides its bytes.
-
-    Attributes:
-        name: the file it comes from, as in messages; ``line`` its line there.
-        source: number of the source on the command line that it belongs to.
-        content: hash of the row as it is written.
-        words: hash of its words; equal for exact duplicates.
-        key: hash of what holds rows together in one split.
-        given: number of the split that its source gives.
-        is_preference: whether it goes to the preference files.
-        length: tokens or characters.
-    """
-
-    name: str
-    line: int
-    source: int
-    content: int
-    words: int
-    key: int
-    given: int
-    is_preference: bool
-    length: int
+# Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the row as it is written,
+# of its words (equal for exact duplicates), of what holds rows together in one split; tokens or characters; number of
+# the split that its source gives; whether it goes to the preference files.
+_ROW = struct.Struct("<qqqiqQQQqb?")
+_COLUMNS: list[Any] = [
+    *(("start", "<i8"), ("row_bytes", "<i8"), ("text_bytes", "<i8"), ("name", "<i4"), ("line", "<i8")),
+    *(("content", "<u8"), ("words", "<u8"), ("key", "<u8"), ("length", "<i8"), ("given", "i1"), ("preference", "?")),
+]
 
 
 class Spool:
@@ -49,90 +31,63 @@ class Spool:
         self._file = file
         self._end = 0
         self._names: dict[str, int] = {}
-        self._order: list[str] = []
-        self._offset, self._row_bytes, self._text_bytes = array("q"), array("q"), array("q")
-        self._name, self._line, self._source = array("i"), array("q"), array("i")
-        self._content, self._words, self._key = array("Q"), array("Q"), array("Q")
-        self._length, self._given, self._preference = array("q"), array("b"), array("b")
+        self._rows = bytearray()
+        self._table: Any = None
 
     def __len__(self) -> int:
-        return len(self._offset)
+        return len(self._rows) // _ROW.size
 
-    def add(self, row: bytes, text: str, entry: SpoolEntry) -> None:
-        """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of duplicates."""
+    def add(self, row: bytes, text: str, name: str, line: int, *numbers: int) -> None:
+        """Append ``row``, a JSON line with its line end, and ``text``, its words for the search of duplicates.
+
+        Args:
+            name: the file it comes from, as in messages.
+            numbers: content, words, key, length, given, preference.
+        """
         raw = text.encode("utf-8", "surrogatepass")
         self._file.write(row)
         self._file.write(raw)
-        self._offset.append(self._end)
-        self._row_bytes.append(len(row))
-        self._text_bytes.append(len(raw))
+        number = self._names.setdefault(name, len(self._names))
+        self._rows += _ROW.pack(self._end, len(row), len(raw), number, line, *numbers)
         self._end += len(row) + len(raw)
-        if entry.name not in self._names:
-            self._names[entry.name] = len(self._order)
-            self._order.append(entry.name)
-        self._name.append(self._names[entry.name])
-        self._line.append(entry.line)
-        self._source.append(entry.source)
-        self._content.append(entry.content)
-        self._words.append(entry.words)
-        self._key.append(entry.key)
-        self._length.append(entry.length)
-        self._given.append(entry.given)
-        self._preference.append(entry.is_preference)
 
     def finish(self) -> None:
         """Make everything that was added readable."""
         self._file.flush()
+        self._order = list(self._names)
+        self._table = np.frombuffer(self._rows, dtype=np.dtype(_COLUMNS))
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        return os.pread(self._file.fileno(), count, start)
 
     def row(self, index: int) -> bytes:
         """The JSON line of a row."""
-        return os.pread(self._file.fileno(), self._row_bytes[index], self._offset[index])
+        return self._bytes(self._table["start"][index], self._table["row_bytes"][index])
 
     def text(self, index: int) -> str:
         """The words of a row."""
-        start = self._offset[index] + self._row_bytes[index]
-        return os.pread(self._file.fileno(), self._text_bytes[index], start).decode("utf-8", "surrogatepass")
+        start, row_bytes, text_bytes = self._table[["start", "row_bytes", "text_bytes"]][index]
+        return self._bytes(start + row_bytes, text_bytes).decode("utf-8", "surrogatepass")
 
     def where(self, index: int) -> str:
         """``file:line`` of a row."""
-        return f"{self._order[self._name[index]]}:{self._line[index]}"
+        return f"{self._order[self._table['name'][index]]}:{self._table['line'][index]}"
 
-    @property
-    def sources(self) -> NDArray[np.int32]:
-        """(rows,) number of the source."""
-        return np.array(self._source, dtype=np.int32)
-
-    @property
-    def contents(self) -> NDArray[np.uint64]:
-        """(rows,) hash of the content."""
-        return np.array(self._content, dtype=np.uint64)
-
-    @property
-    def words(self) -> NDArray[np.uint64]:
-        """(rows,) hash of the words."""
-        return np.array(self._words, dtype=np.uint64)
-
-    @property
-    def keys(self) -> NDArray[np.uint64]:
-        """(rows,) hash of the key."""
-        return np.array(self._key, dtype=np.uint64)
+    def hashes(self, name: str) -> Hashes:
+        """(rows,) the "content", "words" or "key" of each."""
+        return np.ascontiguousarray(self._table[name])
 
     @property
     def given(self) -> NDArray[np.int8]:
         """(rows,) split that the source gives."""
-        return np.array(self._given, dtype=np.int8)
+        return np.ascontiguousarray(self._table["given"])
 
     @property
     def preferences(self) -> NDArray[np.bool_]:
         """(rows,) whether it is a preference or a rating."""
-        return np.array(self._preference, dtype=np.bool_)
+        return np.ascontiguousarray(self._table["preference"])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """(rows,) tokens or characters."""
-        return np.array(self._length, dtype=np.int64)
-
-
-def open_spool(directory: Path) -> BinaryIO:
-    """A file of ``directory`` that has no name there, so that nothing of it can be left behind."""
-    return tempfile.TemporaryFile(dir=directory)  # type: ignore[return-value]
+        return np.ascontiguousarray(self._table["length"])

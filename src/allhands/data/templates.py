@@ -195,11 +195,6 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     return _MERGING + text if choice.system == "merge" and not text.startswith(_MERGING) else text
 
 
-def takes_system(name: str | None) -> bool:
-    """Whether a template, if it is one of ours, takes system messages."""
-    return name not in NAMED or NAMED[name].system
-
-
 def _named_text(tokenizer: Any, name: str | None) -> str:
     """The text of a template of ours, for this tokenizer."""
     assert name is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allhands.errors import ConfigError
-from allhands.io.files import write_whole
+from allhands.io.files import make_directory, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,6 +72,8 @@ STYLE: dict[str, object] = {
     "grid.color": "#E3E3E3",
     "xtick.color": GREY,
     "ytick.color": GREY,
+    "figure.titlesize": 15,
+    "figure.titleweight": "bold",
     "legend.frameon": False,
     "legend.fontsize": 10,
 }
@@ -95,12 +99,33 @@ def picture_suffix(path: Path) -> str:
     return suffix
 
 
-def write_picture(figure: Figure, out: Path, suffix: str, *, private: bool = False, **options: Any) -> None:
-    """Write ``figure`` to ``out``, whole or not at all, with a mark by which it is known as one of ours.
+@contextmanager
+def picture(
+    out: Path, inches: tuple[float, float], *, dpi: int = 100, private: bool = False
+) -> Generator[Figure, None, None]:
+    """A figure to draw on, which is written to ``out`` at the end of the block, whole or not at all.
+
+    It is made without pyplot; Matplotlib's settings of the caller neither count nor change.
+
+    Args:
+        out: the file; ``.png``, ``.svg`` or ``.pdf``; PNG without a suffix.
+        private: whether the picture, and directories that are made for it, are for their owner alone.
 
     Raises:
-        StorageError: it cannot be written.
+        ConfigError: the suffix names another format.
+        StorageError: ``out`` cannot be written.
     """
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    suffix = picture_suffix(out)
     maker = {"Software" if suffix == ".png" else "Creator": DRAWN_HERE.decode()}
-    kind = suffix.removeprefix(".")
-    write_whole(out, lambda draft: figure.savefig(draft, format=kind, metadata=maker, **options), private=private)
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=inches, dpi=dpi, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        FigureCanvasAgg(figure)
+        yield figure
+        make_directory(out.parent, private=private)
+        kind = suffix.removeprefix(".")
+        write_whole(out, lambda draft: figure.savefig(draft, format=kind, metadata=maker), private=private)

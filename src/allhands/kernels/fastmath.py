@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from allhands.kernels import known
 from allhands.kernels.instances import mix_in
-from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, Selector, selection_of
+from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, selection_of
 
 # tanh(x) = x P(x^2) / Q(x^2) on [-9, 9], beyond which float32 tanh is 1: odd minimax approximation of degree
 # 13 / 6, coefficients from the highest power down.
@@ -81,17 +81,12 @@ class FastMlp:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), selection_of(self)))
 
 
-def gated(gate: mx.array, up: mx.array, selection: Selector) -> mx.array:
+def gated(gate: mx.array, up: mx.array, selection: KernelSelection) -> mx.array:
     """``silu(gate) * up`` in MLX's own operations or by :func:`swiglu`, as selected."""
-    return nn.silu(gate) * up if swiglu_form(gate, selection) == PLAIN else swiglu(gate, up)
+    return nn.silu(gate) * up if selection.select("swiglu", "cpu") == PLAIN else swiglu(gate, up)
 
 
-def swiglu_form(gate: mx.array, selection: Selector) -> str:
-    """The form in which ``silu(gate) * up`` is to be computed on a CPU."""
-    return selection.select("swiglu", "cpu", gate.dtype, gate.size // gate.shape[-1], gate.shape[-1:])
-
-
-def use_fast_mlp(model: nn.Module, selection: Selector = BY_RULE) -> int:
+def use_fast_mlp(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let the model's known SwiGLU blocks use :func:`swiglu`; returns how many.
 
     Only instances change, and neither the names nor the values of their parameters do.

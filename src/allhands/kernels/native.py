@@ -18,7 +18,7 @@ import numpy as np
 from allhands.io.trees import flatten
 from allhands.kernels import known, native_arrays, native_experts, native_products
 from allhands.kernels.documents import DocumentRow
-from allhands.kernels.fastmath import FastMlp, gated, swiglu_form, with_vjp
+from allhands.kernels.fastmath import FastMlp, gated, with_vjp
 from allhands.kernels.instances import give_form, mix_in
 from allhands.kernels.native_arrays import (
     FORWARD_ONLY,
@@ -33,13 +33,13 @@ from allhands.kernels.native_arrays import (
 )
 from allhands.kernels.native_experts import NativeExperts
 from allhands.kernels.native_products import AdaptedLinear, Linear
-from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, Selector, give_selection, selection_of
+from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, give_selection, selection_of
 from allhands.runtime.blas import native_library
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 
 
-def use_native(model: nn.Module, selection: Selector = BY_RULE) -> int:
+def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively where they can; returns how many.
 
     Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
@@ -128,13 +128,10 @@ class NativeNorm(nn.RMSNorm):
 
     def __call__(self, x: mx.array) -> mx.array:
         known = x.dtype == self.weight.dtype == mx.float32
-        if not known or self._form(x) == PLAIN:
+        if not known or selection_of(self).select("rms_norm", "cpu") == PLAIN:
             return super().__call__(x)
         trained = "weight" not in self._no_grad
         return rms_norm(x, self.weight, self.eps, frozen=forward_only(self), trained=trained)
-
-    def _form(self, x: mx.array) -> str:
-        return selection_of(self).select("rms_norm", "cpu", x.dtype, x.size // x.shape[-1], x.shape[-1:])
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------
@@ -162,7 +159,7 @@ class NativeMlp:
     def __call__(self: Any, x: mx.array) -> mx.array:
         gate, up = self.gate_proj(x), self.up_proj(x)
         selection = selection_of(self)
-        if not gate.dtype == up.dtype == mx.float32 or swiglu_form(gate, selection) != "native":
+        if not gate.dtype == up.dtype == mx.float32 or selection.select("swiglu", "cpu") != "native":
             return self.down_proj(gated(gate, up, selection))
         return self.down_proj(_gated(gate, up) if forward_only(self) else swiglu(gate, up))
 
@@ -254,14 +251,13 @@ class NativeAttention:
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
-        known_sizes: known.Attention = self._native_sizes
-        sizes = (known_sizes.heads, known_sizes.kv_heads, known_sizes.width)
-        if selection_of(self).select("attention", "cpu", x.dtype, x.shape[1], sizes) == PLAIN:
+        if selection_of(self).select("attention", "cpu") == PLAIN:
             return super().__call__(x, mask, cache)  # type: ignore[misc]
+        sizes: known.Attention = self._native_sizes
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if known_sizes.normed:
+        if sizes.normed:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        turns = _turns(self, x.shape[1], known_sizes.width)
+        turns = _turns(self, x.shape[1], sizes.width)
         starts = row.starts if row else None
         return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
 
@@ -284,7 +280,7 @@ def _use_attention(
     module: Any,
     sizes: known.Attention,
     turns: dict[Hashable, dict[str, tuple[Array, Array]]],
-    selection: Selector,
+    selection: KernelSelection,
 ) -> None:
     """Give a known attention block the native form; ``turns`` are the tables of each rotation so far."""
     shared = turns.setdefault((known.key_of_rotation(module.rope), sizes.width), {})

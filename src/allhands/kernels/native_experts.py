@@ -16,10 +16,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from allhands.kernels import native_arrays
-from allhands.kernels.fastmath import swiglu_form, with_vjp
+from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.instances import give_form
 from allhands.kernels.native_arrays import Array, floats, forward_only, multiply, new, rows
-from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, Selector, selection_of
+from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, selection_of
 
 
 class _Layer(Protocol):
@@ -123,12 +123,12 @@ class NativeExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         layers = [_layer_of(each) for each in (self.gate_proj, self.up_proj, self.down_proj)]
         known = [each for each in layers if each is not None]
-        if x.dtype != mx.float32 or len(known) < len(layers) or swiglu_form(x, selection_of(self)) == PLAIN:
+        if x.dtype != mx.float32 or len(known) < len(layers) or selection_of(self).select("swiglu", "cpu") == PLAIN:
             return super().__call__(x, indices)
         return experts(x, indices, known, self.gate_proj.num_experts, frozen=forward_only(self))
 
 
-def substitute(module: Any, selection: Selector = BY_RULE) -> bool:
+def substitute(module: Any, selection: KernelSelection = BY_RULE) -> bool:
     """Give a mixture of experts the native form; whether it is one."""
     if type(module) is not SwitchGLU or type(module.activation) is not SwiGLU:
         return False

@@ -100,9 +100,7 @@ class _Packed:
         """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
         if self.coded is None or x.dtype != mx.float32:
             return False
-        rows, groups = self.scales.shape
-        shape = (rows, groups * self.group_size, self.bits, self.group_size)
-        return selection_of(self).select(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+        return selection_of(self).select(name, "cpu") != PLAIN
 
     def product(self: Any, x: mx.array) -> mx.array:
         """``x @ w.T`` in float32."""

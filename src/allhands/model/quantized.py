@@ -20,7 +20,7 @@ from allhands.kernels.fused.ops import product_with
 from allhands.kernels.instances import give_form
 from allhands.kernels.native_arrays import FORWARD_ONLY, available, forward_only
 from allhands.kernels.packed import PACKED, PackedDoRALinear, PackedEmbedding, PackedLinear
-from allhands.kernels.selection import PLAIN, Selector, give_selection, selection_of
+from allhands.kernels.selection import PLAIN, KernelSelection, give_selection, selection_of
 from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
@@ -65,9 +65,7 @@ class UnpackedLinear(nn.Module):
         """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
         if self.coded is None or x.dtype != mx.float32:
             return False
-        rows, groups, group = self.codes.shape
-        shape = (rows, groups * group, self._bits, group)
-        return selection_of(self).select(name, "cpu", x.dtype, x.size // x.shape[-1], shape) != PLAIN
+        return selection_of(self).select(name, "cpu") != PLAIN
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.coded is not None and self.multiplies_natively(x):
@@ -119,23 +117,29 @@ def is_quantized(model: nn.Module) -> bool:
 
 def bytes_of_form(model: nn.Module, form: Form) -> int:
     """What the arrays of ``model`` take on a CPU once its quantised layers, not yet replaced, have this form."""
-    adapted, whole = _under_dora(model), 0
-    for name, module in model.named_modules():
-        own = sum(value.nbytes if form == "packed" else 4 * value.size for value in _floats_of(module))
-        if not _is_quantized(module):
-            whole += own
-        elif form == "packed":
-            whole += module.weight.nbytes + own
-        else:
-            values = module.scales.size * module.group_size
-            codes = form == "codes" and _becomes_codes(name, module, adapted)
-            whole += values + 8 * module.scales.size if codes else 4 * values
-    return whole
+    return sum(own_bytes(model, form).values())
 
 
-def _floats_of(module: nn.Module) -> list[mx.array]:
-    """A module's own arrays, but for packed words."""
-    return [value for value in module.values() if isinstance(value, mx.array) and value.dtype != mx.uint32]
+def own_bytes(model: nn.Module, form: Form, *, on_cpu: bool = True) -> dict[int, int]:
+    """Bytes of each module's own arrays, by its ``id``, once quantised layers, not yet replaced, have this form.
+
+    Args:
+        on_cpu: whether dense numbers have four bytes each; a GPU's have two, and other arrays stay as they are.
+    """
+    adapted = _under_dora(model)
+    return {id(module): _own_bytes(name, module, form, adapted, on_cpu) for name, module in model.named_modules()}
+
+
+def _own_bytes(name: str, module: Any, form: Form, adapted: set[str], on_cpu: bool) -> int:
+    word, arrays = 4 if on_cpu else 2, [value for value in module.values() if isinstance(value, mx.array)]
+    if _is_quantized(module):
+        numbers = module.scales.size * module.group_size
+        if form == "codes" and _becomes_codes(name, module, adapted):
+            return numbers + 8 * module.scales.size
+        return sum(array.nbytes for array in arrays) if form == "packed" else word * numbers
+    if not on_cpu:
+        return sum(array.nbytes for array in arrays)
+    return sum(word * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes for array in arrays)
 
 
 def _under_dora(model: nn.Module) -> set[str]:
@@ -186,7 +190,7 @@ def hold_in_float32(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-def multiply_at_once(model: nn.Module, selection: Selector) -> None:
+def multiply_at_once(model: nn.Module, selection: KernelSelection) -> None:
     """Let the packed layers of a model that only answers compute natively where they can."""
     for module in model.modules():
         if isinstance(module, PACKED):

@@ -13,7 +13,7 @@ from allhands.kernels import known
 from allhands.kernels.fused.embedding import OrderedEmbedding, RowsEmbedding
 from allhands.kernels.fused.linear import DenseQuantizedLinear, TrainedLinear, dequantized
 from allhands.kernels.packed import PACKED, PackedProduct, rows_of
-from allhands.kernels.selection import BY_RULE, Selector, selection_of
+from allhands.kernels.selection import BY_RULE, KernelSelection, selection_of
 
 _OURS = (OrderedEmbedding, RowsEmbedding, TrainedLinear, DenseQuantizedLinear, *PACKED)
 
@@ -32,7 +32,7 @@ class SplitModel:
     body: Callable[..., mx.array]
     head: nn.Module
     num_layers: int
-    selection: Selector = BY_RULE
+    selection: KernelSelection = BY_RULE
 
     def head_weight(self) -> mx.array:
         """Dense (V, D) weight of the head, dequantised if need be, differentiable if trainable."""
@@ -53,7 +53,7 @@ class SplitModel:
         return next(f"{name}.weight" for name, module in model.named_modules() if module is self.head)
 
 
-def dense_weight(module: Any, selection: Selector = BY_RULE) -> mx.array:
+def dense_weight(module: Any, selection: KernelSelection = BY_RULE) -> mx.array:
     """(out, in) weight of a linear or embedding module, dequantised if it is quantised."""
     if isinstance(module, PACKED):
         return rows_of(module, slice(None)).dense()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from allhands.kernels import native_arrays
 from allhands.kernels.fused import kernels
 from allhands.kernels.packed import PackedProduct
-from allhands.kernels.selection import BY_RULE, PLAIN, Kind, Selector
+from allhands.kernels.selection import BY_RULE, PLAIN, KernelSelection, Kind
 from allhands.runtime.blas import available_cores
 from allhands.runtime.jit_cache import launches_directly
 
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     *,
     train_weight: bool,
     with_grad: bool = True,
-    selection: Selector = BY_RULE,
+    selection: KernelSelection = BY_RULE,
 ) -> mx.array:
     """Cross-entropy of ``hidden @ weight.T``, summed, without ever holding all logits; one lazy graph.
 
@@ -65,7 +65,7 @@ def linear_cross_entropy(
         Scalar float32, differentiable in ``hidden`` and, with ``train_weight``, in ``weight``.
     """
     if not with_grad:
-        size = _rows_of_chunk(weight, hidden.shape[0], selection)
+        size = _rows_of_chunk(weight, selection)
         losses = (_losses_in_graph(*part) for part in _chunks(hidden, weight, targets, size))
         return sum((each.sum() for each in losses), mx.zeros(()))
 
@@ -100,7 +100,7 @@ def eager_linear_cross_entropy(
     *,
     train_weight: bool,
     with_grad: bool = True,
-    selection: Selector = BY_RULE,
+    selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
     """As :func:`linear_cross_entropy`, computed at once, chunk by chunk: for Linux CPUs.
 
@@ -114,7 +114,7 @@ def eager_linear_cross_entropy(
     grads: list[mx.array] = []
     grad_weight = mx.zeros(weight.shape, dtype=mx.float32) if train_weight and with_grad else None
     add = _add_product_in_place if native_arrays.available() else _add_product
-    size = _rows_of_chunk(weight, hidden.shape[0], selection)
+    size = _rows_of_chunk(weight, selection)
     for rows, matrix, wanted in _chunks(hidden, weight, targets, size):
         value, grad_logits = _chunk_in_numpy(rows, matrix, wanted)
         total = total + value
@@ -147,7 +147,7 @@ def eager_loss(
     *,
     values: mx.array | PackedProduct,
     train_weight: bool,
-    selection: Selector = BY_RULE,
+    selection: KernelSelection = BY_RULE,
 ) -> mx.array:
     """:func:`eager_linear_cross_entropy` as a loss that can be differentiated in what it has gradients for.
 
@@ -179,23 +179,23 @@ def _chunks(
         yield hidden[rows], weight, targets[rows]
 
 
-def _rows_of_chunk(weight: mx.array | PackedProduct, rows: int, selection: Selector) -> int:
+def _rows_of_chunk(weight: mx.array | PackedProduct, selection: KernelSelection) -> int:
     """Rows of a chunk: on a GPU products so large that they run at full speed, within the memory for their logits."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     kind: Kind = "cpu" if not on_gpu else "metal" if mx.metal.is_available() else "cuda"
-    dtype = mx.float32 if isinstance(weight, PackedProduct) else weight.dtype
-    form = selection.select("loss_chunk", kind, dtype, rows, tuple(weight.shape))
+    form = selection.select("loss_chunk", kind)
     if not form.endswith("MB"):
         return int(form)
+    dtype = mx.float32 if isinstance(weight, PackedProduct) else weight.dtype
     rows = (int(form[:-2]) << 20) // (weight.shape[0] * dtype.size)
     return max(CHUNK_ROWS, rows // CHUNK_ROWS * CHUNK_ROWS)
 
 
 def _graph_of_chunks(
-    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool, selection: Selector
+    hidden: mx.array, weight: mx.array, targets: mx.array, train_weight: bool, selection: KernelSelection
 ) -> tuple[mx.array, ...]:
     """Loss, d loss / d hidden and, if wanted, d loss / d weight."""
-    size = _rows_of_chunk(weight, hidden.shape[0], selection)
+    size = _rows_of_chunk(weight, selection)
     if train_weight and kernels.available() and launches_directly():
         # The gradient takes the logits' place. Fewer rows would save less than the gradients of the weight take, of
         # which there is one for each chunk.
@@ -230,12 +230,12 @@ def _losses_in_graph(hidden: mx.array, weight: mx.array, targets: mx.array) -> m
 
 
 def _chunk_in_graph(
-    hidden: mx.array, weight: mx.array, targets: mx.array, selection: Selector
+    hidden: mx.array, weight: mx.array, targets: mx.array, selection: KernelSelection
 ) -> tuple[mx.array, mx.array]:
     """(N,) losses, 0 for padding, and their gradient in the logits."""
     logits = hidden @ weight.T
     fits = kernels.available() and kernels.suits(logits)
-    if fits and selection.select("cross_entropy", "cuda", logits.dtype, 0, logits.shape[-1:]) != PLAIN:
+    if fits and selection.select("cross_entropy", "cuda") != PLAIN:
         return kernels.cross_entropy(logits, targets)
     logits = logits.astype(mx.float32)
     normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)

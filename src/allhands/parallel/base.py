@@ -164,6 +164,13 @@ class Strategy(Protocol):
         """
         ...
 
+    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
+        """The loss sum and the gradients of examples alone, and the ranks that compute each of them together.
+
+        All of these have to ask for the same ones; each has its own part of the gradients.
+        """
+        ...
+
     def forget(self) -> None:
         """Throw away what was handed out ahead: its weights will not be those of the next step."""
         ...

@@ -51,14 +51,16 @@ class Pipeline:
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
-        # Of a stream of their own, so that messages travel while passes are computed; all groups exchange there then.
-        stream: Any = mx.new_stream(mx.cpu) if isinstance(exchanging.communicator, MlxGroup) else None
-        self._exchanging = replace(exchanging, communicator=moved_to(exchanging.communicator, stream))
+        # Messages have a stream of their own and travel while passes are computed; all groups exchange over that stream.
+        # NCCL's groups already have one.
+        communicator, stream = exchanging.communicator, None
+        if isinstance(communicator, MlxGroup):
+            stream = communicator.stream or mx.new_stream(mx.cpu)
+        self._exchanging = replace(exchanging, communicator=moved_to(communicator, stream))
         self._piping = exchanging.piping
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
-        self._compute: dict[int, StageCompute] = {}
 
     @property
     def communicator(self) -> Communicator:
@@ -78,21 +80,24 @@ class Pipeline:
         return None
 
     def prepare(self, passes: Passes) -> None:
-        piping, exchanging = self._piping, self._exchanging
-        flat = passes.flat
+        piping, exchanging, flat = self._piping, self._exchanging, passes.flat
         self._leaves = None if flat is None else flat.leaves
-        for number, stage in enumerate(piping.stages):
-            place = piping.pipe.rank + number * piping.pipe.size
-            self._compute[place] = StageCompute(stage, passes.objective, passes.computing, flat)
         messages = Messages(piping.pipe, exchanging.heartbeat, exchanging.inject_fault)
-        self._engine = Engine(self._compute, messages, passes.arguments, cpu_native=exchanging.cpu_native)
+        self._engine = self._engine_of(passes, passes.computing, messages)
+
+    def _engine_of(self, passes: Passes, computing: Computing, messages: Messages) -> Engine:
+        piping = self._piping
+        compute = {
+            piping.pipe.rank + number * piping.pipe.size: StageCompute(stage, passes.objective, computing, passes.flat)
+            for number, stage in enumerate(piping.stages)
+        }
+        return Engine(compute, messages, passes.arguments, cpu_native=self._exchanging.cpu_native)
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         assert self._engine is not None
         piping, objective = self._piping, passes.objective
         before = self._engine.messages.waited_s
-        schedule = make_schedule(piping.schedule, piping.pipe.size, len(micro_batches), len(piping.stages))
-        sums, found = self._engine.run(schedule, piping.pipe.rank, micro_batches, passes.note)
+        sums, found = self._run(self._engine, micro_batches, passes.note)
         trained = passes.trained()
         grads = [mx.zeros_like(each) for each in trained] if not found else _added(list(found.values()))
         names = _names(passes)
@@ -106,6 +111,23 @@ class Pipeline:
                 total = mx.stack(sums) if further else sums[0]
         waited_s = self._engine.messages.waited_s - before
         return Gradients(total, list(zip(names, grads, strict=True)), counts, waited_s=waited_s)
+
+    def _run(
+        self, engine: Engine, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
+    ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
+        piping = self._piping
+        schedule = make_schedule(piping.schedule, piping.pipe.size, len(micro_batches), len(piping.stages))
+        return engine.run(schedule, piping.pipe.rank, micro_batches, note)
+
+    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
+        assert self._engine is not None
+        engine = self._engine_of(passes, replace(passes.computing, compiled=False), self._engine.messages)
+
+        def gradient(batch: MicroBatch) -> tuple[mx.array, Any]:
+            sums, found = self._run(engine, [batch], lambda _: None)
+            return sums[0] if sums else mx.zeros(()), list(found.values())
+
+        return gradient, self._piping.pipe
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         exchanging, piping = self._exchanging, self._piping

@@ -10,17 +10,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import matplotlib.style
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from allhands.io.files import make_directory
 from allhands.io.formatting import format_duration
-from allhands.io.pictures import GREY, STYLE, picture_suffix, write_picture
+from allhands.io.pictures import GREY, picture
+from allhands.observe.charts import time_unit
 from allhands.plan import advice as chart
 from allhands.plan.advice import Advice, Outcome
 from allhands.plan.computers import names
@@ -64,7 +61,7 @@ _ARROWS: tuple[tuple[str, str, str], ...] = (
     (chart.LARGER, "faster link", "no"),
 )
 
-# In inches: the picture, its two columns, and what lies between.
+# In inches: the picture, its margin, the middles and widths of its two columns, a line of text, and gaps.
 _WIDTH, _MARGIN = 6.2, 0.15
 _LEFT, _LEFT_WIDE = 2.2, 3.2
 _RIGHT, _RIGHT_WIDE = 5.15, 1.8
@@ -72,8 +69,6 @@ _LINE, _PAD, _GAP = 0.19, 0.11, 0.34
 _FONT, _DPI = 10.5, 150
 _MOST_BARS = 8
 _BAR = 0.34
-# Units of an axis of times, and from how many seconds on each is taken.
-_UNITS = (("days", 86_400.0, 172_800.0), ("hours", 3600.0, 7200.0), ("minutes", 60.0, 120.0), ("seconds", 1.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -89,10 +84,18 @@ class Arrow:
 
 @dataclass(frozen=True)
 class _Box:
+    """A question, or an outcome beside or below the question that leads to it. ``x`` and ``y`` are its middle."""
+
     x: float
     y: float
     wide: float
-    high: float
+    lines: Sequence[str]
+    taken: bool
+    is_outcome: bool
+
+    @property
+    def high(self) -> float:
+        return _high(self.lines)
 
 
 def arrows_of(advice: Advice) -> list[Arrow]:
@@ -115,30 +118,35 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
         ConfigError: the suffix of ``out`` is that of no picture.
         StorageError: it cannot be written.
     """
-    suffix = picture_suffix(out)
-    out = out if out.suffix else out.with_suffix(suffix)
+    out = out if out.suffix or not out.name else out.with_suffix(".png")
     advice, title = outlook.advice, outlook.advice.title
-    heading = _lines(f"Is distributing worth it? {title[0].upper()}{title[1:]}", 50)
-    told = [line for text in told_of(outlook) for line in _lines(text, 76)]
+    heading = textwrap.wrap(f"Is distributing worth it? {title[0].upper()}{title[1:]}", 50)
+    told = [line for text in told_of(outlook) for line in textwrap.wrap(text, 76) or [""]]
     bars = bars_of(outlook)
-    top = _MARGIN + 0.26 * len(heading) + _LINE * len(told) + _PAD
+    top = _MARGIN + 0.26 * len(heading)
+    below = top + _LINE * len(told) + _PAD
     panel = 0.0 if len(bars) < 2 else _BAR * len(bars) + 0.75
-    boxes, high = _placed(advice, top + panel + _PAD)
-    with matplotlib.style.context(STYLE):
-        figure = Figure(figsize=(_WIDTH, high), dpi=_DPI)
-        FigureCanvasAgg(figure)
+    boxes, high = _placed(advice, below + panel + _PAD)
+    with picture(out, (_WIDTH, high), dpi=_DPI) as figure:
+        figure.set_layout_engine("none")
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
-        axes.set_xlim(0.0, _WIDTH)
-        axes.set_ylim(high, 0.0)
+        axes.set(xlim=(0.0, _WIDTH), ylim=(high, 0.0))
         axes.text(_MARGIN, _MARGIN, "\n".join(heading), fontsize=13, fontweight="bold", va="top")
-        y = _MARGIN + 0.26 * len(heading)
-        axes.text(_MARGIN, y, "\n".join(told), fontsize=_FONT - 0.5, va="top", color=GREY)
+        axes.text(_MARGIN, top, "\n".join(told), fontsize=_FONT - 0.5, va="top", color=GREY)
         if panel:
-            _draw_bars(figure, bars, top, panel, high)
-        _draw(axes, advice, boxes)
-        make_directory(out.parent)
-        write_picture(figure, out, suffix)
+            left = 1.9 / _WIDTH
+            place = (left, 1.0 - (below + panel - 0.55) / high, 0.94 - left, (panel - 0.65) / high)
+            _draw_bars(figure.add_axes(place), bars)
+        for box in boxes.values():
+            _draw_box(axes, box)
+        arrows = arrows_of(advice)
+        doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
+        for arrow in arrows:
+            # Of two between the same boxes one is to the left, one to the right.
+            side = 1 if arrow.beside else -1 if (arrow.start, arrow.end) in doubled else 0
+            end = boxes.get((arrow.end, "")) or boxes[arrow.end, arrow.start]
+            _draw_arrow(axes, boxes[arrow.start, ""], end, arrow, side)
     return out
 
 
@@ -189,11 +197,9 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
     return found
 
 
-def _draw_bars(figure: Figure, bars: Sequence[tuple[str, float, bool]], top: float, panel: float, high: float) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
     most = max(seconds for _, seconds, _ in bars)
-    unit, size, _ = next(each for each in _UNITS if most >= each[2])
-    left = 1.9 / _WIDTH
-    axes: Axes = figure.add_axes((left, 1.0 - (top + panel - 0.55) / high, 0.94 - left, (panel - 0.65) / high))
+    unit, size = time_unit(most)
     places = range(len(bars))
     colours = [_TAKEN if taken else "#BDBDBD" for _, _, taken in bars]
     axes.barh(places, [seconds / size for _, seconds, _ in bars], color=colours, height=0.7)
@@ -205,127 +211,87 @@ def _draw_bars(figure: Figure, bars: Sequence[tuple[str, float, bool]], top: flo
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"time of the whole training in {unit}", fontsize=_FONT - 0.5)
     for place, (_, seconds, taken) in enumerate(bars):
-        weight = "bold" if taken else "normal"
-        told = format_duration(seconds)
-        axes.text(seconds / size, place, f" {told}", va="center", fontsize=_FONT - 1, fontweight=weight)
+        look: dict[str, Any] = {"va": "center", "fontsize": _FONT - 1, "fontweight": "bold" if taken else "normal"}
+        axes.text(seconds / size, place, f" {format_duration(seconds)}", **look)
 
 
 # --- questions ----------------------------------------------------------------------------------------
 
 
-def _lines(text: str, wide: int) -> list[str]:
-    return textwrap.wrap(text, wide) or [""]
+def _high(lines: Sequence[str]) -> float:
+    return len(lines) * _LINE + 2 * _PAD
 
 
-def _texts(advice: Advice) -> dict[str, list[str]]:
-    """The lines of each question's box."""
-    asked = {question.text: question for question in advice.path}
-    found: dict[str, list[str]] = {}
-    for text in _QUESTIONS:
-        lines = _lines(text, 40)
-        if text in asked:
-            lines += _lines(f"{asked[text].answer}: {asked[text].why}", 40)
-        found[text] = lines
-    return found
+def _asked(advice: Advice, text: str) -> tuple[list[str], bool]:
+    """The lines of a question's box, with the answer where it was asked, and whether it was."""
+    lines = textwrap.wrap(text, 40)
+    answers = [one for one in advice.path if one.text == text]
+    for one in answers:
+        lines += textwrap.wrap(f"{one.answer}: {one.why}", 40)
+    return lines, bool(answers)
 
 
-def _exits(question: str) -> list[Outcome]:
-    """The outcomes beside a question; below it is the one after the last."""
-    ends = [end for start, end, _ in _ARROWS if start == question]
-    return [name for name in _OUTCOMES if name in ends and name != "faster link"]
-
-
-def _outcome(advice: Advice, name: Outcome, question: str) -> list[str]:
-    """The lines of an outcome's box beside or below a question: where the path ends, the advice itself."""
-    wide = 40 if name == "faster link" else 21
-    return _lines(advice.title, wide - 3) if _ends(advice, name, question) else _lines(_OUTCOMES[name], wide)
-
-
-def _ends(advice: Advice, name: str, question: str) -> bool:
-    """Whether the path ends in this outcome, coming from that question."""
-    return bool(advice.path) and name == advice.outcome and question == advice.path[-1].text
-
-
-def _high(lines: int) -> float:
-    return lines * _LINE + 2 * _PAD
+def _ended(advice: Advice, name: Outcome, question: str, wide: int) -> tuple[list[str], bool]:
+    """The lines of an outcome's box: where the path ends, the advice itself; and whether it ends there."""
+    ends = bool(advice.path) and (advice.outcome, advice.path[-1].text) == (name, question)
+    return (textwrap.wrap(advice.title, wide - 3) if ends else textwrap.wrap(_OUTCOMES[name], wide)), ends
 
 
 def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Box], float]:
     """Where each box is: questions as ``(question, "")``, outcomes with the question that leads to them; the end."""
     boxes: dict[tuple[str, str], _Box] = {}
-    texts = _texts(advice)
-    for text in _QUESTIONS:
-        rights = _exits(text)
-        heights = [_high(len(_outcome(advice, name, text))) for name in rights]
-        mine = _high(len(texts[text]))
-        row = max(mine, sum(heights) + _PAD * (len(heights) - 1))
-        boxes[text, ""] = _Box(_LEFT, y + row / 2, _LEFT_WIDE, mine)
-        below = y + (row - sum(heights) - _PAD * (len(heights) - 1)) / 2
-        for name, high in zip(rights, heights, strict=True):
-            boxes[name, text] = _Box(_RIGHT, below + high / 2, _RIGHT_WIDE, high)
-            below += high + _PAD
+    for question in _QUESTIONS:
+        asked = _asked(advice, question)
+        ends = {end for start, end, _ in _ARROWS if start == question} - {"faster link"}
+        beside = {name: _ended(advice, name, question, 21) for name in _OUTCOMES if name in ends}
+        height = sum(_high(lines) + _PAD for lines, _ in beside.values()) - _PAD
+        row = max(_high(asked[0]), height)
+        boxes[question, ""] = _Box(_LEFT, y + row / 2, _LEFT_WIDE, *asked, is_outcome=False)
+        below = y + (row - height) / 2
+        for name, (lines, taken) in beside.items():
+            middle = below + _high(lines) / 2
+            boxes[name, question] = _Box(_RIGHT, middle, _RIGHT_WIDE, lines, taken, is_outcome=True)
+            below += _high(lines) + _PAD
         y += row + _GAP
-    last = _high(len(_outcome(advice, "faster link", chart.LARGER)))
-    boxes["faster link", chart.LARGER] = _Box(_LEFT, y + last / 2, _LEFT_WIDE, last)
-    return boxes, y + last + _MARGIN
+    last = _ended(advice, "faster link", chart.LARGER, 40)
+    boxes["faster link", chart.LARGER] = _Box(_LEFT, y + _high(last[0]) / 2, _LEFT_WIDE, *last, is_outcome=True)
+    return boxes, y + _high(last[0]) + _MARGIN
 
 
-def _draw(axes: Axes, advice: Advice, boxes: dict[tuple[str, str], _Box]) -> None:
-    asked = {question.text for question in advice.path}
-    texts = _texts(advice)
-    for (name, start), box in boxes.items():
-        taken = _ends(advice, name, start) if start else name in asked
-        lines = _outcome(advice, cast("Outcome", name), start) if start else texts[name]
-        _draw_box(axes, box, lines, taken=taken, rounded=bool(start), bold=not start)
-    arrows = arrows_of(advice)
-    doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
-    for arrow in arrows:
-        side = 1 if arrow.beside else -1 if (arrow.start, arrow.end) in doubled else 0
-        start, end = boxes[arrow.start, ""], boxes.get((arrow.end, "")) or boxes[arrow.end, arrow.start]
-        _draw_arrow(axes, start, end, arrow, side)
-
-
-def _draw_box(axes: Axes, box: _Box, lines: Sequence[str], *, taken: bool, rounded: bool, bold: bool) -> None:
+def _draw_box(axes: Axes, box: _Box) -> None:
     look: dict[str, Any] = {
-        "boxstyle": "round,pad=0,rounding_size=0.12" if rounded else "square,pad=0",
-        "facecolor": _FILLED if taken else "white",
-        "edgecolor": _TAKEN if taken else _FADED,
-        "linewidth": 2.2 if taken else 1.0,
+        "boxstyle": "round,pad=0,rounding_size=0.12" if box.is_outcome else "square,pad=0",
+        "facecolor": _FILLED if box.taken else "white",
+        "edgecolor": _TAKEN if box.taken else _FADED,
+        "linewidth": 2.2 if box.taken else 1.0,
     }
     corner = (box.x - box.wide / 2, box.y - box.high / 2)
     axes.add_patch(FancyBboxPatch(corner, box.wide, box.high, zorder=3, **look))
-    weight = "bold" if taken and not bold else "normal"
-    colour = "black" if taken else GREY
-    axes.text(
-        box.x, box.y, "\n".join(lines), ha="center", va="center", fontsize=_FONT, color=colour, zorder=4, weight=weight
-    )
+    weight = "bold" if box.taken and box.is_outcome else "normal"
+    words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "weight": weight}
+    axes.text(box.x, box.y, "\n".join(box.lines), color="black" if box.taken else GREY, zorder=4, **words)
 
 
 def _draw_arrow(axes: Axes, start: _Box, end: _Box, arrow: Arrow, side: int) -> None:
-    """From the edge of one box to that of the other.
-
-    Of two between the same boxes one is to the left (``side`` -1), one to the right (1).
-    """
-    colour = _TAKEN if arrow.taken else _FADED
-    wide = 2.2 if arrow.taken else 1.0
-    order = 6 if arrow.taken else 5
-    points: list[tuple[float, float]]
+    """From the edge of one box to that of the other."""
     if end.x > start.x:  # to the right, at the height of an outcome
         y = min(max(end.y, start.y - start.high / 2 + 0.08), start.y + start.high / 2 - 0.08)
         points = [(start.x + start.wide / 2, y), (end.x - end.wide / 2, end.y)]
-        place, aligned = ((points[0][0] + points[1][0]) / 2 - 0.03, (y + end.y) / 2 - 0.03), ("center", "bottom")
+        word = points[0][0] / 2 + points[1][0] / 2 - 0.03, (y + end.y) / 2 - 0.03, "center", "bottom"
     elif end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP:  # past others, along the margin
         out = _MARGIN + (0.12 if arrow.start == chart.FITS else 0.3)
         left = start.x - start.wide / 2
         points = [(left, start.y), (out, start.y), (out, end.y), (left, end.y)]
-        place, aligned = (out + 0.05, start.y + start.high / 2 + 0.05), ("left", "top")
+        word = out + 0.05, start.y + start.high / 2 + 0.05, "left", "top"
     else:
         x = start.x + 0.5 * side
         points = [(x, start.y + start.high / 2), (x, end.y - end.high / 2)]
-        place, aligned = (x + 0.08, (points[0][1] + points[1][1]) / 2), ("left", "center")
-    if len(points) > 2:
-        axes.plot(*zip(*points[:-1], strict=True), color=colour, lw=wide, zorder=order, solid_capstyle="butt")
-    look = {"arrowstyle": "-|>", "color": colour, "lw": wide, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=look, zorder=order)
-    text = GREY if not arrow.taken else _TAKEN
-    axes.text(*place, arrow.word, fontsize=_FONT - 0.5, color=text, ha=aligned[0], va=aligned[1], zorder=7)
+        word = x + 0.08, (points[0][1] + points[1][1]) / 2, "left", "center"
+    look: dict[str, Any] = {"color": _TAKEN if arrow.taken else _FADED, "lw": 2.2 if arrow.taken else 1.0}
+    order = 6 if arrow.taken else 5
+    axes.plot(*zip(*points[:-1], strict=True), zorder=order, solid_capstyle="butt", **look)
+    head = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, **look}
+    axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=head, zorder=order)
+    x, y, across, up = word
+    colour = _TAKEN if arrow.taken else GREY
+    axes.text(x, y, arrow.word, fontsize=_FONT - 0.5, color=colour, ha=across, va=up, zorder=7)

@@ -88,12 +88,12 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     blocks, ranks = job.blocks, len(team)
     work, batches = _micro_batch(job.work, job.batch_rows, ranks)
     on_gpu = not job.present_bytes
-    model, more = _model(blocks, work, tied=job.tied), 1.0 if on_gpu else ON_CPU
+    model, more = model_of(blocks, work, tied=job.tied), 1.0 if on_gpu else ON_CPU
     layers, once = layers_of(model, work, lambda each: job.of(blocks, each), more=more, again=not on_gpu)
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
     taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
-    held = alive("1f1b", ranks, batches, 1) if on_gpu else [1.0] * ranks
+    held = alive("1f1b", ranks, batches, 1, native=not on_gpu)
     seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
     found = divide(layers, seats)
     whole = sum(part.cost for part in layers.in_first) + layers.head.cost
@@ -145,7 +145,7 @@ def _micro_batch(work: Work, rows: int, ranks: int) -> tuple[Work, int]:
     return replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1), batches
 
 
-def _model(blocks: Blocks, work: Work, *, tied: bool) -> Model:
+def model_of(blocks: Blocks, work: Work, *, tied: bool) -> Model:
     """The model's weights, of which all take as many bytes each."""
     table = blocks.vocabulary * blocks.dims
     numbers = block_weights(blocks, blocks.experts or 1) + blocks.experts * blocks.dims

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 
-from allhands.report.charts import Grid
+from allhands.observe.charts import Grid
 from allhands.report.page import Page, RunPart, Section
 
 MARK = "<!-- allhands report -->"

@@ -10,13 +10,14 @@ from typing import Any
 
 from allhands.io import formatting as form
 from allhands.io.pictures import PHASES
+from allhands.observe.charts import Chart, Grid, loss_charts, process_memory
 from allhands.observe.course import Judgement
 from allhands.observe.judging import judge_run
 from allhands.observe.metrics import Sampled
 from allhands.observe.monitor import BoardRow
-from allhands.observe.plots import of_starts, times_of
+from allhands.observe.times import of_starts, times_of
 from allhands.plan.outgrown import Sign, signs_of
-from allhands.report.charts import Bars, Chart, Grid, loss_charts, phase_bars, process_memory, step_charts, step_parts
+from allhands.report.charts import Bars, phase_bars, step_charts, step_parts
 from allhands.report.compared import unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.phases import PHASES_TOLD, phase_charts

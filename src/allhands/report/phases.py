@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from allhands.io.pictures import phase_colour
+from allhands.observe.charts import Chart, Line, chart, finite, groups_of
 from allhands.observe.metrics import RunHistory, TrainReport
 from allhands.observe.monitor import Sample
-from allhands.report.charts import Chart, Line, chart, finite, groups_of
 
 # In the order of a step: as the monitor calls it, and as the page does.
 _PARTS = (("load", "data wait"), ("compute", "compute"), ("reduce", "reduce"), ("update", "update and rest"))

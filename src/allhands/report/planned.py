@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from allhands.observe.charts import Grid
 from allhands.observe.course import Judgement
 from allhands.plan.compared import Comparison, Figure, compare
-from allhands.report.charts import Grid
 from allhands.report.facts import ReportFacts
 
 _NONE = "–"

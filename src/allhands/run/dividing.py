@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import psutil
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from numpy.typing import NDArray
 
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.bench import time_products
-from allhands.distributed.handout import gather_json
+from allhands.distributed.handout import gather_json, hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.model.adapters import count_parameters
-from allhands.model.quantized import held_dense, is_quantized
+from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
@@ -35,8 +35,8 @@ from allhands.runtime.accelerator import Accelerator
 STAGES = "stages"  # of what a checkpoint says
 # Stages of a rank where they are interleaved.
 _INTERLEAVED = 2
-# Bytes of a quantised number as a CPU holds it in training, scales included; dense ones, there and on a small GPU.
-_CODE, _FLOAT, _HALF = 1.25, 4, 2
+# Keys of configurations for the experts that compute a token.
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 _MEASURED_S = 0.4
 
 
@@ -48,14 +48,12 @@ class Divided:
         config: of the model, as its files have it.
         work: tokens of every row of the training data; ``None``: nothing is trained.
         for_answers: whether tokens come one at a time, for which a CPU holds quantised weights dense.
-        packed: whether it keeps them as they are stored.
     """
 
     model: nn.Module
     config: Mapping[str, Any]
     work: NDArray[Any] | None = None
     for_answers: bool = False
-    packed: bool = False
 
 
 def split_agreed(
@@ -73,38 +71,40 @@ def split_agreed(
 
     Raises:
         ConfigError: what was asked for does not divide the model.
-        ModelError: no split fits into the ranks' memory.
+        ModelError: no split fits into the ranks' memory, or the one that was asked for does not.
     """
     blocks: Any = divided.model.layers
-    if given := split_given(config, len(blocks), mesh.pipe):
-        return tuple(given), []
-    per_rank = _INTERLEAVED if config.pp_schedule == "interleaved" else 1
+    given = split_given(config, len(blocks), mesh.pipe)
+    per_rank = len(given) // mesh.pipe or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
     if len(blocks) < mesh.pipe * per_rank:
         raise ConfigError(
             f"{len(blocks)} blocks are too few for {mesh.pipe * per_rank} stages",
             where="--strategy pipeline",
             hint="take fewer ranks, or --pp with fewer stages",
         )
-    layers, once, batches = _layers(config, divided, mesh, accelerator)
-    ways = [layers]
-    if accelerator.kind == "cpu" and is_quantized(divided.model):  # a rank whose memory is short keeps weights packed
-        ways.append(_layers(config, replace(divided, packed=True), mesh, accelerator)[0])
+    found = _ways(config, divided, mesh, accelerator)
     device = Device(accelerator, mesh, 0)
     present = present_bytes(accelerator)
     kept = recorded.get(STAGES) if recorded else None
-    own = {"room": device.room, "taken": int(present + once), "kept": kept, "several": is_several(mesh)}
+    own = {"room": device.room, "taken": int(present + found.once), "kept": kept, "several": is_several(mesh)}
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    held = [0.0 if divided.work is None else 1.0] * mesh.pipe
-    if divided.work is not None and not accelerator.runs_natively(config.compile):  # there passes are computed again
-        held = alive(config.pp_schedule, mesh.pipe, batches, per_rank)
+    held = [0.0] * mesh.pipe
+    if divided.work is not None:
+        native = accelerator.runs_natively(config.compile)
+        held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
     seats = [
         _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place])
         for place in range(mesh.pipe)
     ]
+    if given:
+        refusal, notes = _judged(given, found, seats)
+        if refusal := hand_out_json(communicator, refusal):  # ranks of another kind may count bytes in another way
+            raise ModelError(refusal, where=f"--pp-split {config.pp_split}", hint="leave it out: memory divides them")
+        return tuple(given), notes
     kept = told[0]["kept"]
-    if any(_still_fits(kept, way, seats, per_rank) for way in ways):
+    if any(_still_fits(kept, way, seats, per_rank) for way in found.ways):
         return tuple(kept), [f"stages: {_told(kept)} blocks, as in the checkpoint"]
     if told[0]["several"] and communicator.size == mesh.size:
         measured = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
@@ -112,12 +112,14 @@ def split_agreed(
             min(speed for rank, speed in enumerate(measured) if mesh.coordinates(rank).pipe == place)
             for place in range(mesh.pipe)
         ]
-        seats = [Seat(speed, seat.room, seat.taken, seat.alive) for speed, seat in zip(slowest, seats, strict=True)]
-    found = [divide(way, seats, per_rank) for way in ways]
-    best, layers = next(((each, way) for each, way in zip(found, ways, strict=True) if each.fits), (None, layers))
+        seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
+    splits = [divide(way, seats, per_rank) for way in found.ways]
+    best, layers = next(
+        ((each, way) for each, way in zip(splits, found.ways, strict=True) if each.fits), (None, found.ways[0])
+    )
     if best is None:
-        raise _no_room(found[-1], seats, len(blocks))
-    sizes = tuple(gather_json(communicator, best.sizes)[0])  # ranks of another kind may count bytes in another way
+        raise _no_room(splits[-1], seats, len(blocks))
+    sizes = tuple(gather_json(communicator, best.sizes)[0])
     return sizes, [f"stages: {_told(sizes)} blocks{_why(best, layers, seats, per_rank)}"]
 
 
@@ -131,8 +133,8 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
         return []
     given = [int(each) for each in config.pp_split.split(",")]
     interleaved = config.pp_schedule == "interleaved" and len(given) % num_ranks == 0
-    per_rank = _INTERLEAVED if config.pp_schedule == "interleaved" else 1
-    check_split(given, num_blocks, len(given) if interleaved else num_ranks * per_rank)
+    per_rank = max(_INTERLEAVED, len(given) // num_ranks) if interleaved else 1
+    check_split(given, num_blocks, num_ranks * per_rank)
     return given
 
 
@@ -156,6 +158,21 @@ def _seat(said: Sequence[Mapping[str, Any]], held: float) -> Seat:
     """What ranks that have the same stages may have in common."""
     rooms = [each["room"] for each in said if each["room"]]
     return Seat(1.0, min(rooms, default=None), max(each["taken"] for each in said), held)
+
+
+def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[str, list[str]]:
+    """Of stages that a person has asked for: why they are refused, or notes; as for a model that is not divided.
+
+    Weights alone that are larger than a rank's memory are refused; what is estimated besides is told.
+    """
+    bare = [replace(seat, taken=0, alive=0.0) for seat in seats]
+    weights = split_as(found.weights, bare, given)
+    if not weights.fits:
+        return f"stages of {_told(given)} blocks do not fit, by their weights alone: {_lacking(weights, seats)}", []
+    splits = [split_as(way, seats, given) for way in found.ways]
+    if any(each.fits for each in splits):
+        return "", []
+    return "", [f"stages of {_told(given)} blocks may be too large: {_lacking(splits[-1], seats)}"]
 
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
@@ -192,15 +209,19 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
-    each = "; ".join(
+def _lacking(found: Split, seats: Sequence[Seat]) -> str:
+    """Which rank has too little memory for its stages."""
+    return "; ".join(
         f"rank {place} with {format_bytes(seat.room or 0)} would need {format_bytes(num_bytes)}"
         for place, (seat, num_bytes, missing) in enumerate(zip(seats, found.num_bytes, found.missing, strict=True))
         if missing
     )
+
+
+def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
     return ModelError(
         f"no division of the model's {blocks} blocks fits these ranks: {format_bytes(sum(found.missing))} of memory "
-        f"are missing in all. The best one, {_told(found.sizes)}: {each}",
+        f"are missing in all. The best one, {_told(found.sizes)}: {_lacking(found, seats)}",
         where="--strategy pipeline",
         hint="add a computer, or take less: --grad-checkpoint, fewer --micro-batch-tokens, a quantised model",
     )
@@ -209,17 +230,56 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
 # --- what is divided ----------------------------------------------------------------------------------
 
 
-def _layers(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> tuple[Layers, int, int]:
-    """What the model's parts cost, what a rank has for a while in a pass, and the micro-batches of a step."""
-    more = ON_CPU if accelerator.kind == "cpu" else 1.0
-    model = weights_of(divided, mesh, accelerator)
+@dataclass(frozen=True)
+class _Ways:
+    """What the model's parts cost.
+
+    Attributes:
+        ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as a rank keeps them
+            whose memory is short.
+        weights: the parts with their weights alone, as small as they can be.
+        once: bytes that a rank has for a while in a pass.
+        micro_batches: of a step.
+    """
+
+    ways: list[Layers]
+    weights: Layers
+    once: int
+    micro_batches: int
+
+
+def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> _Ways:
+    forms: list[Form] = [_form(divided, mesh, accelerator)]
+    if accelerator.kind == "cpu" and is_quantized(divided.model):
+        forms.append("packed")
+    models = [weights_of(divided, form, accelerator) for form in forms]
+    work, batches = _work(config, divided, models[0], mesh, accelerator)
+    blocks = blocks_of(divided.config)
+    of = None if blocks is None else partial(on_cpu if accelerator.kind == "cpu" else on_gpu, blocks)
+    more, again = ON_CPU if accelerator.kind == "cpu" else 1.0, accelerator.runs_natively(config.compile)
+    found = [layers_of(model, work, of, more=more, again=again) for model in models]
+    weights, _ = layers_of(models[-1], None, None)
+    return _Ways([layers for layers, _ in found], weights, found[0][1], batches)
+
+
+def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:
+    """How a rank holds quantised weights where its memory is not short."""
+    if accelerator.kind == "cpu":
+        return "dense" if divided.for_answers else "codes"
+    dense = held_dense(count_parameters(divided.model) // mesh.pipe, accelerator.memory_bytes)
+    return "dense" if dense else "packed"
+
+
+def _work(
+    config: TrainConfig, divided: Divided, model: Model, mesh: Mesh, accelerator: Accelerator
+) -> tuple[Work | None, int]:
+    """The work of one micro-batch of this model, and how many of them a step has; ``None`` where nothing is trained."""
     if divided.work is None:
-        return *layers_of(model, None, None, more=more), 1
+        return None, 1
     longest = int(divided.work.max())
     tokens = micro_batch_tokens(config, divided.work, mesh) or longest
     rows = max(1, config.batch_size // mesh.data_size)
     batches = -(-rows // max(1, min(rows, tokens // max(1, longest))))
-    blocks = blocks_of(divided.config)
     work = Work(
         method=config.fine_tune_type,
         tokens=max(longest, min(tokens, rows * longest)),
@@ -231,70 +291,52 @@ def _layers(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Acce
         accumulated=True,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(divided.model),
     )
-    of = None if blocks is None else partial(on_cpu if accelerator.kind == "cpu" else on_gpu, blocks)
-    again = accelerator.runs_natively(config.compile)
-    return *layers_of(model, work, of, more=more, again=again), batches
+    return work, batches
 
 
 def _in_half(model: nn.Module) -> bool:
     return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
 
-def weights_of(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Model:
-    """The weights of a model that need not have been read, as this rank would hold them."""
+def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
+    """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
-    blocks: list[nn.Module] = list(model.layers)
-    dense = held_dense(count_parameters(model) // mesh.pipe, accelerator.memory_bytes)
-    holds = _Holding(accelerator.kind, dense=dense, compact=not divided.for_answers, packed=divided.packed)
-    parts = tuple(Weights(count_parameters(each), holds(each, in_block=True), _trained(each)) for each in blocks)
+    held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
+    active = _active(divided.config)
+
+    def of(module: nn.Module) -> Weights:
+        num_bytes = sum(held[id(each)] for each in module.modules())
+        return Weights(_multiplied(module, active), num_bytes, _trained(module))
+
+    parts = tuple(map(of, model.layers))
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
     table: Any = max(tables, key=count_parameters, default=None)
     if table is None:
         return Model(parts, Weights(0, 0), Weights(0, 0))
-    numbers, trained = count_parameters(table), _trained(table)
-    embedding = Weights(numbers, holds(table, in_block=False), trained)
-    beside = count_parameters(model) - sum(map(count_parameters, blocks)) - numbers
-    held = holds(model, in_block=False) - holds.all_of(blocks) - embedding.held_bytes
-    others = _trained(model) - sum(map(_trained, blocks)) - trained
-    if beside < numbers // 2:  # the table is the head, too: the last stage has a copy
-        return Model(parts, embedding, Weights(numbers, held + embedding.held_bytes, others + trained))
-    return Model(parts, embedding, Weights(beside, held, others))
+    whole, embedding = of(model), of(table)
+    inside = (*parts, embedding)
+    beside = whole.numbers - sum(each.numbers for each in inside)
+    others = whole.trained_bytes - sum(each.trained_bytes for each in inside)
+    num_bytes = whole.held_bytes - sum(each.held_bytes for each in inside)
+    if beside < embedding.numbers // 2:  # the table is the head, too: the last stage has a copy
+        head = Weights(embedding.numbers, num_bytes + embedding.held_bytes, others + embedding.trained_bytes)
+        return Model(parts, embedding, head)
+    return Model(parts, embedding, Weights(beside, num_bytes, others))
 
 
-@dataclass(frozen=True)
-class _Holding:
-    """Bytes of weights as a device holds them.
+def _active(config: Mapping[str, Any]) -> int | None:
+    """Experts of a block that compute a token; ``None`` where that is not told."""
+    return next((int(config[name]) for name in _ACTIVE if config.get(name)), None)
 
-    Attributes:
-        dense: whether a GPU unpacks quantised weights.
-        compact: whether a CPU holds those of blocks as codes; ``packed``: whether it keeps all as they are stored.
-    """
 
-    kind: str
-    dense: bool
-    compact: bool
-    packed: bool
-
-    def __call__(self, module: nn.Module, *, in_block: bool) -> int:
-        return sum(self._own(each, in_block=in_block) for each in module.modules())
-
-    def all_of(self, blocks: Sequence[nn.Module]) -> int:
-        """Of blocks as if they were none."""
-        return sum(self(each, in_block=False) for each in blocks)
-
-    def _own(self, module: nn.Module, *, in_block: bool) -> int:
-        arrays = [value for value in module.values() if isinstance(value, mx.array)]
-        if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and (self.kind == "cpu" or self.dense):
-            if self.packed:
-                return sum(each.nbytes for each in arrays)
-            quantised: Any = module
-            numbers = quantised.weight.size * 32 // quantised.bits
-            codes = in_block and self.compact and isinstance(module, nn.QuantizedLinear)
-            each = _HALF if self.kind != "cpu" else _CODE if codes else _FLOAT
-            return int(each * numbers)
-        if self.kind == "cpu":
-            return sum(_FLOAT * each.size if mx.issubdtype(each.dtype, mx.floating) else each.nbytes for each in arrays)
-        return sum(each.nbytes for each in arrays)
+def _multiplied(module: nn.Module, active: int | None) -> float:
+    """Numbers of ``module`` that each token is multiplied by: of its experts those of the ``active`` ones alone."""
+    numbers = float(count_parameters(module))
+    for each in module.modules():
+        if isinstance(each, SwitchGLU | SwitchMLP) and active is not None:
+            experts = next(array.shape[0] for _, array in flatten(each.parameters()) if array.ndim == 3)
+            numbers -= count_parameters(each) * (1 - min(1.0, active / experts))
+    return numbers
 
 
 def _trained(module: nn.Module) -> int:

@@ -29,6 +29,7 @@ from allhands.parallel.costs import LocalCosts, Memory, PackedGradients, with_le
 from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
+from allhands.run.stage_costs import alive
 from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
@@ -121,7 +122,7 @@ def estimated_bytes(
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
         packed=_packed(config, device.mesh, word),
-        alive=_alive(config, device.mesh, cuts),
+        alive=_alive(config, device.mesh, cuts, len(stages), native=native_way),
         has_head=not stages or any(stage.blocks.is_last for stage in stages),
     )
     if not accelerator.cpu_native:
@@ -141,15 +142,11 @@ def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
     return count
 
 
-def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int) -> float:
-    """Micro-batches whose activations a rank has at once."""
+def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int, *, native: bool) -> float:
+    """Micro-batches whose activations this rank holds at once."""
     if mesh.pipe == 1:
         return 1.0
-    after = mesh.pipe - 1 - mesh.coordinates().pipe
-    if config.pp_schedule != "interleaved":
-        return min(micro_batches, after + 1)
-    # Of each of its two stages alone: half of its blocks.
-    return min(2 * micro_batches, mesh.pipe + 2 * after + 1) / 2
+    return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[mesh.coordinates().pipe]
 
 
 def roomy_form_fits(

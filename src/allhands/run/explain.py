@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from allhands.config.schema import TrainConfig
@@ -11,11 +10,10 @@ from allhands.distributed.codecs import CODECS
 from allhands.distributed.hierarchy import ByComputer
 from allhands.distributed.packed import Packing
 from allhands.distributed.reduce import bucket_bytes_for
-from allhands.errors import ModelError
-from allhands.kernels.selection import Choices, SizedOperation
+from allhands.kernels.selection import FORMS, QUANTISED
 from allhands.model.adapters import trained_weights
 from allhands.model.split import split
-from allhands.run.operations import problems, sizes_of
+from allhands.run.kernel_forms import KernelForms
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.blas import preload_blas
 from allhands.runtime.sizing import Sizing
@@ -50,24 +48,16 @@ def choices(
     return [f"chosen: {name}: {words}" for name, words in found.items()]
 
 
-def kernel_choices(choices: Choices, model: Mapping[str, Any], accelerator: Accelerator, tokens: int) -> list[str]:
+def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> list[str]:
     """One line for each operation that can be computed in several forms here: in which, and why.
 
     Args:
-        model: its configuration.
         tokens: of a micro-batch, at most.
+        quantised: whether the model has quantised weights.
     """
-    try:
-        sizes = sizes_of(model, accelerator)
-    except ModelError:
-        return ["chosen: kernels: by rule or measurement for each size (this model does not say what its sizes are)"]
-    found = problems(sizes, accelerator.kind, [tokens])
-    return [_kernel(problem, *choices.decide(problem, accelerator.kind)) for problem in found]
-
-
-def _kernel(problem: SizedOperation, form: str, reason: str) -> str:
-    sizes = "" if reason.startswith("measured") else f" at {problem}"
-    return f"chosen: {problem.name}{sizes}: {form} ({reason})"
+    names = [name for name in FORMS if kernels.kind in FORMS[name] and (quantised or name not in QUANTISED)]
+    told = [(name, *kernels.selection.explain(name, kernels.kind, tokens)) for name in names]
+    return [f"chosen: {name}: {form} ({reason})" for name, form, reason in told]
 
 
 def _optimizer(communicator: Communicator, divided: bool) -> str:

@@ -31,9 +31,9 @@ from allhands.model.adapters import ADAPTER_LEAVES
 from allhands.model.dropout import DropoutKeys
 from allhands.model.load import LoadedModel
 from allhands.parallel.gradient import make_gradient
-from allhands.run.choosing import Settlement
 from allhands.run.datasets import Datasets
 from allhands.run.gradient_cost import SHORT_TOKENS, TRAINED, PassCost
+from allhands.run.kernel_forms import KernelForms
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.blas import cache_dir, give_back_freed_pages
 from allhands.runtime.versions import versions_of
@@ -385,14 +385,16 @@ def _computed_in(model: nn.Module) -> str:
 _SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint", "compile")
 
 
-def memory_of(config: TrainConfig, model: Mapping[str, Any], kernels: Mapping[str, Any], longest: int) -> Path:
+def memory_of(
+    config: TrainConfig, model: Mapping[str, Any], accelerator: Accelerator, kernels: KernelForms, longest: int
+) -> Path:
     """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
     facts = {
         "format": _FORMAT,
         "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
         "model": {name: value for name, value in model.items() if not name.startswith("_")},
-        "kernels": {name: value for name, value in kernels.items() if name != "measured"},
-        "measured": hashlib.sha256(json.dumps(kernels.get("measured"), default=str).encode()).hexdigest(),
+        "device": accelerator.name,
+        "kernels": kernels.recorded(),
         "versions": versions_of("allhands", "mlx", "mlx-lm"),
         "source": _source(),
         "longest": 1 << max(longest - 1, 1).bit_length(),
@@ -406,10 +408,10 @@ def _source() -> str:
     """Of the code that computes a step: a version under development changes without its number."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    computing = ("model/**/*.py", "kernels/**/*.py", "runtime/native/*", "objectives/*.py", "parallel/*.py")
-    for file in sorted(file for pattern in computing for file in package.glob(pattern)):
-        if file.is_file():
-            digest.update(file.read_bytes())
+    for room in ("model", "kernels", "runtime/native", "objectives", "parallel"):
+        for file in sorted((package / room).rglob("*.*")):
+            if file.suffix in (".py", ".c", ".h", ".cu", ".cuh"):
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -436,7 +438,7 @@ class StartCheck:
         config: TrainConfig,
         loaded: LoadedModel,
         accelerator: Accelerator,
-        kernels: Settlement,
+        kernels: KernelForms,
         data: Datasets,
         say: Callable[[str], None],
     ) -> StartCheck | None:
@@ -445,7 +447,7 @@ class StartCheck:
         if not config.train or windows is None or config.gradient_check == "off":
             return None
         longest = int(windows.work.max()) + 1
-        memory = memory_of(config, loaded.config, kernels.recorded(), longest)
+        memory = memory_of(config, loaded.config, accelerator, kernels, longest)
         if config.gradient_check == "auto" and memory.is_file():
             return None
         if accelerator.kind != "cpu":  # where kernels may have to be built for it

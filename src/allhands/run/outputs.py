@@ -102,8 +102,7 @@ class Outputs:
         """Draw the run's curves and memory, if this rank keeps files; where the first are."""
         if not self.ready.keeps_files:
             return None
-        from allhands.observe.monitor.picture import plot_memory
-        from allhands.observe.plots import plot_losses  # matplotlib, in memory only now
+        from allhands.observe.plots import plot_losses, plot_memory  # matplotlib, in memory only now
 
         with suppress(AllhandsError):  # nothing was sampled, or not for long enough
             plot_memory(read_samples(self.directory), self.directory / MEMORY_FILE, private=True)

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader
 from allhands.checkpoints.resuming import Restored
+from allhands.config.combinations import require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError
 from allhands.io.regions import Flat
 from allhands.io.trees import flatten
 from allhands.model.stages import Stage
@@ -32,13 +32,20 @@ def divides(config: TrainConfig) -> bool:
     return config.strategy == "pipeline"
 
 
-def left_alone(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """``config``; without a pipeline where ``--min-ranks 1`` has one rank of it go on, which has the whole model."""
-    if not (divides(config) and config.min_ranks == 1 and mesh.size == 1):
+def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config``, as it can be had where fewer ranks are left than make up its stages, which ``--min-ranks`` allows.
+
+    All that are left are one pipeline, whose blocks are divided anew; one rank has the whole model.
+    """
+    problem = unfit_stages(config, mesh.size)
+    if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
         return config
-    told = (*config.notes, "one rank is left of the pipeline: it trains the whole model")
-    whole = {"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto"}
-    return config.model_copy(update=whole).noted(told)
+    changed: dict[str, Any] = {"pp": None, "pp_split": "auto"}
+    told = f"{problem.message} ({problem.where}): those that are left are one pipeline, whose blocks are divided anew"
+    if mesh.size == 1:
+        changed |= {"strategy": "auto", "pp_schedule": "1f1b"}
+        told = "one rank is left of the pipeline: it trains the whole model"
+    return config.model_copy(update=changed).noted((*config.notes, told))
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
@@ -49,19 +56,8 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     """
     if not divides(config):
         return mesh
+    require_stages(config, mesh.size)
     stages = config.pp or mesh.size
-    if mesh.size == 1:
-        raise ConfigError(
-            "a pipeline needs several ranks, and there is one",
-            where="--strategy pipeline",
-            hint="add a second computer (--hosts), or -n 2 to try it on this one",
-        )
-    if mesh.size % stages:
-        raise ConfigError(
-            f"{mesh.size} ranks are not whole pipelines of {stages}",
-            where=f"--pp {stages}",
-            hint="take a number of stages that divides that of the ranks",
-        )
     return replace(mesh, data=mesh.size // stages, pipe=stages, weights=())
 
 

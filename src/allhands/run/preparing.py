@@ -70,12 +70,12 @@ from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
-from allhands.run.choosing import Settlement, agreed, own_choices, resumed
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.dividing import Divided, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import StartCheck
+from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.piping import divides, kept_of
 from allhands.run.unlearned import padding_told, unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
@@ -159,7 +159,7 @@ class LoadedRun:
     keeps_files: bool
     notes: tuple[str, ...]
     run_id: str
-    kernels: Settlement
+    kernels: KernelForms
     passes: tuple[Applied, ...] = ()
     stages: tuple[Stage, ...] = ()
     split: tuple[int, ...] = ()
@@ -178,7 +178,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mesh, checkpoint = surroundings.mesh, None
     notes += _launching(config)
     accelerator = detect()
-    kernels = own_choices(accelerator, cpu_native=accelerator.runs_natively(config.compile))
+    kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
@@ -233,10 +233,9 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
-        kernels = resumed(kernels, checkpoint.state)
+        kernels = kernels.check_resumed(checkpoint.state)
     communicator, data = (group, data) if group is not None else meet(data)
-    kernels = agreed(kernels, communicator)
-    context.selection.select_by(kernels.choices)
+    kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
@@ -318,7 +317,7 @@ def _passes_checked(
     config: TrainConfig,
     loaded: LoadedModel,
     accelerator: Accelerator,
-    kernels: Settlement,
+    kernels: KernelForms,
     data: Datasets,
     surroundings: RunContext,
     notes: list[str],
@@ -333,8 +332,8 @@ def _passes_checked(
     # A part of a model has no loss by itself.
     leads = surroundings.mesh.local_rank == 0 and not divides(config)
     check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
-    # By this rank's own choices, which the agreement may replace.
-    context = pass_context(loaded.model, config, accelerator, KernelSelection(kernels.choices))
+    # By this rank's own request, which the agreement may replace.
+    context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
         if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):

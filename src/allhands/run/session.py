@@ -49,7 +49,7 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, sca
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import left_alone, micro_batch_tokens, piped, piping_of
+from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of
 from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -97,7 +97,7 @@ def run_finetune(
     require_place_of_run(config)
     callbacks = checked(callbacks)
     directory = Path(config.adapter_path)
-    config = left_alone(config, surroundings.mesh)
+    config = as_left(config, surroundings.mesh)
     surroundings = replace(surroundings, mesh=piped(config, surroundings.mesh))
     start = starting_weights(config, directory, surroundings)
     if surroundings.mesh.is_main:
@@ -387,7 +387,7 @@ class _Session:
         self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
-        kernels = kernel_choices(ready.kernels.choices, ready.loaded.config, ready.accelerator, tokens)
+        kernels = kernel_choices(ready.kernels, tokens, quantised="quantization" in ready.loaded.config)
         self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)

@@ -75,7 +75,13 @@ def layers_of(
     return Layers(blocks, in_first, embedding, head), round(more * once)
 
 
-def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int) -> list[float]:
-    """Micro-batches whose activations each rank holds at once, of all its blocks."""
+def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool) -> list[float]:
+    """Micro-batches whose activations each rank holds at once, of all its blocks.
+
+    Args:
+        native: whether a stage keeps its input alone, and computes its forward pass again on the way back.
+    """
+    if native:
+        return [1.0] * ranks
     made = make_schedule(schedule, ranks, micro_batches, stages_per_rank)
     return [most / stages_per_rank for most in made.most_alive]

@@ -113,9 +113,9 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     if blocks.experts:
         kept = _dot(_mixed(blocks), (7.4, 4.3, 2.3, 2.1))
     layers = work.trained_layers
-    held = layers * blocks.dims + kept if work.recomputed else layers * kept
+    held = work.alive * layers * blocks.dims + kept if work.recomputed else work.alive * layers * kept
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
-    logits = work.tokens * blocks.vocabulary * _HALF
+    logits = work.tokens * blocks.vocabulary * _HALF if work.has_head else 0
     if work.method != "full":
         logits = 4 * min(_LOGITS, logits)
     states = _STATES.get(work.optimizer, 2) * work.trained_bytes + work.by_adam_bytes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -75,13 +77,23 @@ def detect() -> Accelerator:
     if not on_gpu:
         mx.set_cache_limit(CPU_CACHE_BYTES)
         cores = available_cores()
-        return Accelerator("cpu", platform.processor() or platform.machine(), memory, cores, True, slow_products())
+        return Accelerator("cpu", _processor(), memory, cores, True, slow_products())
     info = mx.device_info()
     name = str(info.get("device_name", "GPU"))
     memory = device_memory()
     if mx.metal.is_available():
         mx.set_wired_limit(int(info["max_recommended_working_set_size"]))
     return Accelerator("metal" if mx.metal.is_available() else "cuda", name, memory, available_cores(), False, None)
+
+
+def _processor() -> str:
+    """The model of the processor."""
+    # Up to its first name: the file has as many parts as there are cores.
+    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def slow_products() -> str | None:

@@ -19,7 +19,7 @@ from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten, part_of, unflatten
 from allhands.kernels.fused import kernels
 from allhands.kernels.fused.flat_params import FlatParams
-from allhands.kernels.selection import PLAIN, Selector, selection_of
+from allhands.kernels.selection import PLAIN, selection_of
 from allhands.parallel.norms import sum_of_squares
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
@@ -66,13 +66,12 @@ class GraphUpdate:
 
     def _joins_kernels(self) -> bool:
         """Whether all weights are updated by kernels of our own, as few arrays."""
-        joined = self._joined
-        return joined is not None and self._by_kernels({str(i): array for i, array in enumerate(joined.weights())})
+        return self._joined is not None and self._by_kernels()
 
-    def _by_kernels(self, weights: Any) -> bool:
-        """Whether ``weights`` are updated by kernels of our own."""
+    def _by_kernels(self) -> bool:
+        """Whether weights are updated by kernels of our own."""
         fits = isinstance(self._optimizer, KernelAdam) and kernels.available()
-        return fits and _adam_form(weights, self._selection) != PLAIN
+        return fits and self._selection.select("adamw", "cuda") != PLAIN
 
     @property
     def leaves(self) -> FlatParams | None:
@@ -177,7 +176,7 @@ class GraphUpdate:
         optimizer = self._optimizer
         # Of a copy of the tree, which the optimizer changes.
         with _computing_with(optimizer, tree_map(lambda x: x, state)):
-            if isinstance(optimizer, KernelAdam) and self._by_kernels(weights):
+            if isinstance(optimizer, KernelAdam) and self._by_kernels():
                 if squares is None:
                     # The last first: where ranks exchange them, these are there before the others.
                     squares = sum_of_squares([gradient for _, gradient in reversed(flatten(gradients))])
@@ -216,11 +215,6 @@ def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
-
-
-def _adam_form(weights: Any, selection: Selector) -> str:
-    arrays = [array for _, array in flatten(weights)]
-    return selection.select("adamw", "cuda", arrays[0].dtype, sum(array.size for array in arrays), ())
 
 
 class _Joined:

@@ -10,13 +10,14 @@ import mlx.core as mx
 import numpy as np
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
-from allhands.io.trees import flatten
+from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.io.trees import flatten, number
 from allhands.train.optim import clip
 
 # Examples that each rank names; the collective has this size whatever was found.
 NAMED = 8
 _NO_EXAMPLE = -1
+_ALONE = SingleProcess()
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def find_culprits(
     micro_batches: Sequence[MicroBatch],
     communicator: Communicator,
     beat: Callable[[str], None],
+    together: Communicator = _ALONE,
 ) -> Blame:
     """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank must call it.
 
@@ -56,12 +58,21 @@ def find_culprits(
         gradient: loss sum and tree of gradients of a micro-batch.
         weights: tree of the trained parameters; if one is not finite, no example is looked at.
         beat: is told "compute" before each example and "reduce" before waiting for other ranks.
+        together: ranks that have the same micro-batches, and each a part of the weights and of ``gradient``. The first
+            of them names what they have found.
     """
-    finite = _all_finite(weights)
+
+    def everywhere(good: bool) -> bool:
+        return not number(together.all_sum(mx.array(float(not good))))
+
+    own = _all_finite(weights)
+    finite = everywhere(own)
     rows = [(batch, row) for batch in micro_batches for row in range(len(batch.examples))]
-    found = [int(b.examples[r]) for b, r in rows if not _is_finite(gradient, b, r, beat)] if finite else []
+    found = [int(b.examples[r]) for b, r in rows if not everywhere(_is_finite(gradient, b, r, beat))] if finite else []
+    if together.rank:
+        rows, found = [], []
     named = [*sorted(found), *[_NO_EXAMPLE] * NAMED][:NAMED]
-    mine = np.array([not finite, len(rows), len(found), *named], dtype=np.int32)
+    mine = np.array([not own, len(rows), len(found), *named], dtype=np.int32)
     everyone = communicator.all_gather(mx.array(mine)[None])
     beat("reduce")
     return _judge(np.array(everyone).reshape(communicator.size, -1))

@@ -27,7 +27,7 @@ from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.rounds import Rounds
 from allhands.parallel.sums import Gradients, Times
-from allhands.train.poison import Blame, find_culprits
+from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
 from allhands.train.updater import Rules, Updater, make_updater
 
@@ -182,16 +182,15 @@ class TrainStep:
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
         self.strategy.forget()
-        if self.options.piping is None:
-            blame = find_culprits(
-                self.passes.one_by_one(),
-                self.passes.model.trainable_parameters(),
-                micro_batches,
-                self.strategy.communicator,
-                self.options.heartbeat,
-            )
-        else:  # no rank can compute an example by itself
-            blame = Blame(otherwise="which example it comes from is not looked for in a pipeline")
+        gradient, together = self.strategy.one_by_one(self.passes)
+        blame = find_culprits(
+            gradient,
+            self.passes.model.trainable_parameters(),
+            micro_batches,
+            self.strategy.communicator,
+            self.options.heartbeat,
+            together,
+        )
         reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
         if self.options.non_finite == "stop":
             what = "packed row" if self.options.packed else "training example"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 
 from allhands.cluster.doctor.facts import Cluster, Disk, HostFacts, HostReport, Tree
 from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac
 from allhands.io.formatting import format_bytes
+from allhands.model.weight_files import LIST_FILE, PATTERN
 
 LEAST_FREE_MEMORY = 2 * 10**9
 LEAST_DISK, LITTLE_DISK = 10**8, 2 * 10**9
@@ -22,7 +25,7 @@ def check_memory(cluster: Cluster) -> list[Finding]:
     """The model fits into the memory of each device, and into what is free of it."""
     findings: list[Finding] = []
     for host, facts in cluster.answered():
-        weights = _weights(cluster)
+        weights = _weights(cluster, host)
         total, free, where = device_memory(facts)
         # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
         copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
@@ -40,10 +43,19 @@ def check_memory(cluster: Cluster) -> list[Finding]:
     return findings
 
 
-def _weights(cluster: Cluster) -> int:
-    """Bytes of the model's weights, from whoever has it."""
-    trees = [tree for host in cluster.hosts if (tree := host.tree("model")) is not None]
-    return max((sum(f.size for f in tree.files if f.name.endswith(".safetensors")) for tree in trees), default=0)
+def _weights(cluster: Cluster, host: HostReport) -> int:
+    """Bytes of the weights that this host needs: all of the model's, from whoever has it, or those of its stages."""
+    own = host.tree("model")
+    trees = [tree for each in cluster.hosts if (tree := each.tree("model")) is not None]
+    if own is not None and _is_partial(own):
+        return _size_of_weights(own)
+    whole = max(map(_size_of_weights, trees), default=0)
+    # A computer that has all files of a model that is divided has no larger part of it than the others.
+    return whole // len(cluster.hosts) if any(map(_is_partial, trees)) else whole
+
+
+def _size_of_weights(tree: Tree) -> int:
+    return sum(file.size for file in tree.files if file.name.endswith(".safetensors"))
 
 
 def device_memory(facts: HostFacts) -> tuple[int, int, str]:
@@ -192,27 +204,49 @@ def _differences(cluster: Cluster, role: str, there: Sequence[tuple[HostReport, 
     if len(there) < 2:
         return []
     contents = [_content(tree) for _, tree in there]
-    keys = [tuple(sorted(content.items())) for content in contents]
-    right = max(keys, key=keys.count)
-    like = listed(host.name for (host, _), key in zip(there, keys, strict=True) if key == right)
+    # A copy of some files proves nothing of the others: together they are one.
+    whole = [content for content in contents if LIST_FILE not in content] or [_united(contents)]
+    right = max(whole, key=lambda content: sum(not _changes(own, content) for own in contents))
+    alike = [host.name for (host, _), own in zip(there, contents, strict=True) if not _changes(own, right)]
     findings: list[Finding] = []
-    for (host, tree), key, content in zip(there, keys, contents, strict=True):
-        if key != right:
-            what = "; ".join(_changes(content, dict(right)))
-            message = f"the {role} {tree.path} is not the one of {like}: {what}"
-            findings.append(Finding(role, (host.name,), "stop", message, _sync(cluster, role)))
+    for (host, tree), own in zip(there, contents, strict=True):
+        if changes := _changes(own, right):
+            message = f"the {role} {tree.path} is not the one of {listed(alike) or 'the others'}: {'; '.join(changes)}"
+            findings.append(Finding(role, (host.name,), "stop", message, _sync(cluster, role) + _stages_of(tree)))
     return findings
 
 
-def _content(tree: Tree) -> dict[str, tuple[int, str]]:
+_Content = Mapping[str, tuple[int, str]]
+
+
+def _content(tree: Tree) -> _Content:
     return {file.name: (file.size, file.sha256 or "") for file in tree.files}
 
 
-def _changes(own: dict[str, tuple[int, str]], right: dict[str, tuple[int, str]]) -> list[str]:
+def _united(contents: Sequence[_Content]) -> _Content:
+    """All files of all copies, each as most have it."""
+    found: defaultdict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
+    for content in contents:
+        for name, value in content.items():
+            found[name][value] += 1
+    return {name: values.most_common(1)[0][0] for name, values in found.items()}
+
+
+def _is_partial(tree: Tree) -> bool:
+    """Whether it has the weights of some stages alone (``cluster sync --stages``)."""
+    return any(file.name == LIST_FILE for file in tree.files)
+
+
+def _stages_of(tree: Tree) -> str:
+    return " --stages" if _is_partial(tree) else ""
+
+
+def _changes(own: _Content, right: _Content) -> list[str]:
+    partial = LIST_FILE in own
     groups = {
-        "missing": [name for name in right if name not in own],
+        "missing": [name for name in right if name not in own and not (partial and fnmatch(name, PATTERN))],
         "different": [name for name in own if name in right and own[name] != right[name]],
-        "only there": [name for name in own if name not in right],
+        "only there": [name for name in own if name not in right and name != LIST_FILE],
     }
     return [f"{listed((name or 'the file') for name in names)} {word}" for word, names in groups.items() if names]
 

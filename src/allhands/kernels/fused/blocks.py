@@ -27,7 +27,7 @@ from allhands.kernels.fused.linear import (
     products_of,
 )
 from allhands.kernels.instances import give_form, mix_in
-from allhands.kernels.selection import BY_RULE, SELECTION, Selector, selection_of
+from allhands.kernels.selection import BY_RULE, SELECTION, KernelSelection, selection_of
 from allhands.runtime.accelerator import device_memory
 
 # Of a GPU's memory, for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150 hold
@@ -35,7 +35,7 @@ from allhands.runtime.accelerator import device_memory
 _KEPT_SHARE = 32
 
 
-def fuse(model: nn.Module, longest: int, selection: Selector = BY_RULE) -> int:
+def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE) -> int:
     """Let ``model``, of which it is settled what is trained, compute in fast forms.
 
     Args:
@@ -121,7 +121,7 @@ class _FusedLayer:
 
 
 def _with(
-    norm: Callable[..., tuple[mx.array, mx.array]], module: Any, selection: Selector
+    norm: Callable[..., tuple[mx.array, mx.array]], module: Any, selection: KernelSelection
 ) -> Callable[..., tuple[mx.array, mx.array]]:
     trained = "weight" in module.trainable_parameters()
     return partial(norm, weight=module.weight, eps=module.eps, trained=trained, selection=selection)
@@ -168,7 +168,7 @@ def _has_plain_norms(layer: Any) -> bool:
     )
 
 
-def _join_mlp(module: Any, selection: Selector) -> bool:
+def _join_mlp(module: Any, selection: KernelSelection) -> bool:
     layers = [module.gate_proj, module.up_proj]
     if not Group.fits(layers):
         return False
@@ -176,7 +176,7 @@ def _join_mlp(module: Any, selection: Selector) -> bool:
     return True
 
 
-def _join_attention(module: Any, longest: int, tables: list[mx.array], selection: Selector) -> bool:
+def _join_attention(module: Any, longest: int, tables: list[mx.array], selection: KernelSelection) -> bool:
     sizes = known.attention_of(module)
     if sizes is None or sizes.normed:
         return False

@@ -11,8 +11,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from allhands.io.trees import number
-from allhands.kernels.fused import sources, sums
 from allhands.kernels.fused.build import built
+from allhands.kernels.fused.cuda import text_of
 from allhands.runtime.jit_cache import launches_directly
 
 _BLOCK = 256
@@ -52,7 +52,7 @@ def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size:
     rows, words = weight.shape
     count = rows * words
     outputs = [((rows, 8 * words), scales.dtype)]
-    work = _Work("DEQUANTIZE", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
+    work = _Work("dequantize", scales.dtype, {"GROUP": group_size}, (count,), -(-count // 1024) * _BLOCK)
     return work.run([weight, scales, biases], outputs)[0]
 
 
@@ -60,7 +60,7 @@ def take_rows(table: mx.array, ids: mx.array) -> mx.array:
     """``table[ids]``: (V, D) and integers of any shape, negative ones counting from the end -> ``ids.shape`` + (D,)."""
     size, features = table.shape
     threads = ids.size * features // width(table.dtype)
-    work = _Work("TAKE_ROWS", table.dtype, {"D": features}, (ids.size, size), threads)
+    work = _Work("take_rows", table.dtype, {"D": features}, (ids.size, size), threads)
     return work.run([table, ids.astype(mx.int32)], [((*ids.shape, features), table.dtype)])[0]
 
 
@@ -68,26 +68,26 @@ def put_rows(rows: mx.array, places: mx.array, targets: mx.array, size: int) -> 
     """(N, D) rows at their (N,) places of (``size``, D) zeros, but those whose target is negative; no place twice."""
     count, features = rows.shape
     threads = rows.size // width(rows.dtype)
-    work = _Work("PUT_ROWS", rows.dtype, {"D": features}, (count,), threads, fill=0.0)
+    work = _Work("put_rows", rows.dtype, {"D": features}, (count,), threads, fill=0.0)
     inputs = [rows, places.astype(mx.int32), targets.astype(mx.int32)]
     return work.run(inputs, [((size, features), rows.dtype)])[0]
 
 
 def scale(x: mx.array, factor: mx.array) -> mx.array:
     """``x`` times a float32 scalar, in the type of ``x``."""
-    work = _Work("SCALE_BY", x.dtype, {}, (x.size,), x.size // width(x.dtype))
+    work = _Work("scale_by", x.dtype, {}, (x.size,), x.size // width(x.dtype))
     return work.run([x, factor], [(x.shape, x.dtype)])[0]
 
 
 def spread(x: mx.array, index: mx.array, scale: float, dtype: mx.Dtype) -> mx.array:
     """``(scale * x[index]).astype(dtype)`` for (M,) float32 and (N,) int32."""
-    work = _Work("SPREAD", dtype, {"SCALE": scale}, (index.size,), index.size)
+    work = _Work("spread", dtype, {"SCALE": scale}, (index.size,), index.size)
     return work.run([x, index], [(index.shape, dtype)])[0]
 
 
 def collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
     """``scale * x[index]`` in float32, for (M,) of any type of the kernels' and (N,) int32."""
-    work = _Work("COLLECT", x.dtype, {"SCALE": scale}, (index.size,), index.size)
+    work = _Work("collect", x.dtype, {"SCALE": scale}, (index.size,), index.size)
     return work.run([x, index], [(index.shape, mx.float32)])[0]
 
 
@@ -106,7 +106,7 @@ def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None 
     threads = count * -(-parts // block) * block
     # Stable, as MLX says: equal ids keep the order of their places.
     inputs = [ids, mx.argsort(ids), rows, rows if onto is None else onto]
-    work = _Work("ADD_ROWS", rows.dtype, constants, (count,), threads, block, fill=0.0)
+    work = _Work("add_rows", rows.dtype, constants, (count,), threads, block, fill=0.0)
     shape = (size, features) if onto is None else (1,)
     (out,) = work.run(inputs, [(shape, rows.dtype)])
     return out if onto is None else cast("list[mx.array]", mx.depends([onto], [out]))[0]
@@ -115,7 +115,7 @@ def add_rows(ids: mx.array, rows: mx.array, size: int, *, onto: mx.array | None 
 def swiglu(x: mx.array) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (N, 2 F) -> (N, F)."""
     rows, features = x.shape[0], x.shape[1] // 2
-    work = _Work("SWIGLU", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
+    work = _Work("swiglu", x.dtype, {"F": features}, (rows,), rows * features // width(x.dtype))
     return work.run([x], [((rows, features), x.dtype)])[0]
 
 
@@ -123,7 +123,7 @@ def swiglu_vjp(x: mx.array, cotangent: mx.array, *, again: bool = False) -> tupl
     """Gradient of :func:`swiglu` in ``x``; and, if asked for ``again``, its value, which comes almost for nothing."""
     rows, features = x.shape[0], x.shape[1] // 2
     constants = {"F": features, "AGAIN": int(again)}
-    work = _Work("SWIGLU_VJP", x.dtype, constants, (rows,), rows * features // width(x.dtype))
+    work = _Work("swiglu_vjp", x.dtype, constants, (rows,), rows * features // width(x.dtype))
     dx, value = work.run([x, cotangent], [(x.shape, x.dtype), ((rows, features) if again else (1,), x.dtype)])
     return dx, value
 
@@ -134,7 +134,7 @@ def swiglu_adapted(x: mx.array, inner: mx.array, b: mx.array, ranks: tuple[int, 
     Args:
         ranks: rows of ``b`` that belong to gate and to up; what these have for the other is taken for zeros.
     """
-    work, rows = _swiglu_adapted("SWIGLU_ADAPTED", x, ranks, {}), x.shape[0]
+    work, rows = _swiglu_adapted("swiglu_adapted", x, ranks, {}), x.shape[0]
     return work.run([x, inner, b], [((rows, x.shape[1] // 2), x.dtype)])[0]
 
 
@@ -145,7 +145,7 @@ def swiglu_adapted_vjp(
 
     (N, F), (N, D), (F, D) -> (N, 2 F), (N, F).
     """
-    work = _swiglu_adapted("SWIGLU_ADAPTED_VJP", x, ranks, {"DOWN": a.shape[1]})
+    work = _swiglu_adapted("swiglu_adapted_vjp", x, ranks, {"DOWN": a.shape[1]})
     dx, y = work.run([x, inner, b, c, cinner, a], [(x.shape, x.dtype), (c.shape, x.dtype)])
     return dx, y
 
@@ -164,7 +164,7 @@ def _swiglu_adapted(name: str, x: mx.array, ranks: tuple[int, int], more: Mappin
 
 def rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int) -> mx.array:
     """Turn the queries and keys in (B, T, H + 2 KV, D), beside which values stand, by the (>= T, D / 2, 2) table."""
-    return _rope("ROPE", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]
+    return _rope("rope", x.dtype, x.shape, num_heads, num_kv_heads).run([x, turns], [(x.shape, x.dtype)])[0]
 
 
 def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array:
@@ -172,7 +172,7 @@ def rope_vjp(q: mx.array, k: mx.array, v: mx.array, turns: mx.array) -> mx.array
     batch, length, num_heads, features = q.shape
     num_kv_heads = k.shape[2]
     shape = (batch, length, num_heads + 2 * num_kv_heads, features)
-    return _rope("ROPE_VJP", q.dtype, shape, num_heads, num_kv_heads).run([q, k, v, turns], [(shape, q.dtype)])[0]
+    return _rope("rope_vjp", q.dtype, shape, num_heads, num_kv_heads).run([q, k, v, turns], [(shape, q.dtype)])[0]
 
 
 def _rope(name: str, dtype: mx.Dtype, shape: Sequence[int], num_heads: int, num_kv_heads: int) -> _Work:
@@ -191,7 +191,7 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.arr
     rows = logits.shape[0]
     in_place = launches_directly()
     constants = {"V": logits.shape[1], "INPLACE": int(in_place)}
-    work = _Work("CROSS_ENTROPY", logits.dtype, constants, (), 1024 * rows, block=1024)
+    work = _Work("cross_entropy", logits.dtype, constants, (), 1024 * rows, block=1024)
     shape = (1,) if in_place else logits.shape
     loss, grad = work.run([logits, targets.astype(mx.int32)], [((rows,), mx.float32), (shape, logits.dtype)])
     return loss, cast("list[mx.array]", mx.depends([logits], [loss]))[0] if in_place else grad
@@ -207,7 +207,7 @@ def rms_norm(x: mx.array, residual: mx.array | None, weight: mx.array, eps: floa
     rows, features = x.shape
     per_block = 8 if features * x.dtype.size <= 2 * _WARP_BYTES else 4
     constants = {"D": features, "EPS": eps, "RESIDUAL": int(residual is not None)}
-    work = _Work("RMS_NORM", x.dtype, constants, (rows,), -(-rows // per_block) * 32 * per_block, 32 * per_block)
+    work = _Work("rms_norm", x.dtype, constants, (rows,), -(-rows // per_block) * 32 * per_block, 32 * per_block)
     inputs = [x, x if residual is None else residual, weight]
     out, total = work.run(inputs, [(x.shape, x.dtype), ((1,) if residual is None else x.shape, x.dtype)])
     return out, total
@@ -227,7 +227,7 @@ def rms_norm_vjp(
     blocks = min(_NORM_BLOCKS if trained else rows, -(-rows * warps // 8))
     flags = {"RESIDUAL": int(residual is not None), "TRAINED": int(trained)}
     constants = {"D": features, "EPS": eps, "WARPS": warps, **flags}
-    work = _Work("RMS_NORM_VJP", x.dtype, constants, (rows,), blocks * _BLOCK)
+    work = _Work("rms_norm_vjp", x.dtype, constants, (rows,), blocks * _BLOCK)
     inputs = [x, weight, cotangent, cotangent if residual is None else residual]
     dx, dw = work.run(inputs, [(x.shape, x.dtype), ((blocks, features) if trained else (1, 1), mx.float32)])
     return dx, dw.sum(axis=0)
@@ -239,7 +239,7 @@ def sum_of_squares(arrays: Sequence[mx.array]) -> mx.array:
     blocks = min(1024, -(-most // _BLOCK))
     out = None
     for array in arrays:
-        work = _Work("SUM_OF_SQUARES", array.dtype, {"AFTER": int(out is not None)}, (array.size,), blocks * _BLOCK)
+        work = _Work("sum_of_squares", array.dtype, {"AFTER": int(out is not None)}, (array.size,), blocks * _BLOCK)
         (out,) = work.run([array, _zero() if out is None else out], [((blocks,), mx.float32)])
     assert out is not None
     return out.sum()
@@ -257,10 +257,10 @@ def adam_scalars(
 
     Args:
         numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the update; scalars.
-        options: (7,) float32, see :data:`sums.ADAM_SCALARS`.
+        options: (7,) float32, see ``cuda/adam_scalars.cu``.
     """
     inputs = [number.astype(mx.float32).reshape(1) for number in numbers]
-    work = _Work("ADAM_SCALARS", mx.float32, {"BIAS": int(bias_correction)}, (), 32, block=32)
+    work = _Work("adam_scalars", mx.float32, {"BIAS": int(bias_correction)}, (), 32, block=32)
     scalars, told = work.run([*inputs, options], [((2, 10), mx.float32), ((2,), mx.float32)])
     return scalars, told[0], told[1] != 0
 
@@ -271,9 +271,9 @@ def adam(
     """Weight and moments after an update of Adam, computed in float32; all of one shape and type.
 
     Args:
-        scalars: (10,) float32, see :data:`sums.ADAM`.
+        scalars: (10,) float32, see ``cuda/adam.cu``.
     """
-    work = _Work("ADAM", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
+    work = _Work("adam", weight.dtype, {}, (weight.size,), weight.size // width(weight.dtype))
     return tuple(work.run([gradient, weight, *moments, scalars], [(weight.shape, weight.dtype)] * 3))
 
 
@@ -281,7 +281,7 @@ def adam_master(
     gradient: mx.array, master: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
 ) -> tuple[mx.array, ...]:
     """The weight in the type of ``gradient``, its float32 copy and the moments, float32 too, after :func:`adam`."""
-    work = _Work("ADAM_MASTER", gradient.dtype, {}, (master.size,), master.size // 4)
+    work = _Work("adam_master", gradient.dtype, {}, (master.size,), master.size // 4)
     outputs = [(master.shape, gradient.dtype), *[(master.shape, mx.float32)] * 3]
     return tuple(work.run([gradient, master, *moments, scalars], outputs))
 
@@ -291,7 +291,7 @@ class _Work:
     """A call of a kernel.
 
     Attributes:
-        name: of its source in :mod:`sources` or :mod:`sums`.
+        name: of its file in :mod:`allhands.kernels.fused.cuda`.
         constants: built into it.
         scalars: handed to it.
         threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
@@ -328,10 +328,10 @@ class _Work:
 def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]) -> tuple[str, str]:
     """The name of a kernel, which says its constants too, and its whole text."""
     words = [f"{key.lower()}{value}" for key, value in constants]
-    full = re.sub(r"\W", "_", "_".join(["allhands", name.lower(), _TYPES[dtype], *words]))
+    full = re.sub(r"\W", "_", "_".join(["allhands", name, _TYPES[dtype], *words]))
     defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)
-    body = (vars(sources).get(name) or vars(sums)[name]).replace("NAME", full)
-    return full, f"{sources.NUMBERS}{sources.HEADER}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
+    body = text_of(f"{name}.cu").replace("NAME", full)
+    return full, f"{text_of('numbers.cuh')}{text_of('vectors.cuh')}\ntypedef {_TYPES[dtype]} T;\n{defines}{body}"
 
 
 @cache

@@ -17,7 +17,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels, ops
 from allhands.kernels.instances import give_form
-from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, Selector, selection_of
+from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, KernelSelection, selection_of
 
 
 def dequantize(
@@ -27,13 +27,11 @@ def dequantize(
     group_size: int,
     bits: int,
     mode: str,
-    selection: Selector = BY_RULE,
+    selection: KernelSelection = BY_RULE,
 ) -> mx.array:
     """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
     fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
-    # 32 bits a word.
-    sizes = (weight.shape[0], weight.shape[1] * 32 // bits, bits, group_size)
-    if fits and kernels.available() and selection.select("dequantize", "cuda", scales.dtype, 0, sizes) != PLAIN:
+    if fits and kernels.available() and selection.select("dequantize", "cuda") != PLAIN:
         assert biases is not None
         return kernels.dequantize(weight, scales, biases, group_size)
     return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
@@ -50,19 +48,18 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
         return y + self.bias if "bias" in self else y
 
 
-def makes_dense(layer: Any, x: mx.array, selection: Selector, *, least: int = 0) -> bool:
+def makes_dense(layer: Any, x: mx.array, selection: KernelSelection, *, least: int = 0) -> bool:
     """Whether the product of ``x`` and a quantised layer's weight is taken with the weight made dense.
 
     Args:
         least: number of tokens to decide for if there are fewer.
     """
-    sizes = (layer.weight.shape[0], x.shape[-1], layer.bits, layer.group_size)
     kind = "metal" if mx.metal.is_available() else "cuda"
     tokens = max(least, x.size // x.shape[-1])
-    return selection.select("quantized_linear", kind, x.dtype, tokens, sizes) == "dense"
+    return selection.select("quantized_linear", kind, tokens) == "dense"
 
 
-def use_dense(model: nn.Module, selection: Selector = BY_RULE) -> int:
+def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
 
     What :func:`allhands.kernels.fused.blocks.fuse` does beside other things; by MLX's own operations on every device.
@@ -73,7 +70,7 @@ def use_dense(model: nn.Module, selection: Selector = BY_RULE) -> int:
     return len(found)
 
 
-def dequantized(layer: Any, selection: Selector = BY_RULE) -> mx.array:
+def dequantized(layer: Any, selection: KernelSelection = BY_RULE) -> mx.array:
     """The dense weight of a quantised linear or embedding module."""
     parts = layer.weight, layer.scales, layer.get("biases")
     return dequantize(*parts, layer.group_size, layer.bits, layer.mode, selection)
@@ -134,7 +131,7 @@ class Product:
     Their adapters are one as well: the first factors side by side, the second ones along a diagonal.
     """
 
-    def __init__(self, layers: Sequence[Any], selection: Selector, frozen: Any = None) -> None:
+    def __init__(self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None) -> None:
         """Of ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
         self.layers = list(layers)
         self._selection = selection
@@ -359,7 +356,7 @@ def _adapted_mlp(
 class Group:
     """Layers of one input that are computed as one; see :class:`Product`."""
 
-    def __init__(self, layers: Sequence[Any], selection: Selector) -> None:
+    def __init__(self, layers: Sequence[Any], selection: KernelSelection) -> None:
         """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
         self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]))
 

@@ -13,21 +13,21 @@ import mlx.nn as nn
 
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels
-from allhands.kernels.selection import BY_RULE, PLAIN, Selector
+from allhands.kernels.selection import BY_RULE, PLAIN, KernelSelection
 
 
-def swiglu(x: mx.array, selection: Selector = BY_RULE) -> mx.array:
+def swiglu(x: mx.array, selection: KernelSelection = BY_RULE) -> mx.array:
     """``silu(gate) * up`` for rows of gate beside up: (..., 2 F) -> (..., F)."""
     if not fuses_swiglu(x, selection):
         return plain_swiglu(x)
     return _swiglu(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def fuses_swiglu(x: mx.array, selection: Selector = BY_RULE) -> bool:
+def fuses_swiglu(x: mx.array, selection: KernelSelection = BY_RULE) -> bool:
     """Whether :func:`swiglu` of ``x`` is computed by a kernel."""
     features = x.shape[-1] // 2
     fits = kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0
-    return fits and selection.select("swiglu", "cuda", x.dtype, x.size // x.shape[-1], (features,)) != PLAIN
+    return fits and selection.select("swiglu", "cuda") != PLAIN
 
 
 @mx.compile
@@ -58,7 +58,7 @@ _swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swig
 
 
 def rope_split(
-    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, selection: Selector = BY_RULE
+    x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int, selection: KernelSelection = BY_RULE
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Queries and keys turned by their places, and values, of rows in which they stand side by side.
 
@@ -71,8 +71,7 @@ def rope_split(
     """
     features = x.shape[-1]
     fits = kernels.available() and kernels.suits(x) and features // 2 % kernels.width(x.dtype) == 0
-    sizes = (num_heads, num_kv_heads, features)
-    if fits and selection.select("rope", "cuda", x.dtype, x.shape[0] * x.shape[1], sizes) != PLAIN:
+    if fits and selection.select("rope", "cuda") != PLAIN:
         return _fused_rope(x, turns, num_heads, num_kv_heads)
     return _parted(plain_rope(x, turns, num_heads + num_kv_heads), num_heads, num_kv_heads)
 
@@ -103,30 +102,38 @@ def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int)
     return function(x)
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE) -> mx.array:
+def rms_norm(
+    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: KernelSelection = BY_RULE
+) -> mx.array:
     """:func:`mlx.core.fast.rms_norm` with a gradient of our own: (..., D), (D,) -> (..., D)."""
     return _norm(None, x, weight, eps, trained, selection)[1]
 
 
 def forked_rms_norm(
-    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE
+    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: KernelSelection = BY_RULE
 ) -> tuple[mx.array, mx.array]:
     """``x`` and its norm, for where both are used: their two gradients are added in one pass."""
     return _norm(None, x, weight, eps, trained, selection)
 
 
 def added_rms_norm(
-    x: mx.array, residual: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: Selector = BY_RULE
+    x: mx.array,
+    residual: mx.array,
+    weight: mx.array,
+    eps: float,
+    *,
+    trained: bool,
+    selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array]:
     """``x + residual`` and its norm, in one pass, and back in one."""
     return _norm(residual, x, weight, eps, trained, selection)
 
 
 def _norm(
-    residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool, selection: Selector
+    residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool, selection: KernelSelection
 ) -> tuple[mx.array, mx.array]:
     fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
-    if not fits or selection.select("rms_norm", "cuda", x.dtype, x.size // x.shape[-1], x.shape[-1:]) == PLAIN:
+    if not fits or selection.select("rms_norm", "cuda") == PLAIN:
         total = x if residual is None else x + residual
         return total, mx.fast.rms_norm(total, weight, eps)
     shape, rows = x.shape, x.reshape(-1, x.shape[-1])

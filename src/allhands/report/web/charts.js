@@ -1,5 +1,5 @@
 // Draws charts of allhands with uPlot: colours of the page's theme, a legend of buttons, values by mouse and keyboard.
-// A chart is {title, x, y, unit, whole, top, lines, marks, stars}, as allhands.report.charts.Chart.to_json gives it.
+// A chart is {title, x, y, unit, whole, top, lines, marks, stars}, as allhands.observe.charts.Chart.to_json gives it.
 "use strict";
 var allhandsCharts = (function () {
   var COUNTS = {run: 6, rank: 6, director: 2, phase: 10, ink: 1};
