@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import Cluster, namespaces
+from namespaces import Cluster, namespaces, needs_rsync
 
 from allhands.cluster.hosts import Host, read_hostfile
 from allhands.cluster.probes.files import STAGING
 from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
+
+pytestmark = needs_rsync
 
 MB = 1 << 20
 BIG = 40 * MB
@@ -157,7 +159,7 @@ def test_a_cable_that_is_pulled_costs_that_host_only(site: Site) -> None:
 def test_a_disk_that_fills_up_is_told_and_gone_on_with(site: Site) -> None:
     for name in site.cluster.names:
         site.cluster.slow(name, "100mbit")
-    room = site.total + 16 * MB
+    room = 2 * site.total  # for what has come, and rsync's copy of it
     site.cluster.run("node1", ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(site.shown)])
     hog = str(site.shown / "hog")
     fill = ["sh", "-c", f"cat /dev/zero > '{hog}' || true"]

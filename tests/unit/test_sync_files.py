@@ -81,12 +81,44 @@ def test_a_file_appears_when_its_hash_is_right(root: Path) -> None:
 def test_a_transfer_goes_on_from_what_waits(root: Path) -> None:
     told(root, ("a", CONTENT))
     arrive(root, "a", CONTENT[:3000])
-    (root / STAGING / f".{staged_name('b')}.killed").write_bytes(b"x")
-    assert staged_bytes([str(root)]) == 3001
+    assert staged_bytes([str(root)]) == 3000
     let_go()
     again = told(root, ("a", CONTENT))
     assert (again["lacking"], again["partial"]) == ([0], 3000)
     assert sorted(os.listdir(root / STAGING)) == sorted([staged_name("a"), TOKEN])
+
+
+def test_what_a_killed_transfer_has_written_is_kept_if_it_is_more(root: Path) -> None:
+    wanted = (("a", CONTENT), ("b", CONTENT + b"b"))
+    told(root, *wanted)
+    arrive(root, "a", CONTENT[:3000])
+    arrive(root, "b", CONTENT[:1000])
+    for name in "ab":
+        (root / STAGING / f".{staged_name(name)}.Ab12Cd").write_bytes(CONTENT[:2000])
+    let_go()
+    assert told(root, *wanted)["partial"] == 3000 + 2000
+    assert sorted(os.listdir(root / STAGING)) == sorted([staged_name("a"), staged_name("b"), TOKEN])
+
+
+def test_a_part_without_room_for_its_copy_is_begun_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(root, ("a", CONTENT))
+    arrive(root, "a", CONTENT[:3000])
+    usage = shutil.disk_usage(root)
+    for more, partial in ((3000, 3000), (2999, 0)):
+        room = len(CONTENT) - 3000 + more
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: usage._replace(free=room))
+        assert told(root, ("a", CONTENT))["partial"] == partial
+
+
+def test_a_place_that_two_roots_lead_to_is_filled_once(root: Path) -> None:
+    (root.parent / "link").symlink_to(root)
+    told(root, ("a", CONTENT))
+    arrive(root, "a", CONTENT)
+    roots = [{"base": "absolute", "at": str(each)} for each in (root, root.parent / "link")]
+    asked = [[number, "a", len(CONTENT), digest(CONTENT), 0o640, 1] for number in (0, 1)]
+    request = {"envs": {}, "roots": roots, "files": asked, "dry": False, "token": TOKEN}
+    assert look(request, lambda read: None)["lacking"] == []
+    assert os.listdir(root) == ["a"]
 
 
 def test_rsync_starts_from_an_old_file_and_from_one_of_another_name(root: Path) -> None:

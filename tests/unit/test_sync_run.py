@@ -27,7 +27,7 @@ from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
 from allhands.errors import ConfigError, DataError, DistributedError, StorageError
 
 RSYNC = shutil.which("rsync")
-pytestmark = pytest.mark.skipif(RSYNC is None, reason="rsync is not installed")
+pytestmark = pytest.mark.skipif(RSYNC is None, reason="no rsync here: scripts/install_test_tools.sh")
 
 # Runs here what a host would run, in its own home. A host named "down" does not answer, one named "noisy" greets, and
 # one named "shy" lets in this computer alone.
@@ -216,6 +216,16 @@ def test_a_host_without_rsync_is_told_with_the_command_that_installs_it(hosts: H
     assert isinstance(error, DistributedError)
     assert error.hint == "ssh -t bare 'sudo dnf install -y rsync'"
     assert state.exit_code == 7
+
+
+def test_who_has_everything_and_no_rsync_sends_nothing(hosts: Hosts) -> None:
+    made = hosts.make("bare", "b")
+    shutil.copytree(hosts.work, hosts.home("bare") / "over there")
+    state = bring(made, topology="chain")
+    assert (state.errors, state.hosts[0].lacking) == ([], ())
+    assert state.hosts[1].parent == "this computer"
+    assert "there is no rsync" in state.notes[0]
+    assert hosts.got("b") == hosts.has()
 
 
 def test_without_rsync_here_nothing_is_begun(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ class Pipeline:
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
-        # Messages have a stream of their own and travel while passes are computed; all groups exchange over that stream.
+        # Messages have a stream of their own, over which all groups exchange, and travel while passes are computed.
         # NCCL's groups already have one.
         communicator, stream = exchanging.communicator, None
         if isinstance(communicator, MlxGroup):

@@ -173,14 +173,8 @@ class WantedFile:
     """A file that is to be here: ``final`` is its place, ``staged`` where it waits until it is verified."""
 
     def __init__(self, root: str, path: str, size: int, sha256: str, mode: int, mtime_ns: int) -> None:
-        self.root, self.path, self.size, self.sha256, self.mode, self.mtime_ns = (
-            root,
-            path,
-            size,
-            sha256,
-            mode,
-            mtime_ns,
-        )
+        self.root, self.path, self.size = root, path, size
+        self.sha256, self.mode, self.mtime_ns = sha256, mode, mtime_ns
         self.final = os.path.join(root, *path.split("/"))
         self.staged = os.path.join(root, STAGING, staged_name(path))
 
@@ -212,7 +206,7 @@ def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     """
     os.environ.update(request["envs"])
     roots = [root_directory(root) for root in request["roots"]]
-    files = [WantedFile(roots[root], *rest) for root, *rest in request["files"]]
+    files = [WantedFile(os.path.realpath(roots[root]), *rest) for root, *rest in request["files"]]
     cache = HashCache(os.path.join(cache_place(), "sync-hashes.json"))
     have: dict[str, str] = {}
     lacking: list[WantedFile] = []
@@ -225,7 +219,7 @@ def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
             lacking.append(file)
     if not request["dry"]:
         _check_space(lacking)
-        for root in {os.path.realpath(file.root) for file in lacking} - set(CLAIMED):
+        for root in {file.root for file in lacking} - set(CLAIMED):
             _claim(root, request["token"])
         lacking = _take(lacking, cache, beat)
         for file in lacking:
@@ -263,8 +257,9 @@ def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[W
     """Move files that have come whole to their places, each in one moment; the others are returned."""
     whole = [file for file in lacking if file.size == _received(file.staged)]
     digests = all_digests([file.staged for file in whole], cache, beat)
-    taken = {file for number, file in enumerate(whole) if _hash_of(digests[number]) == file.sha256}
-    for file in taken:
+    # A place that two roots lead to is filled once.
+    taken = {file.final: file for number, file in enumerate(whole) if _hash_of(digests[number]) == file.sha256}
+    for file in taken.values():
         _make_directories(file.root, file.path.split("/")[:-1])
         try:
             os.chmod(file.staged, file.mode)
@@ -275,10 +270,10 @@ def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[W
             raise OSError(error.errno, error.strerror, file.final) from None
         cache.remember(file.final, os.stat(file.final), file.sha256)
         beat(0)
-    for directory in {os.path.dirname(file.final) for file in taken}:
+    for directory in {os.path.dirname(path) for path in taken}:
         _flush(directory)
     cache.save()
-    return [file for file in lacking if file not in taken]
+    return [file for file in lacking if file.final not in taken]
 
 
 def _make_directories(root: str, parts: Sequence[str]) -> None:
@@ -300,17 +295,19 @@ def _flush(path: str) -> None:
 
 
 def _check_space(lacking: Sequence[WantedFile]) -> None:
-    """Raise OSError if the files do not fit."""
+    """Raise OSError if the files do not fit; drop a part that waits if there is no room for rsync's copy of it."""
     free: dict[int, int] = {}
     for root in {file.root for file in lacking}:
-        parts = [(file.size, file.waiting()) for file in lacking if file.root == root]
-        # rsync makes a new copy of a file that waits.
-        needed = sum(size - part for size, part in parts) + max(part if part < size else 0 for size, part in parts)
+        these = [file for file in lacking if file.root == root]
+        needed = sum(file.size - file.waiting() for file in these)
         device = os.stat(_nearest(root)).st_dev
         left = free[device] = free.get(device, shutil.disk_usage(_nearest(root)).free) - needed
         if left < 0:
             reason = f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed"
             raise OSError(errno.ENOSPC, reason, root)
+        for file in these:
+            if left < file.waiting() < file.size:
+                os.unlink(file.staged)
 
 
 def _seed(file: WantedFile, source: str) -> None:
@@ -337,9 +334,23 @@ def _claim(root: str, token: str) -> None:
         pass  # some network file systems cannot: go on
     CLAIMED[root] = descriptor
     for name in os.listdir(staging):
-        if len(name) != len(staged_name("")):  # of a transfer that was killed
-            os.unlink(os.path.join(staging, name))
+        if len(name) != len(staged_name("")):
+            _keep_killed(os.path.join(staging, name))
     open(os.path.join(staging, token), "w").close()
+
+
+def _keep_killed(draft: str) -> None:
+    """Let rsync go on from what it had written when it was killed, if that is more than what waits already."""
+    waiting = os.path.join(os.path.dirname(draft), _name_of(draft))
+    if len(_name_of(draft)) == len(staged_name("")) and _received(draft) > _received(waiting):
+        os.replace(draft, waiting)
+    else:
+        os.unlink(draft)
+
+
+def _name_of(path: str) -> str:
+    """The name under which a file waits, by one of rsync's own: it writes to .NAME.XXXXXX."""
+    return os.path.basename(path).lstrip(".").partition(".")[0]
 
 
 def _tidy(there: Sequence[WantedFile], lacking: Sequence[WantedFile], token: str) -> None:
@@ -360,7 +371,7 @@ def staged_bytes(roots: Sequence[str]) -> int:
     for root in roots:
         with contextlib.suppress(OSError):
             for entry in os.scandir(os.path.join(root, STAGING)):
-                name = root + entry.name.lstrip(".").partition(".")[0]  # rsync writes to .NAME.XXXXXX
+                name = root + _name_of(entry.path)
                 sizes[name] = max(sizes.get(name, 0), _received(entry.path))
     return sum(sizes.values())
 

@@ -37,7 +37,7 @@ _TICK_S = 0.2
 _BY_HAND = "install rsync with the package manager of that computer"
 # Errors of a disk, in the system's words, which rsync repeats.
 _OF_DISKS = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)}
-_SENT = re.compile(r"(?:Literal|Unmatched) data: ([\d,.]+)")  # Samba's rsync, openrsync
+_SENT = re.compile(r"(?:Literal|Unmatched) data: ([\d,.]+)")  # Samba's rsync; openrsync, on either stream
 
 
 Show = Callable[[SyncState], None]
@@ -322,13 +322,15 @@ class _SyncRun:
                 links = {staged_name("/".join(self._files[file].parts)): self._path(sender, file) for file in these}
                 transfers.append({"links": links, "ssh": ssh.command(name, words, settings)})
             rsync = program_path("rsync") if sender == HERE else own.told["rsync"]
+            if rsync is None:  # it had everything already
+                raise _Refused("there is no rsync")
             ended = own.ask("send", rsync=rsync, transfers=transfers)
         except AllhandsError as error:
             raise _Refused(error.message) from None
         finally:
             if sender == HERE:
                 own.close()
-        found = [int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"])]
+        found = [int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"] + ended["said"])]
         count = sum(found) if found else max(0, member.arrived - member.before)
         member.counted, member.before = member.counted + count, member.arrived
         (self._state if sender == HERE else self._state.hosts[sender]).sent += count
