@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from allhands.cluster.probes import files
-from allhands.cluster.probes.files import STAGING, look, staged_bytes, staged_name
-from allhands.cluster.probes.hashes import HashCache, all_digests
+from allhands.cluster.probes.files import STAGING, HashCache, all_digests, look, staged_bytes, staged_name
 
 TOKEN = "run-0123"
 CONTENT = os.urandom(5000)

@@ -58,8 +58,9 @@ else:
     exec(compile(sys.stdin.read(int(length)), "allhands_probe", "exec"), space)
     space["converse"](token)
 """
-_PARTS = ("tools", "computer", "network", "mac", "hashes", "trees", "reach", "files")
+_PARTS = ("tools", "computer", "network", "mac", "trees", "reach", "files")
 _IDLE_S = 120  # without a request, or within one without a sign of life, after which the system ends the program
+_PROGRESS_S = 0.5
 
 
 _TEXT: list[str] = []
@@ -187,5 +188,12 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
 
 def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, Any]]:
     """The directories that ``request["sources"]`` names by their role, with progress in bytes."""
-    sources = request["sources"].items()
-    return [tree_fact(role, source, request["hashed"], lambda done: say(progress=done)) for role, source in sources]
+    told = time.monotonic()
+
+    def progress(done: int) -> None:
+        nonlocal told
+        if time.monotonic() >= told + _PROGRESS_S:
+            told = time.monotonic()
+            say(progress=done)
+
+    return [tree_fact(role, source, request["hashed"], progress) for role, source in request["sources"].items()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from allhands.cluster.probes.hashes import HashCache, all_digests
-
+BLOCK = 4 << 20
 MOST_FILES = 20000
 # Of a model directory what loading it reads: a licence may differ.
 MODEL_FILES = (".json", ".safetensors", ".py", ".model", ".tiktoken", ".jinja", ".txt")
@@ -26,7 +26,7 @@ def tree_fact(role: str, source: str, hashed: bool, progress: Callable[[int], No
         role: ``model`` or ``data``.
         source: a path, a repository of the Hub, or ``demo``.
         hashed: whether contents are read.
-        progress: called twice a second with the bytes read so far.
+        progress: called with the bytes read so far, at most every 4 MiB.
     """
     fact: dict[str, Any] = {"role": role, "source": source, "path": None, "error": None, "files": []}
     try:
@@ -121,8 +121,15 @@ def add_digests(path: str, files: list[dict[str, Any]], progress: Callable[[int]
     Raises:
         OSError: one cannot be read.
     """
-    paths = [os.path.join(path, entry["name"]) if entry["name"] else path for entry in files]
-    for number, found in enumerate(all_digests(paths, HashCache(None), progress)):
-        if isinstance(found, OSError):
-            raise found
-        files[number]["sha256"] = found[1]
+    done = 0
+    for entry in files:
+        digest = hashlib.sha256()
+        with open(os.path.join(path, entry["name"]) if entry["name"] else path, "rb") as stream:
+            while True:
+                block = stream.read(BLOCK)
+                if not block:
+                    break
+                digest.update(block)
+                done += len(block)
+                progress(done)
+        entry["sha256"] = digest.hexdigest()

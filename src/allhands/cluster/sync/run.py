@@ -17,11 +17,13 @@ from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import (
     RECEIVE,
     STAGING,
+    HashCache,
+    all_digests,
+    file_identity,
     install_command,
     program_path,
     staged_name,
 )
-from allhands.cluster.probes.hashes import HashCache, all_digests, file_identity
 from allhands.cluster.sync.member import RETRY, Member
 from allhands.cluster.sync.plan import FoundFile, Plan, environment_of
 from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
