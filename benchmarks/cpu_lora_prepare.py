@@ -34,7 +34,7 @@ from allhands.data.records import ColumnNames, Record
 from allhands.data.render import Renderer
 from allhands.data.splits import load_split
 from allhands.data.tokens import TokenSet
-from allhands.model.adapters import make_trainable, save_adapters, trained_weights
+from allhands.model.adapters import make_trainable, trained_weights
 from allhands.model.load import load_model
 from allhands.runtime.accelerator import detect
 
@@ -184,7 +184,7 @@ def write_adapter(model: Any, options: argparse.Namespace) -> None:
     shape = {"rank": options.rank, "scale": options.scale, "dropout": 0.0}
     values = {"num_layers": options.num_layers, "lora_parameters": shape}
     make_trainable(model, build_config(values))
-    save_adapters(trained_weights(model), options.out / "start.safetensors")
+    mx.save_safetensors(str(options.out / "start.safetensors"), trained_weights(model), metadata={"format": "mlx"})
 
 
 if __name__ == "__main__":

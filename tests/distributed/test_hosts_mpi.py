@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import files_left, share_compiled
-from namespaces import Cluster, namespaces
+from faulty import files_left
+from hosts import sharing_compiled
+from namespaces import Cluster
 from ring_ranks import allhands_command
 from runs import read_run
 from tiny import run_allhands, write_chat_data, write_model
@@ -81,9 +82,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     directory = tmp_path_factory.mktemp("cluster")
-    with namespaces(3, directory, [directory / "own"]) as cluster:
-        for node in cluster.nodes.values():
-            share_compiled(node.temporary)
+    with sharing_compiled(3, directory, [directory / "own"]) as cluster:
         made = Hosts(cluster)
         for name in cluster.names:
             write_model(made.files(name) / "tiny")

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 from command_line import changed
-from faulty import Bench, Trial, share_compiled
+from faulty import Bench, Trial
 from hostile import Job, until
-from namespaces import Cluster, namespaces
+from hosts import sharing_compiled
+from namespaces import Cluster
 from slurm import slurm
 
 import allhands
@@ -62,9 +63,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     directory = tmp_path_factory.mktemp("misfits")
-    with namespaces(4, directory, [directory / "own"]) as cluster:
-        for node in cluster.nodes.values():
-            share_compiled(node.temporary)
+    with sharing_compiled(4, directory, [directory / "own"]) as cluster:
         yield Hosts(cluster, Bench(tmp_path_factory.mktemp("bench")))
 
 

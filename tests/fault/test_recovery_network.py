@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import ITERS, Bench, Result, Trial, digest, files_left, share_compiled
+from faulty import ITERS, Bench, Result, Trial, digest, files_left
 from hostile import until
-from namespaces import Cluster, namespaces
+from hosts import sharing_compiled, trial_among
+from namespaces import Cluster
 
 from allhands.observe.metrics import read_metrics
 
@@ -33,9 +34,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
-    with namespaces(3, directory, [directory / "own"]) as made:
-        for node in made.nodes.values():
-            share_compiled(node.temporary)
+    with sharing_compiled(3, directory, [directory / "own"]) as made:
         yield made
 
 
@@ -49,12 +48,8 @@ def undisturbed(bench: Bench) -> Result:
 
 @pytest.fixture
 def trial(bench: Bench, cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Trial]:
-    with bench.trial(request.node.name) as trial:
+    with trial_among(bench, cluster, request.node.name) as trial:
         yield trial
-        for name in cluster.names:
-            cluster.heal(name)
-    assert [cluster.processes(name) for name in cluster.names] == [[], [], []]
-    assert [files_left(node.temporary) for node in cluster.nodes.values()] == [[], [], []]
 
 
 def _slow(rank: int, steps: range, attempt: int) -> list[dict[str, object]]:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import ITERS, Bench, Result, Trial, files_left, share_compiled
+from faulty import ITERS, Bench, Result, Trial
 from hostile import until
-from namespaces import Cluster, namespaces
+from hosts import sharing_compiled, trial_among
+from namespaces import Cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -29,20 +30,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with namespaces(3, tmp_path_factory.mktemp("cluster")) as made:
-        for node in made.nodes.values():
-            share_compiled(node.temporary)
+    with sharing_compiled(3, tmp_path_factory.mktemp("cluster")) as made:
         yield made
 
 
 @pytest.fixture
 def trial(bench: Bench, cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Trial]:
-    with bench.trial(request.node.name) as trial:
+    with trial_among(bench, cluster, request.node.name) as trial:
         yield trial
-        for name in cluster.names:
-            cluster.heal(name)
-    assert [cluster.processes(name) for name in cluster.names] == [[], [], []]
-    assert [files_left(node.temporary) for node in cluster.nodes.values()] == [[], [], []]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import pytest
 import regex
 
 from allhands.model.gguf import DEMO_PACKAGE, DEMO_WHEEL
-from allhands.model.load import LoadedModel, get_model, load_model
+from allhands.model.load import Conversion, LoadedModel, get_model, load_model
 from allhands.model.sources import demo_model
 from allhands.runtime.blas import cache_dir
 
@@ -283,7 +283,7 @@ def test_logits_match_an_independent_llama(gguf: Gguf, demo: LoadedModel) -> Non
 
 def test_unpacked_model_gives_the_same_logits(demo: LoadedModel, tmp_path: Path) -> None:
     tokens = mx.array([demo.tokenizer.encode(PROMPT)])
-    unpacked: Any = load_model(str(get_model("demo", tmp_path / "dense", dequantize=True)))
+    unpacked: Any = load_model(str(get_model("demo", tmp_path / "dense", Conversion(dequantize=True))))
     packed: Any = demo.model
     assert (unpacked.model.model.norm.weight.dtype, unpacked.config["torch_dtype"]) == (mx.float32, "float32")
     expected, found = np.array(packed(tokens)), np.array(unpacked.model(tokens))

@@ -31,7 +31,7 @@ from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
 from allhands.model.dropout import DropoutKeys, SampleDropout, install_dropout
 from allhands.model.remat import checkpoint_layers
-from allhands.objectives.causal_lm import batch_arrays, make_loss
+from allhands.objectives.causal_lm import batch_values, make_loss
 from allhands.parallel.gradient import make_gradient
 from allhands.runtime.sizing import Sizing
 
@@ -236,7 +236,7 @@ def total(gradient: Callable[..., Any], keys: DropoutKeys | None, batches: list[
     loss, grads = 0.0, dict[str, Any]()
     for batch in batches:
         key = [] if keys is None else [keys.of(batch.examples, batch.inputs.shape[1], batch.iteration)]
-        value, tree = gradient(*key, *batch_arrays(batch))
+        value, tree = gradient(*key, *map(mx.array, batch_values(batch)))
         loss += value.item()
         for name, grad in tree_flatten(tree):
             grads[name] = grads.get(name, 0) + np.array(grad, dtype=np.float64)
@@ -370,7 +370,7 @@ def test_compiled_steps_take_new_keys_without_tracing_again(llama: Path) -> None
 
 
 def test_evaluation_drops_nothing_and_needs_no_keys(llama: Path) -> None:
-    arrays = batch_arrays(collate(token_set(), np.arange(6), 40))
+    arrays = [mx.array(each) for each in batch_values(collate(token_set(), np.arange(6), 40))]
     losses = []
     for dropout in (0.0, 0.3):
         model = adapted(llama, dropout=dropout)

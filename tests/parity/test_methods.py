@@ -29,7 +29,7 @@ from tiny import write_chat_data, write_model
 from allhands.config.schema import build_config
 from allhands.data.loader import MicroBatch, pad_targets
 from allhands.distributed.backend import SingleProcess
-from allhands.model.load import get_model
+from allhands.model.load import Conversion, get_model
 from allhands.model.remat import checkpoint_layers
 from allhands.parallel.gradient import make_gradient
 from allhands.train.step import StepOptions, make_step
@@ -132,7 +132,7 @@ def test_quantised_model_trains_as_the_same_model_dequantised(
     train: Train, tmp_path: Path, method: str, train_chats: list[Example]
 ) -> None:
     quantised = write_model(tmp_path / "quantised", layers=2, bits=4)
-    dense = get_model(str(quantised), tmp_path / "dense", dequantize=True, dtype="float32")
+    dense = get_model(str(quantised), tmp_path / "dense", Conversion(dequantize=True, dtype="float32"))
     run = train(model=str(quantised), fine_tune_type=method)
     np.testing.assert_allclose(run.losses, train(model=str(dense), fine_tune_type=method).losses, **SAME_LOSS)
     # mlx_lm multiplies with the quantised weights themselves.

@@ -15,7 +15,7 @@ from allhands.data.tokens import PackedRows, TokenSet
 from allhands.errors import ConfigError
 from allhands.kernels.documents import require_isolation
 from allhands.model.remat import checkpoint_layers
-from allhands.objectives.causal_lm import batch_arrays
+from allhands.objectives.causal_lm import batch_values
 from allhands.parallel.gradient import make_gradient
 
 SHAPE = {
@@ -58,7 +58,7 @@ def sums(model: object, batches: list[MicroBatch], form: str = "lazy") -> tuple[
     batches = [pad_targets(batch) for batch in batches] if form == "compiled" else batches
     loss, count, total = 0.0, 0, {}
     for batch in batches:
-        value, grads = gradient(*batch_arrays(batch))
+        value, grads = gradient(*map(mx.array, batch_values(batch)))
         loss, count = loss + value.item(), count + batch.num_targets
         for key, grad in tree_flatten(grads):
             total[key] = total.get(key, 0) + np.array(grad, dtype=np.float64)

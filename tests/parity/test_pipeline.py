@@ -88,6 +88,31 @@ def test_ranks_with_some_blocks_each_train_as_one_process(place: Path, alone: Pa
     assert_same(alone, place / name)
 
 
+@pytest.fixture(scope="module")
+def last_alone(place: Path) -> Path:
+    train(place, "last", "--num-layers", "2")
+    return place / "last"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("-n", "2"),
+        ("-n", "2", "--compile", "on"),
+        ("-n", "3", "--pp-split", "2,2,2"),
+        ("-n", "3", "--pp-split", "1,4,1", "--compile", "on"),
+        ("-n", "2", "--pp-schedule", "zb", "--pp-split", "4,2"),
+        ("-n", "2", "--pp-schedule", "interleaved", "--compile", "on"),
+    ],
+    ids=["native", "compiled", "a stage alone", "in two stages", "zero bubble", "interleaved"],
+)
+def test_stages_that_train_nothing_pass_on_alone(place: Path, last_alone: Path, more: tuple[str, ...]) -> None:
+    """LoRA on the last two of six blocks: the stages before have no backward pass."""
+    name = "last-" + "-".join(more).replace(",", "")
+    train(place, name, *more, "--backend", "ring", "--num-layers", "2", *PIPELINE)
+    assert_same(last_alone, place / name)
+
+
 @pytest.mark.parametrize(
     ("model", "more"),
     [

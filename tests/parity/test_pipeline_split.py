@@ -112,7 +112,7 @@ def test_a_rank_has_no_more_than_it_has_memory_for(place: Path) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zb"])
 def test_other_schedules_are_divided_by_memory_too(place: Path, schedule: str) -> None:
     said = train(
-        place, schedule, *PIPELINE, "--pp-schedule", schedule, "--compile", "on", rooms=[10**9, 4 * SMALL // 3]
+        place, schedule, *PIPELINE, "--pp-schedule", schedule, "--compile", "on", rooms=[10**9, 3 * SMALL // 2]
     )
     found = stages(said)
     assert len(found) == (4 if schedule == "interleaved" else 2)

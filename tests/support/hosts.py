@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,11 +17,29 @@ ITERS = 16
 
 
 @contextmanager
-def hosts_of(count: int, bench: Bench, directory: Path) -> Generator[Hosts]:
-    """So many computers, each with a file tree of its own at ``directory/own``."""
-    with namespaces(count, directory, [directory / "own"]) as cluster:
+def sharing_compiled(count: int, directory: Path, private: Sequence[Path] = ()) -> Generator[Cluster]:
+    """Computers that find what this one has compiled already; see :func:`namespaces`."""
+    with namespaces(count, directory, private) as cluster:
         for node in cluster.nodes.values():
             share_compiled(node.temporary)
+        yield cluster
+
+
+@contextmanager
+def trial_among(bench: Bench, cluster: Cluster, name: str) -> Generator[Trial]:
+    """A trial whose cables are whole again afterwards; it leaves nothing on any of the computers."""
+    with bench.trial(name) as trial:
+        yield trial
+        for each in cluster.names:
+            cluster.heal(each)
+    assert not any(cluster.processes(each) for each in cluster.names)
+    assert not any(files_left(node.temporary) for node in cluster.nodes.values())
+
+
+@contextmanager
+def hosts_of(count: int, bench: Bench, directory: Path) -> Generator[Hosts]:
+    """So many computers, each with a file tree of its own at ``directory/own``."""
+    with sharing_compiled(count, directory, [directory / "own"]) as cluster:
         yield Hosts(cluster, bench)
 
 

@@ -158,14 +158,19 @@ def write_chat_data(
 
 
 def run_allhands(
-    *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None, timeout: float = 120
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120,
+    lines: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, without a terminal."""
+    """Run the command line in a process of its own, without a terminal; ``lines`` are its standard input."""
     command: Sequence[str] = [sys.executable, "-m", "allhands", *map(str, arguments)]
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
+        input=lines,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(env or {})},
         cwd=cwd,
         timeout=timeout,

@@ -20,9 +20,11 @@ from tiny import run_allhands, write_adapter, write_model, write_tokenizer
 from allhands.config.eval_schema import EvalConfig
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError, ModelError
+from allhands.model.beyond import Use, limits_told
 from allhands.model.load import load_model
+from allhands.run.context import RunContext
 from allhands.run.evaluating import run_evaluation
-from allhands.run.preparing import RunContext, compiles
+from allhands.run.preparing import compiles
 from allhands.run.session import run_finetune
 
 COMMON = {
@@ -272,3 +274,16 @@ def test_a_model_without_a_layer_that_could_have_an_adapter(train: Callable[...,
     with pytest.raises(ModelError) as refused:
         train(bitnet)
     assert "full" not in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "text", ["cudaMallocAsync(&data, size, stream) failed: out of memory", "[malloc] Unable to allocate 8 bytes."]
+)
+@pytest.mark.parametrize("fine_tune_type", ["lora", None])
+def test_full_memory_is_no_limit_of_mlx_lm(text: str, fine_tune_type: str | None) -> None:
+    """Beside our own model any other one would find too little memory, too."""
+    with pytest.raises(ModelError) as caught, limits_told(Use("no/such/model", fine_tune_type=fine_tune_type)):
+        raise RuntimeError(text)
+    assert caught.value.exit_code == ModelError.exit_code
+    assert text in caught.value.message
+    assert ("--batch-size" in (caught.value.hint or "")) == (fine_tune_type is not None)

@@ -17,12 +17,6 @@ from allhands.data.heard import words_of
 from allhands.errors import AllhandsError
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
-
-
 def invoke(*arguments: str) -> tuple[int, str]:
     """Exit code and screen of the command at 80 columns."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)

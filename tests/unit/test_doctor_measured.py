@@ -33,9 +33,9 @@ def test_counts_are_those_of_training(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_weights_count_their_values(tiny_model: Path, tmp_path: Path, bits: int) -> None:
-    from allhands.model.load import get_model
+    from allhands.model.load import Conversion, get_model
 
-    packed = get_model(str(tiny_model), tmp_path / "packed", quantize_bits=bits, group_size=32)
+    packed = get_model(str(tiny_model), tmp_path / "packed", Conversion(quantize_bits=bits, group_size=32))
     shapes = shapes_of(packed)
     assert full_parameters(shapes) == full_parameters(shapes_of(tiny_model))
     assert lora_parameters(shapes) == made(packed)[0]

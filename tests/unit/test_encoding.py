@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
-from chat_tokenizers import CHATML, GEMMA, LLAMA2, THINKING, WORDS, ZEPHYR, from_npm, qwen25, smollm2, tiny
+from chat_tokenizers import CHATML, GEMMA, LLAMA2, THINKING, WORDS, ZEPHYR, from_npm, qwen25, tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_render import CONVERSATIONS, GENERATION, TEMPLATES, TEXT, answer, chat, render, user
 from transformers import PreTrainedTokenizerFast
 
-from allhands.data.encoding import Draft, Encoded, Encoder, byte_counts, mask_of, pieces_of_text
+from allhands.data.encoding import Draft, Encoded, Encoder, mask_of
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Rendered, Renderer
 from allhands.errors import AllhandsError, DataError
@@ -50,45 +49,7 @@ def test_shortcuts_give_what_the_careful_way_gives(template: str, kind: str, tur
     (quick,) = Encoder(tokenizer).encode_many([draft], offsets=True)
     assert isinstance(quick, Encoded)
     assert quick.tokens.tolist() == careful.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False)
-    if kind == "bytes":
-        assert byte_counts(tokenizer.backend_tokenizer)
     assert mask_of(draft, quick, None).tolist() == mask_of(draft, careful, None).tolist()
-
-
-def test_bytes_are_not_counted_where_characters_are_composed() -> None:
-    # Composed, the first character gets three bytes longer and the others one shorter each.
-    text = "\u0958 e\u0301e\u0301e\u0301<|im_end|>"
-    encoder = Encoder(qwen25())
-    for span in [(0, 2), (2, 4), (4, len(text)), (8, len(text))]:
-        draft = Draft(text, framed=False, spans=(span,))
-        (quick,) = encoder.encode_many([draft], offsets=True)
-        careful = encoder.encode(draft, offsets=True)
-        assert isinstance(quick, Encoded)
-        assert quick.offsets is not None
-        assert careful.offsets is not None
-        assert quick.offsets.tolist() == careful.offsets.tolist()
-
-
-@pytest.mark.parametrize(
-    ("make", "counts"),
-    [
-        *((make, True) for make in (qwen25, smollm2, lambda: from_npm("llama3"), lambda: from_npm("mistral_nemo"))),
-        *((make, False) for make in (lambda: from_npm("gemma2"), lambda: tiny(None, "words"))),
-    ],
-)
-def test_offsets_from_bytes_are_those_of_the_library(make: Any, counts: bool) -> None:
-    backend = make().backend_tokenizer
-    counted = byte_counts(backend)
-    assert (counted is not None) == counts
-    for text in ("", "Ahoy!", " é\u3000漢字 🏴‍☠️\n\n", "a<|im_end|>\n<|im_start|>b\t", "\n" * 9 + "    x  \xa0 y"):
-        encoding = backend.encode(text, add_special_tokens=False)
-        places = counted.offsets(text, np.asarray(encoding.ids, dtype=np.int32)) if counted else None
-        if places is not None and len(places):
-            pieces = pieces_of_text(text, np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2))
-            assert pieces_of_text(text, places) == pieces
-            assert places[:, 1].tolist() == [end for _, end in encoding.offsets]
-        else:
-            assert not counts or not text
 
 
 def test_most_conversations_take_the_shortcut() -> None:

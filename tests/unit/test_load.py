@@ -22,7 +22,7 @@ from tiny_gguf import dense_parameters, tiny_model
 from allhands.errors import ConfigError, ModelError, StorageError
 from allhands.io.staging import publish, staging
 from allhands.model import sources
-from allhands.model.load import get_model, load_bare_tokenizer, load_model, load_tokenizer
+from allhands.model.load import Conversion, get_model, load_bare_tokenizer, load_model, load_tokenizer
 from allhands.model.sources import resolve
 
 
@@ -91,10 +91,10 @@ GET = """
 import sys
 from pathlib import Path
 from allhands.errors import AllhandsError
-from allhands.model.load import get_model
+from allhands.model.load import Conversion, get_model
 for repo in sys.argv[2:]:
     try:
-        print(get_model(repo, Path(sys.argv[1]), dequantize=True))
+        print(get_model(repo, Path(sys.argv[1]), Conversion(dequantize=True)))
     except AllhandsError as error:
         print(error.where, "|", error.message, "|", error.hint)
 """
@@ -259,21 +259,23 @@ def test_dequantize_is_exact_in_float32_and_rounded_once_in_others(
     tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
 ) -> None:
     reference = dense_parameters(tiny[0])
-    dense = get_model(str(tiny[0]), tmp_path / "f32", dequantize=True)
+    dense = get_model(str(tiny[0]), tmp_path / "f32", Conversion(dequantize=True))
     assert "quantization" not in json.loads((dense / "config.json").read_text())
     for name, value in dense_parameters(dense).items():
         assert np.array_equal(value, reference[name]), name
-    half = get_model(str(tiny[0]), tmp_path / "f16", dequantize=True, dtype="float16")
+    half = get_model(str(tiny[0]), tmp_path / "f16", Conversion(dequantize=True, dtype="float16"))
     for name, value in dense_parameters(half).items():
         assert np.array_equal(value, reference[name].astype(np.float16).astype(np.float32)), name
-    get_model(str(tiny[0]), tmp_path / "bf16", dequantize=True, dtype="bfloat16")
+    get_model(str(tiny[0]), tmp_path / "bf16", Conversion(dequantize=True, dtype="bfloat16"))
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_quantize(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     reference = dense_parameters(tiny[0])
     said: list[str] = []
-    out = get_model(str(tiny[0]), tmp_path / "q8", dequantize=True, quantize_bits=8, group_size=128, report=said.append)
+    out = get_model(
+        str(tiny[0]), tmp_path / "q8", Conversion(dequantize=True, quantize_bits=8, group_size=128), report=said.append
+    )
     assert "bits per weight" in said[0]
     assert json.loads((out / "config.json").read_text())["quantization"]["bits"] == 8
     for name, value in dense_parameters(out).items():
@@ -294,10 +296,10 @@ def test_options_that_cannot_take_effect_are_refused(tiny: tuple[Path, dict[str,
         ({"dtype": "bfloat16"}, ModelError, "finer than bfloat16"),
     ):
         with pytest.raises(kind, match=says):
-            get_model(source, out, **options)  # type: ignore[arg-type]
-    dense = str(get_model(source, tmp_path / "dense", dequantize=True))
+            get_model(source, out, Conversion(**options))  # type: ignore[arg-type]
+    dense = str(get_model(source, tmp_path / "dense", Conversion(dequantize=True)))
     with pytest.raises(ModelError, match="not quantized"):
-        get_model(dense, out, dequantize=True)
+        get_model(dense, out, Conversion(dequantize=True))
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
@@ -305,9 +307,9 @@ def test_existing_output(tiny: tuple[Path, dict[str, np.ndarray]], tmp_path: Pat
     source, out = str(tiny[0]), tmp_path / "out"
     said: list[str] = []
     out.mkdir()  # an empty directory is free
-    get_model(source, out, dequantize=True)
+    get_model(source, out, Conversion(dequantize=True))
     inode = out.stat().st_ino
-    get_model(source, out, dequantize=True, report=said.append)
+    get_model(source, out, Conversion(dequantize=True), report=said.append)
     assert out.stat().st_ino == inode
     assert "holds this model already" in said[-1]
     with pytest.raises(ConfigError, match="another model"):
@@ -339,11 +341,11 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from allhands.errors import StorageError
-from allhands.model.load import get_model
+from allhands.model.load import Conversion, get_model
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    get_model(sys.argv[1], Path(sys.argv[2]), dequantize=sys.argv[3] == "dequantize")
+    get_model(sys.argv[1], Path(sys.argv[2]), Conversion(dequantize=sys.argv[3] == "dequantize"))
 except StorageError as error:
     print(error)
     sys.exit(error.exit_code)

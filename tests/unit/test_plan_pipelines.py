@@ -13,10 +13,11 @@ from allhands.cli import plan_shown
 from allhands.parallel.costs import PipelineCosts
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
-from allhands.plan.job import Job
+from allhands.plan.job import Job, SmallPasses
 from allhands.plan.links import link_of
 from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel
+from allhands.run.model_sizes import forms_on_cpu
 from allhands.run.training_memory import Blocks, Work, on_gpu
 
 # 70 billion weights in 4 bits, LoRA of rank 8 in all blocks, 8 rows of 1,024 in micro-batches of one.
@@ -100,7 +101,7 @@ def test_a_pipeline_is_advised_only_where_it_is_needed_and_fits(
 def test_the_table_has_every_number_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=300, record=True)
     monkeypatch.setattr(plan_shown, "console_for", lambda **_: console)
-    found = planned(("M1 16GB",) * 5)
+    found = planned(("M1 16GB",) * 5, work=replace(WORK, weights_bytes=39_000_000_000))
     plan_shown.show(found, [])
     shown = console.export_text()
     assert [each.fits for each in found.pipelines] == [False, False, True, True]
@@ -110,6 +111,32 @@ def test_the_table_has_every_number_of_computers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plan_shown, "console_for", lambda **_: console)
     plan_shown.show(planned(("M2 Ultra 192GB", "M2 Max 64GB")), [])
     assert "pipeline" not in console.export_text()
+
+
+def test_small_micro_batches_take_longer_for_each_token() -> None:
+    """A step of 82 s in one micro-batch, of which 0.1 s are none of its passes: 8 micro-batches take 96 s."""
+    one, large = 8192 * 0.01, replace(WORK, weights_bytes=70_000_000_000)
+    small = SmallPasses(tokens=1024, limit=1024, longest=1024, batches=8, usual=1, seconds=0.1 + one + 14.0)
+    (before,) = planned(("M2 Max 64GB", "M2 Max 64GB"), work=large).pipelines
+    (after,) = planned(("M2 Max 64GB", "M2 Max 64GB"), work=large, small=small).pipelines
+    assert after.micro_batches == before.micro_batches == 8
+    assert after.step_s - after.messages_s == pytest.approx((one + 16.0) / 2 * 9 / 8, rel=0.03)
+    assert after.num_bytes == before.num_bytes
+    # Four times as many rows: four in a micro-batch with two stages, two with four.
+    small = replace(small, tokens=4096, limit=4096)
+    many = planned(("M2 Max 64GB",) * 4, work=replace(large, batch_tokens=32768), rows=32, small=small).pipelines
+    assert [each.micro_batches for each in many] == [8, 12, 16]
+
+
+def test_packed_weights_are_taken_where_no_others_fit() -> None:
+    """A block has 0.86 billion numbers: 0.97 GB as codes, 0.48 GB packed; a table is 4.2 GB, or 0.59 GB."""
+    forms = forms_on_cpu(LARGE, 4, 64)
+    (codes,) = planned(("M2 Max 96GB", "M2 Max 96GB"), forms=forms, work=replace(WORK, weights_bytes=10**11)).pipelines
+    (packed,) = planned(("M2 Max 64GB", "M2 Max 32GB"), forms=forms, work=replace(WORK, weights_bytes=10**11)).pipelines
+    assert codes.fits
+    assert packed.fits
+    assert sum(codes.num_bytes) - sum(packed.num_bytes) == pytest.approx(80 * 0.48e9 + 2 * 3.6e9, rel=0.05)
+    assert packed.step_s > 1.09 * codes.step_s
 
 
 def test_more_messages_than_computing_make_the_link_the_slowest_stage() -> None:

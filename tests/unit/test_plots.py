@@ -318,7 +318,7 @@ def test_the_rich_table_has_the_same_figures_and_takes_names_as_they_are() -> No
     with console.capture() as capture:
         console.print(times_table([history("[red]one"), history("same"), history("same")]))
     text = capture.get()
-    for part in ("[red]one (1 rank)", "same (1 rank) #2", "1m05s", "1.00x", "peak memory per rank"):
+    for part in ("[red]one (1 rank)", "same (1 rank) #2", "1m05s", "1.00x", "600 MB"):
         assert part in text
 
 
@@ -360,7 +360,7 @@ def test_no_word_of_a_short_name_is_broken() -> None:
     assert (told.count("(2"), told.count("ranks)"), told.count("starts")) == (4, 4, 1)
 
 
-def test_of_more_than_three_runs_each_has_a_row(tmp_path: Path) -> None:
+def test_each_run_has_a_row(tmp_path: Path) -> None:
     runs = [history("one"), history("two", ranks=2, step_s=1.0), history("three"), history("four", ranks=3)]
     heads, rows = table_lines(runs, 120)[1:4], table_lines(runs, 120)[4:-3]
     assert [row.split()[0] for row in rows if row.strip() and "─" not in row] == ["one", "two", "three", "four"]
@@ -380,12 +380,9 @@ def test_a_run_that_went_on_with_other_ranks_names_all_numbers() -> None:
 
 def test_restarts_are_counted_in_the_tables_only_if_there_are_any() -> None:
     runs = [history("one"), history("two")]
-    assert not any("restarts" in line for line in (*table_lines(runs), times_markdown(runs)))
+    assert not any("starts" in line for line in (*table_lines(runs), times_markdown(runs)))
     runs[1].restarts = RESTARTS
-    (row,) = [line for line in table_lines(runs) if "restarts" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == ["restarts", "0", "4"]
     lines = times_markdown(runs).splitlines()
     assert lines[0].endswith("| restarts |")
     assert [line.split("|")[-2].strip() for line in lines[2:]] == ["0", "4"]
-    tall = table_lines([*runs, *runs], 120)
-    assert [row.split()[-1] for row in tall if "rank)" in row] == ["0", "4", "0", "4"]
+    assert [row.split()[-1] for row in table_lines(runs, 120) if "rank)" in row] == ["0", "4"]

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import WORDS, report_of, rows_of, sentence, texts, write
 
-from allhands.data.histograms import draw_lengths
 from allhands.data.intake import PrepareOptions
 from allhands.data.outcome import PrepareOutcome
 from allhands.data.prepare import NothingLeft, prepare
@@ -26,12 +25,6 @@ from allhands.data.splitting import (
     SplitShare,
 )
 from allhands.errors import ConfigError, DataError, StorageError
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than everything else here together."""
-    monkeypatch.setattr("allhands.data.histograms.draw_lengths", lambda *_: None)
 
 
 def run(folder: Path, files: Mapping[str, Iterable[Any]], **options: Any) -> PrepareOutcome:
@@ -375,14 +368,12 @@ def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> 
     assert (outcome.lengths.count, outcome.lengths.mean, outcome.lengths.over_limit) == (19, 12, 19)
 
 
-def test_without_a_model_lengths_are_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allhands.data.histograms.draw_lengths", draw_lengths)
+def test_without_a_model_lengths_are_characters(tmp_path: Path) -> None:
     outcome = run(tmp_path, {"a.jsonl": [{"text": "x" * n} for n in (3, 5, 10)]})
     assert outcome.lengths is not None
     assert outcome.lengths.unit == "characters"
     assert outcome.lengths is not None
     assert (outcome.lengths.total, outcome.lengths.max) == (18, 10)
-    assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- whole or absent --------------------------------------------------------------------------------
@@ -391,7 +382,7 @@ def test_without_a_model_lengths_are_characters(tmp_path: Path, monkeypatch: pyt
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     run(tmp_path, {"a.jsonl": texts(range(5))})
     before = (tmp_path / "out" / "train.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"not empty: it holds .*train\.jsonl") as caught:
+    with pytest.raises(ConfigError, match="prepared data is there already") as caught:
         run(tmp_path, {"a.jsonl": texts(range(5, 10))})
     assert "--force" in str(caught.value.hint)
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == before

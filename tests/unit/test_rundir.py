@@ -16,7 +16,8 @@ from allhands.checkpoints.rundir import kept_as, make_room
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import build_config
 from allhands.errors import ModelError
-from allhands.run.preparing import RunContext, starting_weights
+from allhands.run.context import RunContext
+from allhands.run.preparing import starting_weights
 
 FILES = ("metrics.jsonl", "loss.png", "0000200_adapters.safetensors", "0000400_adapters.safetensors")
 ANSWERS = "answers.json"

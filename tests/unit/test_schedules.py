@@ -11,8 +11,8 @@ from allhands.parallel.schedules import Action, Schedule, ScheduleName, make_sch
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
 
 
-def made(name: ScheduleName, ranks: int, batches: int, per_rank: int) -> Schedule:
-    return make_schedule(name, ranks, batches, max(2, per_rank) if name == "interleaved" else 1)
+def made(name: ScheduleName, ranks: int, batches: int, per_rank: int, first_trained: int = 0) -> Schedule:
+    return make_schedule(name, ranks, batches, max(2, per_rank) if name == "interleaved" else 1, first_trained)
 
 
 def run(schedule: Schedule) -> list[tuple[int, Action]]:
@@ -47,11 +47,15 @@ def run(schedule: Schedule) -> list[tuple[int, Action]]:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb"])
 @settings(max_examples=120, deadline=None)
-@given(shape=SHAPES)
-def test_everything_is_done_once_after_what_it_needs(name: ScheduleName, shape: tuple[int, int, int]) -> None:
+@given(shape=SHAPES, frozen=st.integers(0, 17))
+def test_everything_is_done_once_after_what_it_needs(
+    name: ScheduleName, shape: tuple[int, int, int], frozen: int
+) -> None:
     ranks, batches, per_rank = shape
-    schedule = made(name, ranks, batches, per_rank)
-    last = schedule.num_stages - 1
+    last = ranks * (max(2, per_rank) if name == "interleaved" else 1) - 1
+    first_trained = min(frozen, last)
+    schedule = made(name, ranks, batches, per_rank, first_trained)
+    assert schedule.num_stages == last + 1
     there = {("activations", 0, batch) for batch in range(batches)}
     done = set[tuple[str, int, int]]()
     for rank, action in run(schedule):
@@ -74,11 +78,28 @@ def test_everything_is_done_once_after_what_it_needs(name: ScheduleName, shape: 
         else:
             assert ("forward", stage, batch) in done
             assert stage == last or ("gradients", stage, batch) in there
-            if stage and ranks == 1:
+            if stage > first_trained and ranks == 1:
                 there.add(("gradients", stage - 1, batch))
         done.add((action.kind, stage, batch))
-    kinds = ("forward", "inputs", "weights") if name == "zb" else ("forward", "backward")
-    assert done == {(k, s, b) for k in kinds for s in range(last + 1) for b in range(batches)}
+    back = ("inputs", "weights") if name == "zb" else ("backward",)
+    kinds = {s: ("forward", *(back if s >= first_trained else ())) for s in range(last + 1)}
+    assert done == {(k, s, b) for s in range(last + 1) for k in kinds[s] for b in range(batches)}
+    # Nobody sends a gradient to a stage that trains nothing.
+    assert all(stage >= first_trained for kind, stage, _ in there if kind == "gradients")
+
+
+@pytest.mark.parametrize(("ranks", "first_trained"), [(2, 1), (4, 1), (4, 3)])
+def test_stages_that_train_nothing_run_ahead_by_as_many_micro_batches_as_there_are_ranks(
+    ranks: int, first_trained: int
+) -> None:
+    schedule = made("1f1b", ranks, 8, 1, first_trained)
+    ahead = most = 0
+    for rank, action in run(schedule):
+        if action.kind == "forward":
+            ahead += (rank == first_trained - 1) - (rank == first_trained)
+            most = max(most, ahead)
+    assert most <= ranks + 1
+    assert schedule.most_alive[0] == 1
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb"])

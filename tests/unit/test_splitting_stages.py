@@ -13,7 +13,7 @@ from allhands.parallel.splitting import Layers, Part, Seat, divide, even_speeds,
 
 def equal(blocks: int, head: float = 0.0, *, num_bytes: int = 0, table: int = 0) -> Layers:
     parts = (Part(1.0, num_bytes),) * blocks
-    return Layers(parts, parts, Part(0.0, table), Part(head, table))
+    return Layers(parts, Part(0.0, table), Part(head, table))
 
 
 def all_splits(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -29,8 +29,8 @@ def drawn(seed: int) -> tuple[Layers, list[Seat]]:
         Part(rng.choice((1.0, 1.0, 2.0, 3.0)), rng.randint(1, 9), rng.randint(0, 3), rng.choice((0.0, 0.5)))
         for _ in range(count)
     )
-    in_first = tuple(Part(part.cost / 2, part.num_bytes, 0) for part in blocks)
-    layers = Layers(blocks, in_first, Part(0.0, rng.randint(0, 9)), Part(rng.choice((0.0, 1.5)), rng.randint(0, 9)))
+    ends = Part(0.0, rng.randint(0, 9)), Part(rng.choice((0.0, 1.5)), rng.randint(0, 9))
+    layers = Layers(blocks, *ends, first_trained=rng.choice((0, 0, 1, 2, count - 1)))
     whole = sum(part.num_bytes for part in blocks)
     seats = [
         Seat(
@@ -46,7 +46,7 @@ def drawn(seed: int) -> tuple[Layers, list[Seat]]:
 
 def test_the_last_stage_has_more_blocks_where_the_others_compute_them_again() -> None:
     parts = (Part(3.0, again=1.0),) * 14  # forward, and twice as much back
-    found = divide(Layers(parts, parts), [Seat(), Seat()])
+    found = divide(Layers(parts), [Seat(), Seat()])
     assert found.sizes == (6, 8)
     assert found.seconds == (24.0, 24.0)
 
@@ -112,7 +112,7 @@ def test_slower_ranks_have_fewer_blocks_and_small_ones_what_they_hold() -> None:
 
 def test_activations_count_for_as_many_micro_batches_as_are_alive() -> None:
     parts = (Part(1.0, 10, 5.0),) * 8
-    layers = Layers(parts, parts)
+    layers = Layers(parts)
     assert divide(layers, [Seat(1.0, 100, 0, 2.0), Seat(1.0, None, 0, 1.0)]).sizes == (4, 4)
     assert divide(layers, [Seat(1.0, 70, 0, 2.0), Seat(1.0, None, 0, 1.0)]).sizes == (3, 5)
     assert divide(layers, [Seat(1.0, 70, 20, 2.0), Seat(1.0, None, 0, 1.0)]).sizes == (2, 6)

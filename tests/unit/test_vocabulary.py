@@ -268,16 +268,16 @@ def test_rows_that_cannot_be_used_are_told(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     names = write(tmp_path / "data", {"a.jsonl": texts(range(9))})
     train(names, tmp_path / "made")
-    with pytest.raises(AllhandsError, match=r"the directory is not empty.*\n.*--force") as caught:
+    with pytest.raises(AllhandsError, match=r"a tokenizer is there already.*\n.*--force") as caught:
         train(names, tmp_path / "made")
     assert caught.value.exit_code == 2
     assert train(names, tmp_path / "made", vocabulary=300, force=True).vocabulary == 300
     assert loaded_size(tmp_path / "made") == 300
     (tmp_path / "made" / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(AllhandsError, match=r"also holds model\.safetensors"):
+    with pytest.raises(AllhandsError, match=r"model\.safetensors is there already"):
         train(names, tmp_path / "made", force=True)
     assert (tmp_path / "made" / "model.safetensors").read_bytes() == b"weights"
-    with pytest.raises(AllhandsError, match="a file of that name"):
+    with pytest.raises(AllhandsError, match="this is a file"):
         train(names, Path(names[0]), force=True)
 
 
@@ -342,7 +342,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (("train", "--out", "OUT"), 2, "no source is named"),
         (("train", "--data", "nowhere.txt", "--out", "OUT"), 3, "no such file"),
         (("train", "--data", "DATA", "--out", "OUT", "--vocabulary", "9"), 2, "--vocabulary"),
-        (("train", "--data", "DATA", "--out", "DATA"), 2, "a file of that name"),
+        (("train", "--data", "DATA", "--out", "DATA"), 2, "this is a file"),
         (("show", "nowhere", "x"), 4, "there is no tokenizer.json"),
     ],
 )

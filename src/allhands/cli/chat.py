@@ -15,7 +15,7 @@ import typer
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 from allhands.errors import AllhandsError
-from allhands.infer.dialogue import VARIABLE, Talks, Wire
+from allhands.infer.dialogue import VARIABLE, Talks
 from allhands.io.paths import require_words
 from allhands.io.terminal import tell
 
@@ -61,7 +61,7 @@ def chat(
     if ranks is not None and VARIABLE not in os.environ:
         from allhands.cli.divided import at_terminal, require_terminal_here
 
-        require_terminal_here()
+        require_terminal_here(hosts, hostfile)
         raise typer.Exit(at_terminal(_talk))
     from allhands.cli.talk import tell_harm, tell_notes
     from allhands.infer.conversation import Conversation
@@ -86,7 +86,7 @@ def chat(
 
     def work(answering: AnsweringRanks, speaks: bool) -> None:
         talks = conversation(answering.load(adapter_path, choice), speaks=speaks)
-        answering.converse(talks, Wire.to(path) if speaks else None)
+        answering.converse(talks, path)
 
     env = {VARIABLE: path}
     raise typer.Exit(run_divided(model, adapter_path, ranks, work, trust_remote_code=trust_remote_code, env=env))

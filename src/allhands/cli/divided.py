@@ -144,13 +144,14 @@ def _noticed(ranks: subprocess.Popen[bytes], conversation: RemoteConversation) -
         signal.signal(signal.SIGCHLD, before)
 
 
-def require_terminal_here() -> None:
-    """Refuse another launcher, which keeps the terminal.
+def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
+    """Refuse another launcher, which keeps the terminal, and ranks of which none is on this computer.
 
     Raises:
-        ConfigError: ranks were started by one.
+        ConfigError: nobody could talk with the ranks.
     """
     from allhands.cluster.environment import recognise_here
+    from allhands.cluster.hosts import hosts_named
 
     launch = recognise_here()
     if launch.launcher not in ("single", "allhands"):
@@ -158,4 +159,10 @@ def require_terminal_here() -> None:
             f"{launch.launcher} keeps the terminal, at which there is nobody to talk with",
             where="allhands chat",
             hint="start it without another launcher: -n or --hosts starts the ranks",
+        )
+    if (hosts or hostfile) and all(host.ssh is not None for host in hosts_named(hosts, hostfile)):
+        raise ConfigError(
+            "none of the ranks is on this computer, and one of them has to take part in the conversation",
+            where=f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}",
+            hint="add this computer, or talk at one of those; allhands generate --prompt answers from anywhere",
         )

@@ -14,7 +14,7 @@ from allhands.errors import ConfigError
 from allhands.io.terminal import console_for
 from allhands.model.adapters import make_trainable
 from allhands.model.dropout import dropout_keys_of
-from allhands.model.load import LoadedModel, get_model, load_model
+from allhands.model.load import Conversion, LoadedModel, get_model, load_model
 from allhands.model.passes import apply_passes
 from allhands.run.datasets import load_data
 from allhands.run.gradient_check import GradientCheck, GradientVerdict
@@ -41,10 +41,7 @@ def run_model_get(
     written = get_model(
         source,
         target,
-        quantize_bits=quantize,
-        group_size=group_size,
-        dequantize=dequantize,
-        dtype=dtype,
+        Conversion(quantize, group_size, dequantize, dtype),
         force=force,
         report=lambda line: console.print(line, markup=False),
     )

@@ -22,6 +22,8 @@ from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.observe.metrics import RunStarted, TrainReport
 from allhands.observe.metrics.events import decode_event
 from allhands.observe.monitor import read_samples
+from allhands.plan.job import SmallPasses
+from allhands.run.stage_costs import small_enough
 
 _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
@@ -54,6 +56,7 @@ class Calibration:
         first_s: by which a training's first steps take longer than others, all together: on a GPU.
         largest: padded tokens that are computed at once at most in the whole training, and into how many such parts a
             batch is cut; ``None`` in what an earlier version has kept.
+        longest: tokens of the longest row.
         whole_s: of a step by one process that has all cores, where the others had fewer.
         doubt: why these times are no measure, in words; empty if they are.
     """
@@ -68,6 +71,7 @@ class Calibration:
     seconds: float
     cores_per_rank: int | None = None
     largest: tuple[int, int] | None = None
+    longest: int | None = None
     first_s: float = 0.0
     whole_s: float | None = None
     doubt: str = ""
@@ -112,6 +116,7 @@ def calibrate(
         seconds=time.perf_counter() - began,
         cores_per_rank=first.started.cores_per_rank,
         largest=first.started.largest,
+        longest=first.started.longest,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
         # Nobody has to give a process all cores.
         whole_s=None if seen.whole_s is None else min(seen.whole_s, points[0][1]),
@@ -180,6 +185,28 @@ def time_to_start(config: TrainConfig, timeout_s: float) -> float:
     """
     changed = {"num_ranks": config.num_ranks, "backend": config.backend, "iters": 2, "save_every": 2}
     return _run(config, config.batch_size, timeout_s, changed).start_s
+
+
+def small_passes(
+    config: TrainConfig, measured: Calibration, stages: int, timeout_s: float, *, on_gpu: bool
+) -> SmallPasses | None:
+    """Train a few steps with micro-batches as a pipeline of so many stages has them, if they are not like that anyway.
+
+    Raises:
+        AllhandsError: it could not be trained; what the training said.
+    """
+    if measured.longest is None or measured.largest is None:
+        return None
+    tokens, usual = measured.largest
+    if config.micro_batch_tokens is not None:
+        return SmallPasses(tokens, config.micro_batch_tokens, 0, usual, usual, measured.points[0][1])
+    limit = small_enough(measured.longest, config.batch_size, stages)
+    if limit >= tokens:
+        return SmallPasses(tokens, limit, measured.longest, usual, usual, measured.points[0][1])
+    run = _run(config, config.batch_size, timeout_s, {"micro_batch_tokens": limit}, on_gpu=on_gpu)
+    tokens, batches = run.started.largest or (limit, config.batch_size)
+    _, seconds = _point_of_gpu(run) if on_gpu else _point(run)
+    return SmallPasses(tokens, limit, measured.longest, batches, usual, seconds)
 
 
 @dataclass(frozen=True)

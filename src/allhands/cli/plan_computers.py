@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from allhands.config.schema import TrainConfig
@@ -76,14 +74,9 @@ def on_hosts(config: TrainConfig) -> bool:
 
 def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
     """The computers that the options name, as training reads them; this one with all ranks, if they name none."""
-    from allhands.cluster.hosts import Host, read_hostfile, write_hosts
+    from allhands.cluster.hosts import Host, hosts_named
 
-    if config.hostfile:
-        return read_hostfile(config.hostfile)
-    if config.hosts:
-        with TemporaryDirectory(prefix="allhands-plan-") as folder:
-            return read_hostfile(write_hosts(config.hosts, Path(folder) / "hosts"))
-    return (Host("this computer", slots=config.num_ranks),)
+    return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
 
 
 def computers_of(

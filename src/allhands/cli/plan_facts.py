@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from allhands.cli.launching import require_cores
-from allhands.cli.plan_calibration import Calibration, calibrate, steps_of, time_to_start
+from allhands.cli.plan_calibration import Calibration, calibrate, small_passes, steps_of, time_to_start
 from allhands.cli.plan_computers import (
     AskedComputers,
     computers_of,
@@ -30,9 +30,17 @@ from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.plan.devices import Device
 from allhands.plan.job import Job
+from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
 from allhands.plan.speed import StepModel, fitted
-from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token, left_to_adam, linears
+from allhands.run.model_sizes import (
+    adapter_weights,
+    all_weights,
+    flops_per_token,
+    forms_on_cpu,
+    left_to_adam,
+    linears,
+)
 from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 
 _DEFAULT_ITERS = 1000
@@ -48,6 +56,7 @@ class _Model:
     Attributes:
         weights_bytes: as they are held in training.
         bits: of quantised weights, 0 for dense ones.
+        forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
         word: bytes of a number of dense weights in memory.
     """
 
@@ -56,6 +65,7 @@ class _Model:
     weights_bytes: int
     bits: int
     word: int
+    forms: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def facts_of(
     notes = list(config.notes)
     energy: list[str] = []
     prices = prices_of(asked, devices, energy)  # before anything that takes long
-    measured: Calibration | None = None
+    measured, shared = None, config
     together = not devices and config.num_ranks > 1 and not on_hosts(config)
     if not devices:
         steps = steps_of(config, on_gpu=kind != "cpu")
@@ -131,6 +141,7 @@ def facts_of(
         rounds=rounds_of(config) if config.sync_every > 1 else None,
         kind=kind,
         tied=bool(model.config.get("tie_word_embeddings", False)),
+        forms=model.forms,
     )
     if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
         from allhands.parallel.runahead import limit_for
@@ -138,7 +149,21 @@ def facts_of(
 
         most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
         notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
+    if measured is not None and on_hosts(config):
+        job = _with_small_passes(job, shared, measured, asked, say)
     return job, notes, measured
+
+
+def _with_small_passes(
+    job: Job, config: TrainConfig, measured: Calibration, asked: AskedComputers, say: Callable[[str], object]
+) -> Job:
+    """With the time of micro-batches as small as those of the smallest pipeline that is spoken of, if one is."""
+    pipelines = look_ahead(job).pipelines
+    if not pipelines:
+        return job
+    say("training a few steps with the small micro-batches of a pipeline ...")
+    stages = min(each.machines for each in pipelines)
+    return replace(job, small=small_passes(config, measured, stages, asked.timeout_s, on_gpu=job.kind != "cpu"))
 
 
 def _about(config: TrainConfig, rows: _Rows) -> str:
@@ -239,7 +264,12 @@ def _model(config: TrainConfig, kind: str) -> _Model:
     word = 2 if half and kind != "cpu" else 4
     if not bits and half and kind == "cpu":
         size *= 2
-    return _Model(values, blocks_of(values), size, bits, word)
+    blocks, forms = blocks_of(values), ()
+    if bits and kind == "cpu" and blocks is not None:
+        forms = forms_on_cpu(blocks, bits, int(quantised.get("group_size", 64)))
+        (of_block, of_table), _ = forms
+        size = int(blocks.layers * of_block + (1 if values.get("tie_word_embeddings") else 2) * of_table)
+    return _Model(values, blocks, size, bits, word, forms)
 
 
 def _fresh(fresh: Any, kind: str) -> _Model:

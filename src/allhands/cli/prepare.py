@@ -398,8 +398,6 @@ class _Screen:
             self._say(f"and {len(reasons) - _MANY} more reasons")
 
     def _lengths(self, flags: _Flags) -> None:
-        import numpy as np
-
         from allhands.data.lengths import bars
 
         lengths = self._outcome.lengths
@@ -408,8 +406,7 @@ class _Screen:
         self._title(f"lengths in {lengths.unit}")
         self._say(lengths.sentence())
         unicode = (self._console.encoding or "").lower().startswith("utf")
-        values = np.concatenate([*self._outcome.row_lengths.values()])
-        for line in bars(values, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
+        for line in bars(self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
             self._console.print(f"  {line}", markup=False, no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
@@ -418,7 +415,6 @@ class _Screen:
                 "a text file is one row: --documents blank-line makes one of each paragraph; or train with --packing, "
                 "which loses nothing"
             )
-        self._say(f"drawn in {flags.out / 'lengths.png'}")
 
     def _whole_texts(self, flags: _Flags) -> bool:
         """Whether a text file may have become a single row."""

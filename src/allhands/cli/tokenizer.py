@@ -49,12 +49,13 @@ def train(
     else on the end of the text. The same data give the same files.
     """
     from allhands.data.sources import SourceOptions, find_sources
-    from allhands.data.vocabulary import VocabularyOptions, check_output, train_tokenizer
+    from allhands.data.vocabulary import OUTPUT, VocabularyOptions, train_tokenizer
+    from allhands.io.staging import require_place
 
     options = VocabularyOptions(vocabulary, tuple(special or ()), split_digits, chat_template, text_key, force)
     if out is None:
         raise ConfigError("--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer")
-    check_output(out, force)
+    require_place(out, "a tokenizer", OUTPUT, force=force)
     found = find_sources([*(data or ()), *(sources or ())], SourceOptions(limit=limit))
     with _progress() as progress:
         report = train_tokenizer(found, out, options, progress)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
 
 import psutil
@@ -105,6 +106,20 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
     except OSError as error:
         raise storage_error(path, error) from None
     return path
+
+
+def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
+    """Those of a hostfile, or those that ``names`` stands for, as :func:`write_hosts` has it; empty for neither.
+
+    Raises:
+        ConfigError: as of these.
+    """
+    if hostfile:
+        return read_hostfile(hostfile)
+    if not names:
+        return ()
+    with TemporaryDirectory(prefix="allhands-hosts-") as folder:
+        return read_hostfile(write_hosts(names, Path(folder) / "hosts"))
 
 
 def hostfile_backend(path: str | Path) -> str | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from allhands.cluster.worker import WorkerContext
     from allhands.config.schema import TrainConfig
     from allhands.distributed.backend import Communicator
-    from allhands.run.preparing import RunContext
+    from allhands.run.context import RunContext
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
     Raises:
         ConfigError: not one weight for each rank.
     """
-    from allhands.run.preparing import RunContext
+    from allhands.run.context import RunContext
 
     take_device(launch)
 

@@ -36,11 +36,9 @@ Severity = Literal["ruins", "harms", "note"]
 
 # Longer than any example: the renderer then cuts nothing.
 WHOLE = 1 << 40
-_PLACES = 3
-_SHORT_TOKENS = 3
-# An answer is conspicuous if so many records, and this share of them, have it.
-_SAME_ANSWERS, _SAME_ANSWER_SHARE = 5, 0.2
-_FIRST_ANSWERS = 1000
+_PLACES, _SHORT_TOKENS = 3, 3
+# An answer is conspicuous if so many records, and this share of them, have it; so many answers are looked at.
+_SAME_ANSWERS, _SAME_ANSWER_SHARE, _FIRST_ANSWERS = 5, 0.2, 1000
 # How `Reasons` calls what it groups no further.
 _OTHER_REASONS = "other reasons"
 # How examples are counted that begin otherwise than what is generated; `template_findings` tells it.
@@ -283,12 +281,8 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
     **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
-    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped"), ("harms", 0.0, 2.0)),
-    **dict.fromkeys(
-        ("earlier-reasoning-dropped", "schemas-cut", "names-dropped", "fields-dropped"), ("note", 0.0, 2.0)
-    ),
-    "weights-unused": ("harms", 0.0, 2.0),
-    "dated": ("note", 0.0, 2.0),
+    **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"), ("harms", 0.0, 2.0)),
+    **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped", "dated"), ("note", 0.0, 2.0)),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
     "in-train": ("harms", 0.0, 0.1),
@@ -402,12 +396,15 @@ class _Tally:
         if view.dates:
             self._texts["dates"].update(view.dates)
             yield "dated"
-        for name, found in examiner.tokens_in(text).items():
+        yield from self._words(record, view, text)
+
+    def _words(self, record: Record, view: View, text: str) -> Iterator[str]:
+        for name, found in self._examiner.tokens_in(text).items():
             if found and (name == "own" or record.kind != "text"):
                 self._texts[name].update(found)
                 yield f"{name}-{'text' if name == 'special' else 'tokens'}"
         if record.kind != "text" and view.answer is not None:
-            words = int((view.answer & ~np.isin(tokens, examiner.special_ids)).sum())
+            words = int((view.answer & ~np.isin(view.tokens, self._examiner.special_ids)).sum())
             if words < _SHORT_TOKENS:
                 yield "short-answers" if words else "empty-answers"
 
@@ -487,6 +484,10 @@ class _Tally:
             yield self._finding("no-split", "note", _Hits())
         elif self.name == "train" and number < options.batch_size:
             yield self._finding("few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size)
+        yield from self._about_answers(total)
+
+    def _about_answers(self, total: int) -> Iterator[DataFinding]:
+        options = self._options
         key, count = self._answers.most_common(1)[0] if self._answers else (b"", 0)
         if count >= _SAME_ANSWERS and count > _SAME_ANSWER_SHARE * total:
             yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))

@@ -101,11 +101,11 @@ def column_hint(parts: ColumnParts) -> str:
         about = (prompt, completion, *_ABOUT, *_ABOUT_FURTHER)
         others = [key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value]
         unused = f'; join "{others[0]}" to it first, or it is ignored' if others else ""
-        return f"name the columns: prompt_feature: {prompt} and completion_feature: {completion}{unused}"
+        return f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}{unused}"
     if chat := found("chat", _CHAT_LIKE):
-        return f"name the column: chat_feature: {chat} (a list of messages, each with role and content)"
+        return f"name the column: chat_feature: {quoted(chat)} (a list of messages, each with role and content)"
     if text := found("text", _TEXT_LIKE):
-        return f"name the column: text_feature: {text}"
+        return f"name the column: text_feature: {quoted(text)}"
     if parts.place.source.lower().endswith((".csv", ".tsv")) and any(_is_prose(key) for key in row):
         header = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
         return (

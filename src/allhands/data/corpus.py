@@ -137,7 +137,7 @@ class Corpus:
 
 def _as_flag(hint: str | None) -> str | None:
     """Advice that names the column by its YAML key, with the flag."""
-    return hint and re.sub(r"name the column: text_feature: (\S+)", r"name the column: --text-key \1", hint)
+    return hint and re.sub(r"name the column: text_feature: \"(.+?)\"", r"name the column: --text-key \1", hint)
 
 
 def _pieces(text: str) -> Iterator[str]:

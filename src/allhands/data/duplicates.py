@@ -29,10 +29,10 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from allhands.data.order import mix
 from allhands.errors import ConfigError
 
 _U32 = NDArray[np.uint32]
-_U64 = NDArray[np.uint64]
 
 _WORDS, _CHARACTERS = 3, 8  # in a run
 _FEW_WORDS = 10
@@ -98,7 +98,7 @@ class NearIndex:
         lowest = (self._factors * sketch + self._summands).min(axis=1).reshape(self._num_bands, self._rows)
         bands = (lowest * self._row_factors).sum(axis=1, dtype=np.uint64)
         # 60 bits: the largest short integers of Python. Texts in words and in characters never meet.
-        keys: list[int] = (_mix(bands + self._band_numbers + np.uint64(kind << 32)) >> np.uint64(4)).tolist()
+        keys: list[int] = (mix(bands + self._band_numbers + np.uint64(kind << 32)) >> np.uint64(4)).tolist()
         # Texts of a small bucket have more in common with this one than a template.
         buckets = sorted((self._buckets.get(key, ()) for key in keys), key=len)
         candidates = islice(dict.fromkeys(chain.from_iterable(buckets)), _CROWD)
@@ -128,17 +128,8 @@ def _sketch(normal: str) -> tuple[_U32 | None, int]:
     hashes = np.zeros(count, dtype=np.uint64)
     for place in range(length):
         hashes = hashes * _BASE + padded[place : place + count]
-    different = np.unique((_mix(hashes) >> np.uint64(32)).astype(np.uint32))
+    different = np.unique((mix(hashes) >> np.uint64(32)).astype(np.uint32))
     return (None if 2 * different.size < count else different[:_SKETCH]), length
-
-
-def _mix(values: _U64) -> _U64:
-    """The finalizer of MurmurHash3: a change of any bit changes every other bit with probability one half."""
-    values = values ^ (values >> np.uint64(33))
-    values = values * np.uint64(0xFF51AFD7ED558CCD)
-    values = values ^ (values >> np.uint64(33))
-    values = values * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
 
 
 def jaccard(one: _U32, other: _U32) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,28 +113,16 @@ class Encoder:
     def _batch(self, drafts: Sequence[Draft], framed: bool, offsets: bool) -> list[Encoded | AllhandsError]:
         if not drafts:
             return []
-        backend = self._with_offsets()
-        counted = None if framed or not offsets else self._byte_counts
-        run = backend.encode_batch if offsets and counted is None else backend.encode_batch_fast
         try:
+            backend = self._with_offsets()
+            run = backend.encode_batch if offsets else backend.encode_batch_fast
             encodings = run([draft.text for draft in drafts], add_special_tokens=framed)
         except (TypeError, UnicodeError):  # one of them is no text; which one shows when they come one by one
             return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
-        results: list[Encoded | AllhandsError] = []
-        for draft, encoding in zip(drafts, encodings, strict=True):
-            if counted is None:
-                results.append(self._framed(draft, encoding if offsets else encoding.ids))
-            else:
-                tokens = np.asarray(encoding.ids, dtype=np.int32)
-                places = counted.offsets(draft.text, tokens)
-                results.append(
-                    self._encoded_or_error(draft, offsets=True) if places is None else Encoded(tokens, places, False)
-                )
-        return results
-
-    @cached_property
-    def _byte_counts(self) -> ByteCounts | None:
-        return byte_counts(self._with_offsets())
+        return [
+            self._framed(draft, encoding if offsets else encoding.ids)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
 
     def _encoded_or_error(self, draft: Draft, *, offsets: bool) -> Encoded | AllhandsError:
         try:
@@ -179,67 +166,6 @@ class Encoder:
         closed = eos is not None and ids[-1:] != [eos]
         tokens = np.asarray([*ids[doubled:], eos] if closed else ids[doubled:], dtype=np.int32)
         return Encoded(tokens, None if offsets is None else offsets[int(doubled) :], closed)
-
-
-class ByteCounts:
-    """Offsets of a byte-level tokenizer, computed from how many bytes each of its tokens stands for.
-
-    The tokens of such a tokenizer are exactly the bytes of the text, cut. Counting them costs much less than
-    having the library trace every one of them.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        added: dict[int, Any] = backend.get_added_tokens_decoder()
-        self._backend = backend
-        self._added = {token: len(str(text).encode()) for token, text in added.items()}
-        self._lengths = np.zeros(max([backend.get_vocab_size(), *(i + 1 for i in added)]), dtype=np.int64)
-
-    def offsets(self, text: str, ids: NDArray[np.int32]) -> NDArray[np.int64] | None:
-        """(L, 2) character range of each token; None if the tokens are not the bytes of the text."""
-        if not (text.isascii() or unicodedata.is_normalized("NFC", text)):
-            return None
-        lengths = self._lengths[ids]
-        if not lengths.all():
-            self._learn(set(ids[lengths == 0].tolist()))
-            lengths = self._lengths[ids]
-        ends = np.cumsum(lengths)
-        data = text.encode()
-        if not len(ends) or ends[-1] != len(data):
-            return None
-        places = np.empty((len(ends), 2), dtype=np.int64)
-        places[:, 0], places[:, 1] = ends - lengths, ends
-        if len(data) > len(text):
-            # The character that each byte belongs to.
-            character = np.cumsum((np.frombuffer(data, dtype=np.uint8) & 0xC0) != 0x80) - 1
-            places[:, 0], places[:, 1] = character[places[:, 0]], character[ends - 1] + 1
-        return places
-
-    def _learn(self, tokens: set[int]) -> None:
-        for token in tokens:
-            name: str = self._backend.id_to_token(token) or ""
-            # A character of the name is one byte of text.
-            self._lengths[token] = self._added.get(token, len(name))
-
-
-def byte_counts(backend: Any) -> ByteCounts | None:
-    """How to count a tokenizer's bytes; None unless it is certain to be cut at bytes and to change nothing."""
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    byte_level = isinstance(backend.model, models.BPE) and isinstance(backend.decoder, decoders.ByteLevel)
-    keeps = backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC)
-    added = backend.get_added_tokens_decoder().values()
-    if not (byte_level and keeps) or any(token.lstrip or token.rstrip for token in added):
-        return None
-    # A byte that is no token may become an unknown one, of any length; left out, it shows in the count.
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if backend.model.unk_token is not None and any(backend.token_to_id(byte) is None for byte in alphabet):
-        return None
-    found, probe = ByteCounts(backend), _PROBE + "".join(str(token) for token in list(added)[:4])
-    encoding = backend.encode(probe, add_special_tokens=False)
-    counted = found.offsets(probe, np.asarray(encoding.ids, dtype=np.int32))
-    if counted is None or not np.array_equal(_ranges(counted), _ranges(_as_array(encoding.offsets))):
-        return None
-    return found
 
 
 def _as_array(offsets: list[Span]) -> NDArray[np.int64]:

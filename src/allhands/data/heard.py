@@ -14,7 +14,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -22,9 +22,7 @@ from allhands.data.calls import called_function
 from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
 from allhands.data.values import quoted
 
-Kind = Literal[
-    "system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "schema", "field"
-]
+Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "field"]
 
 _WORD = re.compile(r"Zq(\d+)qZ|(?<!\d)731(\d{4})(?!\d)")
 _NUMBER = 7_310_000
@@ -199,38 +197,12 @@ class _Marker:
         return value if isinstance(value, bool | None) else []
 
     def tool(self, tool: Any) -> Any:
-        """A tool with markers for its name, descriptions, fields and their values."""
+        """A tool with a marker for its name; what its parameters are does not matter to a template."""
         function = called_function(cast(dict[str, Any], tool))
-        named = {**function, "name": self._word("tool", -1, str(function.get("name", "")))}
-        marked = {key: value if key == "name" else self._schema({key: value})[key] for key, value in named.items()}
+        bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        marked = {key: bare.get(key, value) for key, value in function.items()}
+        marked["name"] = self._word("tool", -1, str(function.get("name", "")))
         return marked if function is tool else {**tool, "function": marked}
-
-    def _schema(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._schema(item) for item in cast(list[Any], value)]
-        if not isinstance(value, dict):
-            return value
-        fields, marked = cast(dict[str, Any], value), {}
-        properties = fields.get("properties")
-        names = {
-            name: self._word("schema", -1, name)
-            for name in (cast(dict[str, Any], properties) if isinstance(properties, dict) else ())
-        }
-        for key, item in fields.items():
-            if key == "properties" and names:
-                marked[key] = {names[name]: self._schema(one) for name, one in cast(dict[str, Any], item).items()}
-            elif key in ("required", "enum") and isinstance(item, list):
-                marked[key] = [self._named(one, names) for one in cast(list[Any], item)]
-            elif key in ("name", "description", "title") and isinstance(item, str) and item.strip():
-                marked[key] = self._word("schema", -1, item)
-            else:
-                marked[key] = self._schema(item)
-        return marked
-
-    def _named(self, value: Any, names: Mapping[str, str]) -> Any:
-        if not isinstance(value, str):
-            return value
-        return names[value] if value in names else self._word("schema", -1, value)
 
 
 def _is_said(key: str, value: str) -> bool:
@@ -268,7 +240,7 @@ def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[
 def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
     """Whether words are in a text as often as somebody says them."""
     words = part.text.strip()
-    if part.kind in ("call", "argument", "tool", "schema", "name") or len(words) < _SURE:
+    if part.kind in ("call", "argument", "tool", "name") or len(words) < _SURE:
         return False
     return text.count(words) >= sum(words in other.text for other in parts)
 
@@ -354,10 +326,6 @@ WORDS: dict[str, tuple[str, str]] = {
         "the chat template leaves the tools out, so the model never sees them",
         "describe them in the first question, or use a model whose template takes tools",
     ),
-    "schemas-cut": (
-        "the chat template leaves out parts of the tools' descriptions, as it does in generation",
-        "none is needed; what the model must know of a tool should stand where the template looks",
-    ),
     "names-dropped": (
         "the chat template leaves out the names of speakers",
         "write the name into the words if it matters",
@@ -435,10 +403,9 @@ def _code(
         return _code_of_reasoning(lost, parts, messages, trained)
     if part.kind == "answer":
         return "words-beside-calls" if messages[part.index].get("tool_calls") else "answers-dropped"
-    if part.kind in ("argument", "schema"):
-        owner: Kind = "call" if part.kind == "argument" else "tool"
-        gone = any(other.kind == owner and other.index == part.index for other in lost)
-        return None if gone else "arguments-dropped" if owner == "call" else "schemas-cut"
+    if part.kind == "argument":
+        gone = any(other.kind == "call" and other.index == part.index for other in lost)
+        return None if gone else "arguments-dropped"
     return {"system": "system-dropped", "tool": "tools-dropped"}.get(part.kind, f"{part.kind}s-dropped")
 
 

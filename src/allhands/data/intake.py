@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
-from allhands.data.records import ColumnNames, Record
+from allhands.data.records import MISSING, ColumnNames, Record, reach
 from allhands.data.rows import Row, RowProblem
 from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
@@ -206,7 +206,7 @@ class Intake:
 
     def _columns_of(self, value: Any) -> ColumnNames:
         """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""
-        mapped = any(_reach(value, name)[0] for name in self.options.columns.values())
+        mapped = any(reach(value, name) is not MISSING for name in self.options.columns.values())
         return self._columns if mapped else ColumnNames()
 
     def _key(self, row: Row, content: int, where: str) -> int:
@@ -215,14 +215,16 @@ class Intake:
             return content
         if by == BY_SOURCE:
             return hash64("key", row.source)
-        found, value = _reach(row.value, by)
-        if found and value is not None:
+        value = reach(row.value, by)
+        if value is not None and value is not MISSING:
             return hash64("key", json.dumps(value, sort_keys=True, default=str))
         self.warnings.add(f'no "{by}" to split by: such a row is split by its content', "fill the column in", where)
         return content
 
     def _look_at_columns(self, value: Any) -> None:
-        self._found.update(name for name in self._wanted if name not in self._found and _reach(value, name)[0])
+        self._found.update(
+            name for name in self._wanted if name not in self._found and reach(value, name) is not MISSING
+        )
         if isinstance(value, dict) and len(self.columns) < _MANY_COLUMNS:
             for name, inner in cast(dict[str, Any], value).items():
                 self.columns.setdefault(name)
@@ -251,18 +253,6 @@ def _remedy_of_id(options: PrepareOptions) -> str:
     if options.split_by != "id":
         advice.append("keep them in one split: --split-by id")
     return "; or ".join(advice) or "if these rows are the same example, delete all but one"
-
-
-def _reach(value: Any, name: str) -> tuple[bool, Any]:
-    """Whether a row has the column ``name`` (dots lead into nested objects), and what it holds."""
-    if isinstance(value, dict):
-        row = cast(dict[str, Any], value)
-        if name in row:
-            return True, row[name]
-        head, dot, rest = name.partition(".")
-        if dot and head in row:
-            return _reach(row[head], rest)
-    return False, None
 
 
 def _measured(example: Example, row: Row) -> Record:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 Unit = Literal["tokens", "characters"]
 
 _WIDE = 20  # longest over shortest, from which on ranges grow by a factor
-_MOST_RANGES = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -138,28 +137,28 @@ def bars(
 
 
 def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
-    """The first length of each range, and the one after the last range: about ten ranges.
+    """The first length of each range, and the one after the last range: about ten that end at round numbers.
 
-    They end at round numbers, because limits are round: 1-64, 65-128; 1-50, 51-100. One of them ends at the limit.
+    They are of equal width, or double where the longest is 20 times the shortest. One of them ends at the limit.
     """
-    wide = longest >= _WIDE * max(1, shortest)
-    if wide:
+    if longest >= _WIDE * max(1, shortest):
         octaves = math.log2(longest / max(1, shortest))
-        power = next(power for power in (1, 2, 4, 8) if octaves / power <= _MOST_RANGES - 2)
-        step, ends = 0, [0, *(1 << exponent for exponent in range(0, 64, power))]
+        ends = [0, *(1 << power for power in range(0, 64, math.ceil(octaves / 10)))]
     else:
-        steps = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
-        step = next(step for step in steps if (longest - shortest) / step <= _MOST_RANGES - 2)
+        least = max(1, math.ceil((longest - shortest) / 10))
+        power = 10 ** (len(str(least)) - 1)
+        step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
         ends = list(range((shortest - 1) // step * step, longest + step, step))
-    first = max((end for end in ends if 0 <= end < shortest), default=-1)
+    first = max((end for end in ends if end < shortest), default=-1)
     last = min(end for end in ends if end >= longest)
-    if limit is not None and not shortest <= limit < longest:
-        first, last = (max(first, limit), last) if limit < shortest else (first, min(last, limit))
     inner = {end for end in ends if first < end < last}
-    if limit is not None and first < limit < last:
-        # In place of an end close by: a range of a few lengths beside the limit would say nothing.
-        close = limit / 4 if wide else step / 4
-        inner = {end for end in inner if abs(end - limit) >= close} | {limit}
+    if limit is not None and first < limit < shortest:
+        first = limit
+    elif limit is not None and longest <= limit < last:
+        last = limit
+    elif limit is not None and shortest <= limit < longest:
+        # In the place of the nearest end: a range of a few lengths beside the limit would say nothing.
+        inner = inner - {min(inner, key=lambda end: abs(end - limit), default=limit)} | {limit}
     return [end + 1 for end in (first, *sorted(inner), last)]
 
 

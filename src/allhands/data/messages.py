@@ -188,28 +188,22 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
-    kinds = [cast(Message, part).get("type") if isinstance(part, dict) else None for part in cast(list[Any], parts)]
-    called: list[Any] = [
-        {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
-        for part, kind in zip(cast(list[Any], parts), kinds, strict=True)
-        if kind == "tool_use"
-    ]
-    thought = [part for part, kind in zip(cast(list[Any], parts), kinds, strict=True) if kind in _REASONING_PARTS]
-    rest = [
-        part
-        for part, kind in zip(cast(list[Any], parts), kinds, strict=True)
-        if kind != "tool_use" and kind not in _REASONING_PARTS
-    ]
-    if not called and not thought:
-        return message
-    if called and message.get("tool_calls"):
-        place.fail(f'{what} has "tool_calls" and parts of type "tool_use"', "keep one of the two")
-    more = {"tool_calls": called} if called else {}
+    called, thought, rest = list[Any](), list[Any](), list[Any]()
+    for part in cast(list[Any], parts):
+        kind = cast(Message, part).get("type") if isinstance(part, dict) else None
+        (called if kind == "tool_use" else thought if kind in _REASONING_PARTS else rest).append(part)
+    if called:
+        if message.get("tool_calls"):
+            place.fail(f'{what} has "tool_calls" and parts of type "tool_use"', "keep one of the two")
+        names = {"id": "id", "name": "name", "arguments": "input"}
+        calls = [{ours: part.get(theirs) for ours, theirs in names.items()} for part in called]
+        message = {**message, "tool_calls": calls}
     if thought:
-        more["reasoning_content"] = _reasoning_text(thought, f"the content of {what}", place)
-        if message.get("reasoning_content") not in (None, "", more["reasoning_content"]):
+        text = _reasoning_text(thought, f"the content of {what}", place)
+        if message.get("reasoning_content") not in (None, "", text):
             place.fail(f'{what} has "reasoning_content" and parts that are thinking', "keep one of the two")
-    return {**message, "content": rest or None, **more}
+        message = {**message, "reasoning_content": text}
+    return {**message, "content": rest or None} if called or thought else message
 
 
 def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:

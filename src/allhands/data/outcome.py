@@ -22,21 +22,13 @@ NUM_REASONS = 200
 # What differs from row to row within one reason: excerpts at the end, positions, hexadecimal bytes.
 _PARTICULARS = re.compile(r"(?:,? (?:near|after) ['\"].*$)|0x[0-9a-f]{2}|\d+(?:,\d{3})*", re.DOTALL)
 _OTHER = "other reasons"
-# How advice for training, which has YAML keys, names columns: in full, and one by one.
-_COLUMN_ADVICE = re.compile(
-    r"name the columns?: (?:prompt_feature: (?P<prompt>.+?) and completion_feature: (?P<completion>.+?)(?=; join |$)"
-    r"|chat_feature: (?P<chat>.+?)(?= \(a list of messages)|text_feature: (?P<text>.+)$)",
-    re.DOTALL,
-)
+# How advice for training, which has YAML keys, names columns.
 _NAMED = re.compile(r'\b([a-z]+)_feature: "((?:[^"\\]|\\.)*)",?')
 _PART = re.compile(r"\b([a-z]+)_feature\b")
 
 
 def as_flags(hint: str) -> str:
     """Advice that names columns by YAML keys, as flags of ``data prepare`` that can be pasted into a shell."""
-    if found := _COLUMN_ADVICE.match(hint):
-        flags = (column_flag(part, name) for part, name in found.groupdict().items() if name is not None)
-        return f"name it: {' '.join(flags)}{hint[found.end() :]}"
     if _NAMED.search(hint):
         return _NAMED.sub(lambda match: column_flag(match[1], match[2]), hint)
     return _PART.sub(r"--column \1=NAME", hint)
@@ -58,47 +50,25 @@ class Reason:
 
 
 class Reasons:
-    """Problems grouped: messages that differ in numbers and excerpts only are one reason.
-
-    Its text holds for all of them: where the numbers differ it has an ellipsis.
-    """
+    """Problems grouped: messages that differ in numbers and excerpts only are one reason, told without them."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Reason] = {}
-        # By key: the first message, and its particulars, None where another message has others.
-        self._first: dict[str, tuple[str, list[str | None]]] = {}
 
     def add(self, message: str, hint: str | None, where: str) -> None:
         """Count a row."""
-        key = _PARTICULARS.sub("#", message)
+        key = _PARTICULARS.sub(lambda found: "…" if found[0][0].isdigit() else "", message)
         if key not in self._groups and len(self._groups) >= NUM_REASONS:
             key, message, hint = _OTHER, _OTHER, "left-out.jsonl has each"
         group = self._groups.setdefault(key, Reason(message, hint))
-        self._generalise(key, group, message)
+        group.message = message if message == group.message else key
         group.count += 1
         if len(group.places) < NUM_PLACES:
             group.places.append(where)
 
-    def _generalise(self, key: str, group: Reason, message: str) -> None:
-        if key not in self._first:
-            self._first[key] = message, [*_PARTICULARS.findall(message)]
-        first, common = self._first[key]
-        if message == first or message == group.message:
-            return
-        for number, other in enumerate(_PARTICULARS.findall(message)[: len(common)]):
-            if common[number] != other:
-                common[number] = None
-        left = iter(common)
-        group.message = _PARTICULARS.sub(lambda match: _general(match[0], next(left)), first)
-
     def listed(self) -> list[Reason]:
         """The reasons, the commonest first."""
         return sorted(self._groups.values(), key=lambda reason: -reason.count)
-
-
-def _general(own: str, common: str | None) -> str:
-    """A number that is not common to all is an ellipsis; an excerpt is left out."""
-    return common if common is not None else "…" if own[0].isdigit() else ""
 
 
 class LeftOut:
@@ -168,7 +138,7 @@ class PrepareOutcome:
     Attributes:
         kept: rows in each split, for training and (``preference``) for preference methods.
         rows_read: rows that the sources held = kept + left_out + duplicates.removed.
-        lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each of each split, in no order.
+        lengths: of the kept rows, in tokens or characters; ``row_lengths`` has each.
         notes: what was decided and why, in sentences.
         options: the options that decided it.
     """
@@ -180,7 +150,7 @@ class PrepareOutcome:
     warnings: list[Reason] = field(default_factory=list[Reason])
     duplicates: Duplicates = field(default_factory=Duplicates)
     lengths: LengthSummary | None = None
-    row_lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict[str, "NDArray[np.int64]"])
+    row_lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     notes: list[str] = field(default_factory=list[str])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

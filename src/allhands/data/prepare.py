@@ -18,8 +18,8 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits, few
-from allhands.data.lengths import LengthSummary, Unit
+from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
+from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
 from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
 from allhands.data.splitting import (
@@ -40,11 +40,11 @@ from allhands.data.splitting import (
 from allhands.data.spool import Spool
 from allhands.data.twins import find_twins, report_duplicates
 from allhands.errors import ConfigError, DataError
-from allhands.io.staging import publish, publishing, staging
+from allhands.io.staging import publish, publishing, require_place, staging
 
 DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
-OUTPUT = frozenset({*(f"{split}.jsonl" for split in SPLITS), REPORT, LEFT_OUT, LENGTHS, PREFERENCE})
+OUTPUT = (REPORT, *(f"{split}.jsonl" for split in SPLITS), LEFT_OUT, LENGTHS, PREFERENCE)
 
 
 class NothingLeft(DataError):
@@ -98,7 +98,9 @@ def prepare(
             raise NothingLeft(outcome)
         outcome.notes.extend(ignored)
         _split_and_write(staged, intake, outcome, progress)
-        _write_lengths(staged / LENGTHS, outcome, options.max_seq_length if measure else None)
+        # With a model lengths are in tokens, else in characters, which have no limit.
+        limit, unit = (options.max_seq_length, "tokens") if measure else (None, "characters")
+        outcome.lengths = LengthSummary.of(outcome.row_lengths, limit, unit)
         left_out_file.close()
         if not outcome.left_out + outcome.duplicates.removed + sum(source.unread for source in outcome.sources):
             (staged / LEFT_OUT).unlink()
@@ -142,21 +144,7 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
             raise ConfigError(f"the source {name} is in it", where=where, hint=hint)
     if whole == Path.cwd():
         raise ConfigError("this is the directory that you are in", where=where, hint="name a new one in it: --out data")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ConfigError("there is a file of that name", where=where, hint="choose another directory")
-    there = sorted(entry.name for entry in out.iterdir())
-    foreign = [name for name in there if name not in OUTPUT]
-    if there and not force:
-        hint = "choose another directory" + ("" if foreign else ", or replace it with --force")
-        raise ConfigError(f"the directory is not empty: it holds {few(there)}", where=where, hint=hint)
-    if foreign:
-        raise ConfigError(
-            f"--force replaces prepared data only; the directory also holds {few(foreign)}",
-            where=where,
-            hint="choose another directory, or move those away first",
-        )
+    require_place(out, "prepared data", OUTPUT, force=force)
 
 
 def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
@@ -199,9 +187,7 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
     _write_splits(staged, spool, split, options, outcome)
     outcome.notes.extend(_notes(intake, split, np.unique(labels).size == len(rows), outcome))
     assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
-    outcome.row_lengths = {
-        name: spool.lengths[split == number] for number, name in enumerate(SPLITS) if np.any(split == number)
-    }
+    outcome.row_lengths = spool.lengths[split != NONE]
 
 
 def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> None:
@@ -214,15 +200,6 @@ def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> No
 
 def _default(intake: Intake) -> SplitShare:
     return SplitShare(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
-
-
-def _write_lengths(path: Path, outcome: PrepareOutcome, limit: int | None) -> None:
-    """``limit`` is in tokens; without it, lengths are characters."""
-    from allhands.data.histograms import draw_lengths
-
-    unit: Unit = "characters" if limit is None else "tokens"
-    outcome.lengths = LengthSummary.of(np.concatenate([*outcome.row_lengths.values()]), limit, unit)
-    draw_lengths(outcome.row_lengths, limit, unit, path)
 
 
 # --- writing ----------------------------------------------------------------------------------------
@@ -248,7 +225,7 @@ def _write_splits(
 
 def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
-    options, spool = intake.options, intake.spool
+    options = intake.options
     carried = carried_splits(intake.sources, options)
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
@@ -259,6 +236,14 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Prepar
         yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
     if not carried and outcome.duplicates.exact + outcome.duplicates.near > outcome.duplicates.removed:
         yield "duplicates, near ones too, are in one split, so that no validation example was trained on"
+    yield from _held_out_rows(intake, split, alone, carried)
+    if not np.any(split == TRAIN):
+        yield "there is no train.jsonl: all rows that are left are held out"
+
+
+def _held_out_rows(intake: Intake, split: NDArray[np.int8], alone: bool, carried: set[str]) -> Iterator[str]:
+    """Where held-out splits are other than was asked for."""
+    options, spool = intake.options, intake.spool
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got = int(np.count_nonzero(split == number))
         target = (share or _default(intake)).rows(int(np.count_nonzero(split != NONE)))
@@ -274,8 +259,6 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Prepar
         for kind, members in (("ordinary", ~spool.preferences), ("preference", spool.preferences)):
             if len(preferences) and np.any(members & (split != NONE)) and not np.any(members & (split == number)):
                 yield f"{name} has no {kind} rows: both kinds are split as one"
-    if not np.any(split == TRAIN):
-        yield "there is no train.jsonl: all rows that are left are held out"
 
 
 def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> Iterator[str]:

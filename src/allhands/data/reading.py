@@ -19,7 +19,7 @@ from allhands.data.jsontext import keys_with_rows, rows_key, rows_of_json, rows_
 from allhands.data.other_types import true_kind, way_from
 from allhands.data.records import SHAPES, ColumnNames, Record, parse_record
 from allhands.data.rows import BOM, NAMES_OF_SPLITS, PIECE, Item, ReadOptions, RowProblem
-from allhands.data.tables import Separator, rows_of_arrow, rows_of_parquet, rows_of_table, rows_of_text, separator_of
+from allhands.data.tables import Separator, rows_of_columns, rows_of_table, rows_of_text, separator_of
 
 FileType = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 _TYPES: dict[str, FileType] = {
@@ -156,11 +156,9 @@ def _items(file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOption
             return iter([RowProblem(name, 0, f"the file is {what}, not {'JSON text' if is_json else 'text'}", hint)])
     if kind in ("parquet", "arrow"):
         whole = file if stream.inner is file else buffered
-        if kind == "parquet":
-            return rows_of_parquet(whole, name)
         if whole is file:
             file.seek(0)  # behind what was looked at
-        return rows_of_arrow(whole, head[:6], name)
+        return rows_of_columns(whole, b"PAR1" if kind == "parquet" else head[:6], name)
     if kind == "text":
         return rows_of_text(buffered, name, options)
     if not is_json:

@@ -156,7 +156,7 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 
 # Parts of a record, wherever they stand
 
-_MISSING = object()
+MISSING = object()
 _TABLE = re.compile(r"\.[ct]sv(\.\w+)?$")
 # By default also known as; the first that is there counts.
 _OTHER_NAMES = {"label": ("kto_tag", "label"), "conversation": ("conversations", "conversation")}
@@ -219,8 +219,8 @@ class Parts:
         return found
 
     def _raw(self, part: str) -> Any:
-        found = _reach(self.values, self.name(part))
-        return None if found is _MISSING else found
+        found = reach(self.values, self.name(part))
+        return None if found is MISSING else found
 
     def has(self, part: str) -> bool:
         """Whether the part is there and not null. Tables give every row every column, null where it has none."""
@@ -228,23 +228,22 @@ class Parts:
 
     def names_it(self, part: str) -> bool:
         """Whether the part is there, be it null."""
-        return _reach(self.values, self.name(part)) is not _MISSING
+        return reach(self.values, self.name(part)) is not MISSING
 
     def mapped(self, part: str) -> bool:
         """Whether the user has named this column, other than by default."""
         return part in self.columns.mapped
 
 
-def _reach(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a key, or at a dotted path through nested objects; ``_MISSING`` if there is none."""
-    if name in values:
-        return values[name]
+def reach(values: Any, name: str) -> Any:
+    """The value at a key, or at a dotted path through nested objects; ``MISSING`` if there is none."""
+    if not isinstance(values, dict) or name in values:
+        return cast(dict[str, Any], values)[name] if isinstance(values, dict) else MISSING
     for end in (index for index, letter in enumerate(name) if letter == "."):
-        inner = values.get(name[:end])
-        found = _reach(cast(dict[str, Any], inner), name[end + 1 :]) if isinstance(inner, dict) else _MISSING
-        if found is not _MISSING:
+        found = reach(cast(dict[str, Any], values).get(name[:end]), name[end + 1 :])
+        if found is not MISSING:
             return found
-    return _MISSING
+    return MISSING
 
 
 # Recognising the shape

@@ -369,6 +369,18 @@ _TAKES: dict[Shape, tuple[str, ...]] = {
 
 def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
     """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
+    yield from _unused_parts(parts, shape)
+    for key in unread_keys(parts, shape):
+        if key in REASONING_KEYS:
+            yield f"{quoted(key)} {_NOT_TRAINED}"
+        elif key in CONTEXT_KEYS:
+            yield f"{quoted(key)} {_LEFT_OUT}"
+    if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
+        yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
+    yield from _other_shapes(parts, shape)
+
+
+def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
     # "input" is a common name, and means something beside an instruction only.
     instructed = parts.name("prompt") == "instruction"
     for part in ("system", "tools", "input", "history"):
@@ -378,13 +390,9 @@ def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
             yield f"the mapped column {quoted(parts.name(part))} is not there"
         elif not taken and parts.get(part) and (part != "input" or parts.mapped(part) or instructed):
             yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
-    for key in unread_keys(parts, shape):
-        if key in REASONING_KEYS:
-            yield f"{quoted(key)} {_NOT_TRAINED}"
-        elif key in CONTEXT_KEYS:
-            yield f"{quoted(key)} {_LEFT_OUT}"
-    if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
-        yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
+
+
+def _other_shapes(parts: Parts, shape: Shape) -> Iterator[str]:
     used = {parts.name(part) for part in NEEDS[shape]}
     for other, needs in NEEDS.items():
         # The column of a conversation may be the question of a preference; ShareGPT may stand under messages.

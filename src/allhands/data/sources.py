@@ -30,7 +30,7 @@ from allhands.io.paths import meant
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
-# What `data prepare` writes beside the data.
+# What `data prepare` writes beside the data; earlier versions drew the lengths, too.
 REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
 
 

@@ -61,12 +61,12 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
     for called in _CALLED.get(split, (split,)):
         for name in (f"{called}.jsonl", f"{called}.json"):
             if name in names:
-                return _source_of_file(data_dir / name, columns)
+                return _source_of_files([data_dir / name], [name], columns)
         if files := _files_of(data_dir, called, names):
             _check_parts(files)
-            return _source_of_files(data_dir, files, columns)
+            return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if (files := saved_files(data_dir)) and (saved_split(data_dir) or "train") == split:
-        return _source_of_files(data_dir, files, columns)
+        return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
@@ -94,33 +94,18 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
 
 def _check_parts(files: Sequence[Path]) -> None:
     """No part of ``train-00000-of-00002.parquet`` and its like may be missing: it would be half the data."""
-    series: defaultdict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
+    series: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)
     for path in files:
         if part := _PART.match(path.name):
-            key = part["before"], int(part["count"]), part["after"] or ""
-            series[key][int(part["number"])] = path.name
-    for key, there in series.items():
-        count = key[1]
+            series[part["before"], int(part["count"]), part["after"] or ""].add(int(part["number"]))
+    for (before, count, after), there in series.items():
         first = 1 if count in there and 0 not in there else 0
-        missing = [number for number in range(first, first + count) if number not in there]
+        missing = [str(number) for number in range(first, first + count) if number not in there]
         if missing:
-            like = next(iter(there.values()))
-            names = ", ".join(_part_like(like, number) for number in missing[:3])
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise DataError(
-                f"{names}{more} of {count} parts {'is' if len(missing) == 1 else 'are'} missing",
-                where=str(files[0].parent),
-                hint="fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
-                f"{key[0] or 'train-'}1{key[2]}",
-            )
-
-
-def _part_like(name: str, number: int) -> str:
-    """The name of another part; without the hash that each may have of its own."""
-    part = _PART.match(name)
-    assert part is not None, name
-    written = str(number).zfill(len(part["number"]))
-    return f"{part['before']}{written}-of-{part['count']}{part['after'] or ''}"
+            numbers = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            message = f"of the {count} parts {before}...-of-{count}{after} these numbers are missing: {numbers}"
+            hint = "fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
+            raise DataError(message, where=str(files[0].parent), hint=f"{hint}{before or 'train-'}1{after}")
 
 
 def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
@@ -131,34 +116,17 @@ def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
     """
     if file_type(path) is None:
         raise DataError("files of this type cannot be read", where=str(path), hint=unread_hint(path))
+    return _source_of_files([path], [str(path)], columns)
+
+
+def _source_of_files(files: Sequence[Path], names: Sequence[str], columns: ColumnNames) -> RecordSource:
+    """The records of files one after the other, with the names that they have in errors."""
+    pairs = list(zip(files, names, strict=True))
     return RecordSource(
-        lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
-        lambda: read_records(path, columns, name=str(path)),
-        lambda: _notes([path]),
+        lambda: {"files": [[path.name, _hash(path)] for path in files], "columns": asdict(columns)},
+        lambda: (record for path, name in pairs for record in read_records(path, columns, name=name)),
+        lambda: tuple(f"{path.name}: {note}" for path in files for note in notes_of(path)),
     )
-
-
-def _source_of_files(data_dir: Path, files: Sequence[Path], columns: ColumnNames) -> RecordSource:
-    names = [str(path.relative_to(data_dir)) for path in files]
-    return RecordSource(
-        lambda: {"names": names, "sha256": [_hash(path) for path in files], "columns": asdict(columns)},
-        lambda: (
-            record for path, name in zip(files, names, strict=True) for record in read_records(path, columns, name=name)
-        ),
-        lambda: _notes(files),
-    )
-
-
-def _source_of_file(path: Path, columns: ColumnNames) -> RecordSource:
-    return RecordSource(
-        lambda: {"name": path.name, "sha256": _hash(path), "columns": asdict(columns)},
-        lambda: read_records(path, columns),
-        lambda: _notes([path]),
-    )
-
-
-def _notes(files: Sequence[Path]) -> tuple[str, ...]:
-    return tuple(f"{path.name}: {note}" for path in files for note in notes_of(path))
 
 
 def _entries(data_dir: Path) -> list[str]:

@@ -186,38 +186,19 @@ def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
     return RowProblem(source, line, message, "rename one of them") if twice else None
 
 
-def rows_of_parquet(file: IO[bytes], name: str) -> Iterator[Item]:
-    """The rows of a Parquet file, read in batches of about 8 MB."""
-    row = 0
-    hint = "the file is cut off or damaged: fetch it again"
-    try:
-        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]  # slow to import
+def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
+    """The rows of a Parquet or Arrow file, in batches of about 8 MB.
 
-        with _seekable(file) as inner, pq.ParquetFile(inner, pre_buffer=False, buffer_size=_PIECE) as table:
-            if problem := _twice(table.schema_arrow.names, name, 0):
-                yield problem
-                return
-            groups = range(table.num_row_groups)
-            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in groups)
-            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // max(1, num_bytes)))
-            for batch in table.iter_batches(batch_size=size, use_threads=False):
-                yield from _rows_of_batch(batch, name, row)
-                row += len(batch)
-    except ImportError:
-        yield RowProblem(name, 0, "Parquet files need pyarrow", "pip install pyarrow")
-    except Exception as error:  # pyarrow and what it calls raise many kinds
-        message = f"not readable as Parquet at row {row + 1}: {error}"
-        yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint))
+    An Arrow file may be a stream (what ``datasets`` saves), a file or Feather.
 
-
-def rows_of_arrow(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
-    """The rows of an Arrow file of any kind: a stream (what ``datasets`` saves), a file or Feather."""
+    Args:
+        head: how the file begins; b"PAR1" for Parquet.
+    """
+    kind = "Parquet" if head.startswith(b"PAR1") else "Arrow"
     row = 0
     try:
-        import pyarrow as pa  # pyright: ignore[reportMissingImports]  # slow to import
-
         with _seekable(file) as inner:
-            for batch in _arrow_batches(pa, inner, head):
+            for batch in _batches(inner, head):
                 if problem := _twice(batch.schema.names, name, 0):
                     yield problem
                     return
@@ -227,24 +208,33 @@ def rows_of_arrow(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
                     yield from _rows_of_batch(part, name, row)
                     row += len(part)
     except ImportError:
-        yield RowProblem(name, 0, "Arrow files need pyarrow", "pip install pyarrow")
+        yield RowProblem(name, 0, f"{kind} files need pyarrow", "pip install pyarrow")
     except Exception as error:  # pyarrow and what it calls raise many kinds
-        message = f"not readable as Arrow at row {row + 1}: {error}"
-        hint = "the file is cut off or damaged, or no Arrow file: fetch it again"
+        message = f"not readable as {kind} at row {row + 1}: {error}"
+        hint = f"the file is cut off or damaged, or no {kind} file: fetch it again"
         yield with_rest(RowProblem(name, row + 1 if row else 0, message, hint))
 
 
-def _arrow_batches(pa: Any, file: IO[bytes], head: bytes) -> Iterator[Any]:
-    if head.startswith(b"FEA1"):
+def _batches(file: IO[bytes], head: bytes) -> Iterator[Any]:
+    import pyarrow as pa  # pyright: ignore[reportMissingImports]  # slow to import
+
+    if head.startswith(b"PAR1"):
+        import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
+
+        with pq.ParquetFile(file, pre_buffer=False, buffer_size=_PIECE) as table:
+            groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
+            num_bytes = max(1, sum(group.total_byte_size for group in groups))
+            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // num_bytes))
+            yield from table.iter_batches(batch_size=size, use_threads=False)
+    elif head.startswith(b"FEA1"):
         from pyarrow import feather  # pyright: ignore[reportMissingImports]
 
         yield from feather.read_table(file).to_batches()
-    elif head.startswith(b"ARROW1"):
-        with pa.ipc.open_file(file) as reader:
-            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
-        with pa.ipc.open_stream(file) as reader:
-            yield from reader
+        opened = pa.ipc.open_file(file) if head.startswith(b"ARROW1") else pa.ipc.open_stream(file)
+        with opened as reader:
+            numbers = range(getattr(reader, "num_record_batches", 0))
+            yield from map(reader.get_batch, numbers) if head.startswith(b"ARROW1") else reader
 
 
 def _seekable(file: IO[bytes]) -> IO[bytes]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,102 +25,36 @@ OPTION, MERGE = "--chat-template", "--system merge"
 class _Named:
     """A template of a family of models, and the texts that must be tokens of their own for it."""
 
-    text: str
+    name: str
     tokens: tuple[str, ...]
     system: bool = True
 
-
-def _turns(name: str, turn: str, answers: str, *, opens: str, first: str = "", system: bool = True) -> str:
-    """A template: ``turn`` for a question (or a system message), ``answers`` for an answer, both of ``message``."""
-    roles = "['system', 'user', 'assistant']" if system else "['user', 'assistant']"
-    return (
-        f"{{%- if tools %}}{{{{ raise_exception('the chat template {name} has no place for tools') }}}}{{% endif -%}}"
-        f"{first}"
-        "{%- for message in messages -%}"
-        f"{{%- if message['role'] not in {roles} or message['tool_calls'] -%}}"
-        f"{{{{ raise_exception('the chat template {name} has no place for a ' "
-        "+ ('tool call' if message['tool_calls'] else message['role'] + ' message')) }}"
-        "{%- elif message['role'] == 'assistant' -%}"
-        f"{answers}{{%- else -%}}{turn}{{%- endif -%}}{{%- endfor -%}}"
-        f"{{%- if add_generation_prompt -%}}{opens}{{%- endif -%}}"
-    )
+    @cached_property
+    def text(self) -> str:
+        """The template."""
+        return _packaged(self.name)
 
 
-def _uniform(name: str, turn: str, *, model: str = "assistant", trim: bool = False, **more: Any) -> str:
-    """Turns that are all marked alike: ``turn`` as Python's format of a Jinja expression, with {role} and {content}."""
-    content = "message['content'] | trim" if trim else "message['content']"
-    asked = "{{- " + turn.format(role="message['role']", content=content) + " -}}"
-    answered = "{{- " + turn.format(role=f"'{model}'", content=content) + " -}}"
-    opens = "{{- " + turn.partition(" + {content}")[0].format(role=f"'{model}'") + " -}}"
-    return _turns(name, asked, answered, opens=opens, **more)
+def _packaged(name: str) -> str:
+    return files("allhands.data").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
-_BOS = "{{- bos_token -}}"
 NAMED: dict[str, _Named] = {
-    "chatml": _Named(
-        _uniform("chatml", r"'<|im_start|>' + {role} + '\n' + {content} + '<|im_end|>\n'"),
-        ("<|im_start|>", "<|im_end|>"),
-    ),
-    "llama3": _Named(
-        _uniform(
-            "llama3",
-            r"'<|start_header_id|>' + {role} + '<|end_header_id|>\n\n' + {content} + '<|eot_id|>'",
-            trim=True,
-            first=_BOS,
-        ),
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "gemma": _Named(
-        _uniform(
-            "gemma",
-            r"'<start_of_turn>' + {role} + '\n' + {content} + '<end_of_turn>\n'",
-            model="model",
-            trim=True,
-            first=_BOS,
-            system=False,
-        ),
-        ("<start_of_turn>", "<end_of_turn>"),
-        system=False,
-    ),
-    "mistral": _Named(
-        _turns(
-            "mistral",
-            "{{- '[INST]' + message['content'] + '[/INST]' -}}",
-            "{{- message['content'] + eos_token -}}",
-            opens="",
-            first=_BOS,
-            system=False,
-        ),
-        ("[INST]", "[/INST]"),
-        system=False,
-    ),
-    "zephyr": _Named(_uniform("zephyr", r"'<|' + {role} + '|>\n' + {content} + eos_token + '\n'"), ()),
+    named.name: named
+    for named in (
+        _Named("chatml", ("<|im_start|>", "<|im_end|>")),
+        _Named("llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+        _Named("gemma", ("<start_of_turn>", "<end_of_turn>"), system=False),
+        _Named("mistral", ("[INST]", "[/INST]"), system=False),
+        _Named("zephyr", ()),
+    )
 }
+_BOS = "{{- bos_token -}}"
 # These write a begin-of-text token only where the tokenizer does so for any text.
 _LIKE_TEXTS = ("chatml", "zephyr")
-
-# Before a template that is to find system messages in the questions that follow them. Each of its tags takes the
-# blanks around it away, and the last leaves alone what the template begins with.
-_MERGING = (
-    "{#- allhands: each system message is put before the question that follows it -#}"
-    "{%- set merging = namespace(system='', turns=[]) -%}"
-    "{%- for message in messages -%}"
-    "{%- if message['role'] in ['system', 'developer'] -%}"
-    "{%- set merging.system = merging.system + ('\\n\\n' if merging.system else '') + message['content'] -%}"
-    "{%- elif merging.system and message['role'] == 'user' -%}"
-    "{%- set merging.turns = merging.turns + "
-    "[{'role': 'user', 'content': merging.system + '\\n\\n' + message['content']}] -%}"
-    "{%- set merging.system = '' -%}"
-    "{%- elif merging.system -%}"
-    "{%- set merging.turns = merging.turns + [{'role': 'user', 'content': merging.system}, message] -%}"
-    "{%- set merging.system = '' -%}"
-    "{%- else -%}{%- set merging.turns = merging.turns + [message] -%}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if merging.system -%}"
-    "{%- set merging.turns = merging.turns + [{'role': 'user', 'content': merging.system}] -%}"
-    "{%- endif -%}"
-    "{%- set messages = merging.turns -%}{{- '' }}"
-)
+# How merge.jinja begins, which is put before a template that is to find system messages in the questions that follow
+# them. Each of its tags takes the blanks around it away, and the last leaves alone what the template begins with.
+_MERGED = "{#- allhands: each system message is put before the question that follows it -#}"
 
 
 @dataclass(frozen=True)
@@ -192,7 +128,7 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     if text is None:
         text = _own(tokenizer)
     _check_syntax(text, flag)
-    return _MERGING + text if choice.system == "merge" and not text.startswith(_MERGING) else text
+    return _packaged("merge") + text if choice.system == "merge" and not text.startswith(_MERGED) else text
 
 
 def _named_text(tokenizer: Any, name: str | None) -> str:

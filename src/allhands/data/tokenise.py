@@ -12,11 +12,11 @@ import json
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
@@ -41,6 +41,7 @@ ALONE_S = 3.0
 HELPER_BYTES = 500_000_000
 _SHOWN = 5
 _POLL_S = 1.0
+_COUNTS = [field.name for field in fields(TokenSetReport) if field.name.startswith("num_")]
 # Files of a model's directory that a tokenizer may be made of.
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.jinja", "chat_template*", "*.py")
 
@@ -163,8 +164,7 @@ def fill_store(
         ConfigError: prompts are to be masked, and there is none in the data.
     """
     started = time.perf_counter()
-    num_records = num_texts = num_examples = num_truncated = num_lost = num_dropped = num_tokens = num_trained = 0
-    num_bytes = 0
+    counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
     dropped: list[str] = []
     left_out: dict[str, LeftOutPart] = {}
     with every_core():
@@ -174,50 +174,39 @@ def fill_store(
                 if isinstance(result, AllhandsError):
                     raise result
                 _count_unheard(left_out, record, result)
-                if result.mask.any() and not record.is_blank:
-                    kept.append(result)
-                    num_bytes += len((record.text or "").encode())
-                    num_truncated += result.truncated > 0
-                    num_lost += result.truncated
-                else:
-                    num_dropped += 1
+                counts["num_records"] += 1
+                counts["num_texts"] += record.kind == "text"
+                if not result.mask.any() or record.is_blank:
                     dropped += [record.where] * (len(dropped) < _SHOWN)
+                    counts["num_dropped"] += 1
+                    continue
+                kept.append(result)
+                counts["num_examples"] += 1
+                counts["num_text_bytes"] += len((record.text or "").encode())
+                counts["num_truncated"] += result.truncated > 0
+                counts["num_truncated_tokens"] += result.truncated
+                counts["num_tokens"] += len(result.tokens)
+                counts["num_trained_tokens"] += int(result.mask.sum())
             if kept:
                 writer.append(kept)
-            num_records += len(chunk)
-            num_texts += sum(record.kind == "text" for record in chunk)
-            num_examples += len(kept)
-            num_tokens += sum(len(example.tokens) for example in kept)
-            num_trained += sum(int(example.mask.sum()) for example in kept)
-            progress(num_records, num_tokens)
-    if rendering.masks and num_texts == num_records > 0:
+            progress(counts["num_records"], counts["num_tokens"])
+    only_texts = counts["num_texts"] == counts["num_records"]
+    if rendering.masks and only_texts and counts["num_records"]:
         raise ConfigError(
             "all records are plain texts, which have no prompt that could be masked",
             where="--mask-prompt",
             hint="leave it out, or give the data as prompt and completion, or as messages",
         )
-    if not num_examples:
+    if not counts["num_examples"]:
         raise DataError(
-            f"none of the {num_dropped} examples has a token to train on",
+            f"none of the {counts['num_dropped']} examples has a token to train on",
             where=dropped[0] if dropped else None,
             hint="check that the texts are not empty"
-            if num_texts == num_records
+            if only_texts
             else "raise --max-seq-length (long prompts push answers out), and check that the answers exist",
         )
-    return TokenSetReport(
-        num_records,
-        num_texts,
-        num_examples,
-        num_truncated,
-        num_lost,
-        num_dropped,
-        tuple(dropped),
-        num_tokens,
-        num_trained,
-        time.perf_counter() - started,
-        num_bytes,
-        tuple(left_out.values()),
-    )
+    build_s = time.perf_counter() - started
+    return TokenSetReport(**counts, dropped=tuple(dropped), build_s=build_s, left_out=tuple(left_out.values()))
 
 
 def _count_unheard(left_out: dict[str, LeftOutPart], record: Record, result: Rendered) -> None:

@@ -16,7 +16,7 @@ from allhands.data.corpus import Corpus, Progress
 from allhands.data.outcome import Reason
 from allhands.data.sources import Source
 from allhands.errors import ConfigError
-from allhands.io.staging import publish, staging
+from allhands.io.staging import publish, require_place, staging
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -132,7 +132,7 @@ def train_tokenizer(
     """
     from allhands.data.tokens_shown import cut
 
-    check_output(out, options.force)
+    require_place(out, "a tokenizer", OUTPUT, force=options.force)
     corpus = Corpus(sources, options.text_key, progress)
     begun = time.perf_counter()
     with staging(out) as staged:
@@ -155,28 +155,6 @@ def train_tokenizer(
         sample=cut(tokenizer, sample).pieces,
         left_out=corpus.left_out,
     )
-
-
-def check_output(out: Path, force: bool) -> None:
-    """Refuse to overwrite what is at ``out``.
-
-    Raises:
-        ConfigError: it is not an empty directory; or, with ``force``, not one that holds a tokenizer and no more.
-    """
-    where = f"--out {out}"
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ConfigError("there is a file of that name", where=where, hint="choose another directory")
-    there = sorted(entry.name for entry in out.iterdir())
-    foreign = [name for name in there if name not in OUTPUT]
-    named = ", ".join((foreign or there)[:8])
-    if there and not force:
-        hint = "choose another directory" + ("" if foreign else ", or replace it with --force")
-        raise ConfigError(f"the directory is not empty: it holds {named}", where=where, hint=hint)
-    if foreign or out.resolve() == Path.cwd():
-        what = f"the directory also holds {named}" if foreign else "this is the directory that you are in"
-        raise ConfigError(f"--force replaces tokenizers only; {what}", where=where, hint="choose another directory")
 
 
 def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:

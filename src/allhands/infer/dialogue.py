@@ -1,7 +1,7 @@
 """A conversation between a terminal and the ranks that answer: lines of JSON over a socket of this computer.
 
 The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); its end is the end of all.
-Rank 0 sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
+A rank on the terminal's computer sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,14 @@ class Wire:
         self._socket, self._heard = connection, b""
 
     @classmethod
-    def to(cls, path: str) -> Wire:
-        """Connect to the terminal.
-
-        Raises:
-            ConfigError: it is on another computer.
-        """
+    def to(cls, path: str) -> Wire | None:
+        """Connect to the terminal; ``None`` where it is on another computer."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(path)
         except OSError:
             connection.close()
-            raise ConfigError(
-                "rank 0, which takes part in the conversation, cannot reach the terminal",
-                where="allhands chat",
-                hint="name the computer at which you sit first in --hosts or in the hostfile",
-            ) from None
+            return None
         return cls(connection)
 
     def send(self, **word: Any) -> None:

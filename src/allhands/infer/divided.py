@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from allhands.config.schema import TrainConfig
 from allhands.data.templates import ChatChoice
 from allhands.distributed.backend import Communicator
-from allhands.distributed.handout import hand_out_json
-from allhands.errors import Interrupted
+from allhands.distributed.handout import gather_json
+from allhands.errors import ConfigError, Interrupted
 from allhands.infer.dialogue import Talks, Wire, answer
 from allhands.infer.generate import load_for_generation
 from allhands.io.trees import numbers
@@ -25,9 +25,9 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
+from allhands.run.context import RunContext
 from allhands.run.dividing import STAGES, Divided, split_agreed, stages_of
 from allhands.run.piping import piped, piping_of
-from allhands.run.preparing import RunContext
 from allhands.runtime.accelerator import detect
 
 # While nobody asks anything, ranks look so often: one that waits in an exchange takes a core.
@@ -77,7 +77,7 @@ class AnsweringRanks:
         Raises:
             AllhandsError: as there, or the ranks do not make up a pipeline.
         """
-        config, mesh, stages = self._config, self._mesh, list[Stage]()
+        config, mesh, stages, notes = self._config, self._mesh, list[Stage](), list[str]()
         path = resolve(config.model)
 
         first = self._communicator is None
@@ -86,7 +86,8 @@ class AnsweringRanks:
         def cut(loaded: LoadedModel) -> None:
             divided = Divided(loaded.model, loaded.config, for_answers=True)
             recorded = {STAGES: list(self._split)} if self._split else None
-            self._split, _ = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            self._split, told = split_agreed(config, divided, mesh, detect(), communicator, recorded)
+            notes.extend(told if config.pp_split != "auto" else ())
             stages.extend(stages_of(loaded.model, self._split, mesh))
             require_files(path, [stage.blocks for stage in stages])
 
@@ -102,14 +103,21 @@ class AnsweringRanks:
             self._surroundings.started()
         self.model = AnsweringModel(piping_of(config, tuple(stages), communicator, mesh))
         answering: Any = self.model
-        return replace(loaded, model=answering)
+        return replace(loaded, model=answering, notes=(*loaded.notes, *notes))
 
-    def converse(self, conversation: Talks, wire: Wire | None) -> None:
-        """Answer until the terminal is gone, with which rank 0 is connected by ``wire``.
+    def converse(self, conversation: Talks, path: str) -> None:
+        """Answer until the terminal at ``path`` is gone, with which a rank on its computer is connected.
 
         Raises:
+            ConfigError: no rank is there.
             Interrupted: a rank was told to stop.
         """
+        assert self._communicator is not None
+        wire = Wire.to(path) if self._mesh.local_rank == 0 else None
+        if not any(gather_json(self._communicator, wire is not None)):
+            raise ConfigError(
+                "no rank can reach the terminal", where="allhands chat", hint="name this computer in --hosts, too"
+            )
 
         def enough() -> bool:
             with suppress(EOFError):
@@ -140,4 +148,4 @@ class AnsweringRanks:
             if stopped:
                 raise Interrupted("the conversation was ended")
             if said:
-                return hand_out_json(self._communicator, word)
+                return next(each for each in gather_json(self._communicator, word) if each is not None)

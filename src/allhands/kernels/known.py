@@ -177,7 +177,7 @@ def attention_of(module: Any) -> Attention | None:
     if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
         return None
     norms = [module[name] for name in _NORMS if name in module]
-    if norms and not (len(norms) == 2 and all(_is_norm(norm) for norm in norms)):
+    if len(norms) == 1 or not all(map(_is_norm, norms)):
         return None
     heads, kv_heads = (int(getattr(module, name)) for name in names)
     queries, keys, values = (_outputs(module[name]) for name in _PROJECTIONS[:3])

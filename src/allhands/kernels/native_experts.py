@@ -19,6 +19,7 @@ from allhands.kernels import native_arrays
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.instances import give_form
 from allhands.kernels.native_arrays import Array, floats, forward_only, multiply, new, rows
+from allhands.kernels.packed import rows_of
 from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, selection_of
 
 
@@ -67,10 +68,7 @@ class _Coded:
         self.trained: list[mx.array] = []
 
     def _weight(self, expert: int) -> Array:
-        layer = self._layer
-        parts = layer.weight[expert], layer.scales[expert], None if layer.biases is None else layer.biases[expert]
-        dense = mx.dequantize(*parts, group_size=layer.group_size, bits=layer.bits, mode=layer.mode)
-        return floats(dense.astype(mx.float32))
+        return floats(rows_of(self._layer, expert).dense())
 
     def run(self, x: Array, expert: int, into: Array) -> None:
         multiply(x, self._weight(expert), right=True, into=into, add=False)

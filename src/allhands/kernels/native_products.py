@@ -18,6 +18,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.instances import give_form
 from allhands.kernels.native_arrays import Array, at, available, call, floats, forward_only, multiply, new, rows
+from allhands.kernels.selection import PLAIN, selection_of
 from allhands.runtime.blas import native_library
 
 _LEAST_GROUP = 16
@@ -123,6 +124,11 @@ def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
     return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
 
 
+def applied(layer: Any, product: FrozenProduct, x: mx.array) -> mx.array:
+    """The product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the layer."""
+    return product.run(x) if forward_only(layer) else differentiable(product, x)
+
+
 def adapted(
     product: FrozenProduct, x: mx.array, a: mx.array, b: mx.array, scale: float, *, frozen: bool = False
 ) -> mx.array:
@@ -166,6 +172,18 @@ def trained(x: mx.array, weight: mx.array) -> mx.array:
 # --- layers ---------------------------------------------------------------------------------------
 
 
+class CodedLayer:
+    """A frozen quantised layer whose product is computed natively once :attr:`coded` is there."""
+
+    coded: FrozenProduct | None = None
+
+    def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
+        """What multiplies ``x``, alone or as a part of the operation ``name``, if that is done natively."""
+        if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
+            return None
+        return self.coded
+
+
 class AdaptedLinear(LoRALinear):
     """mlx_lm's LoRALinear with :func:`adapted`."""
 
@@ -183,7 +201,7 @@ def _product_of(linear: Any, x: mx.array) -> FrozenProduct | None:
     """The product below an adapter, where it is one of these."""
     if type(linear) is nn.Linear or type(linear) is Linear:
         return DenseProduct(linear.weight) if linear.weight.dtype == mx.float32 else None
-    return linear.coded if linear.multiplies_natively(x, "adapted_linear") else None
+    return linear.native_product(x, "adapted_linear")
 
 
 class Linear(nn.Linear):
@@ -192,10 +210,8 @@ class Linear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         if not x.dtype == self.weight.dtype == mx.float32:
             return super().__call__(x)
-        if forward_only(self):
-            y = DenseProduct(self.weight).run(x)
-        elif "weight" in self._no_grad:
-            y = differentiable(DenseProduct(self.weight), x)
+        if forward_only(self) or "weight" in self._no_grad:
+            y = applied(self, DenseProduct(self.weight), x)
         else:
             y = trained(x, self.weight)
         return y + self.bias if "bias" in self else y

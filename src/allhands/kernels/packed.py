@@ -19,7 +19,6 @@ from mlx_lm.tuner.dora import DoRALinear
 from allhands.kernels import native_products
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.native_arrays import floats, forward_only, new
-from allhands.kernels.selection import PLAIN, selection_of
 
 # Of a weight at a time: codes that stay in the processor's cache, and as many rows as a product needs to be fast.
 _BLOCK_VALUES, _LEAST_ROWS = 1 << 20, 256
@@ -86,21 +85,15 @@ class PackedProduct:
         return out
 
 
-class _Packed:
+class _Packed(native_products.CodedLayer):
     """What the packed forms have in common."""
 
-    coded: PackedProduct | None = None
+    coded: PackedProduct | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def multiply_at_once(self: Any) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""
         if self.mode == "affine" and native_products.CodedProduct.fits(self.group_size):
             object.__setattr__(self, "coded", PackedProduct(self))
-
-    def multiplies_natively(self: Any, x: mx.array, name: str = "quantized_linear") -> bool:
-        """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
-        if self.coded is None or x.dtype != mx.float32:
-            return False
-        return selection_of(self).select(name, "cpu") != PLAIN
 
     def product(self: Any, x: mx.array) -> mx.array:
         """``x @ w.T`` in float32."""
@@ -108,8 +101,8 @@ class _Packed:
         if x.size // x.shape[-1] <= _FEW_TOKENS and forward_only(self) and self.mode == "affine":
             parts = self.weight, self.scales.astype(mx.float32), self.biases.astype(mx.float32)
             return mx.quantized_matmul(x, *parts, transpose=True, group_size=self.group_size, bits=self.bits)
-        if self.multiplies_natively(x):
-            return self.coded.run(x) if forward_only(self) else native_products.differentiable(self.coded, x)
+        if (product := self.native_product(x)) is not None:
+            return native_products.applied(self, product, x)
         return with_vjp(partial(_by_blocks, self), lambda _x, cotangent, _y: _by_blocks_back(self, cotangent))(x)
 
 

@@ -183,7 +183,7 @@ def trained_weights(model: nn.Module) -> dict[str, mx.array]:
 
 
 def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: bool = False) -> None:
-    """Load weights saved by :func:`save_adapters` into the trainable parameters, all of them and no others.
+    """Load saved weights into the trainable parameters, all of them and no others.
 
     Args:
         new: the model is trained from scratch, so that other options give it another shape.
@@ -270,17 +270,6 @@ def dated_as(directory: Path) -> datetime | None:
 
 
 _SHAPE_KEYS = ("fine_tune_type", "num_layers", "lora_parameters")
-
-
-def save_adapters(weights: dict[str, mx.array], path: Path) -> None:
-    """Write trained weights as safetensors: whole or not at all.
-
-    Raises:
-        StorageError: disk full, read-only or no permission; an older file stays as it was.
-    """
-    write_whole(
-        path, lambda temporary: mx.save_safetensors(str(temporary), weights, metadata={"format": "mlx"}), private=True
-    )
 
 
 def adapter_config_text(values: dict[str, Any]) -> str:

@@ -30,6 +30,8 @@ from allhands.runtime.versions import version_of
 _LENGTHS = (8, 512)  # tokens of the rows that are tried
 _TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value
 _MOST_KEYS = 32  # layers of a block that are tried one by one
+# How MLX ends where CUDA, Metal or the computer has no more memory to give.
+_NO_MEMORY = "out of memory", "Unable to allocate", "Attempting to allocate", "Insufficient Memory"
 _NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
 
 
@@ -88,16 +90,29 @@ def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = Fal
 
 @contextmanager
 def limits_told(use: Use | None) -> Generator[None]:
-    """Let errors pass, but for those that mlx_lm's own model has, too: they become a :class:`ModelError`."""
+    """Let errors pass, but for full memory and what mlx_lm's own model has, too: they become a :class:`ModelError`."""
     try:
         yield
     except _NOT_OURS:
         raise
     except Exception as error:
+        if any(each in str(error) for each in _NO_MEMORY):  # tried beside what is there, any model would fail so
+            raise _memory_is_full(use, error) from error
         limit = None if use is None else limit_of(use, error)
         if limit is None:
             raise
         raise limit from error
+
+
+def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
+    """What a person may do about it."""
+    hint = "close other programs that use this memory, take a model in fewer bits, or divide it: --strategy pipeline"
+    if use is None or use.fine_tune_type is not None:
+        hint = (
+            "lower --batch-size or --max-seq-length, compute in parts (--micro-batch-tokens, --grad-checkpoint), or "
+            "divide the model among computers (--strategy pipeline)"
+        )
+    return ModelError(f"there is not enough memory: {first_line(error)}", where=use and use.model, hint=hint)
 
 
 def limit_of(use: Use, error: Exception) -> ModelError | None:

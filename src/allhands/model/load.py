@@ -262,7 +262,17 @@ def check_dtype(dtype: str | None) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to change on the way: unpack first, then cast, then quantize. Checked when made."""
+    """What to change on the way: unpack first, then cast, then quantize. Checked when made.
+
+    Attributes:
+        quantize_bits: bits of a weight (BITS); a model that is quantized already needs ``dequantize`` too.
+        group_size: weights that share a scale (GROUP_SIZES); ``None`` is 64.
+        dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
+        dtype: of the floating-point parameters (DTYPES); ``None`` keeps the source's.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
 
     quantize_bits: int | None = None
     group_size: int | None = None
@@ -292,11 +302,8 @@ class Conversion:
 def get_model(
     source: str,
     out: Path,
+    conversion: Conversion | None = None,
     *,
-    quantize_bits: int | None = None,
-    group_size: int | None = None,
-    dequantize: bool = False,
-    dtype: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
     report: Report | None = None,
@@ -306,10 +313,7 @@ def get_model(
     Args:
         source: ``demo``, a directory, or a Hub repository id.
         out: the directory to make. If it already holds exactly this model, nothing happens.
-        quantize_bits: bits of a weight (BITS); a model that is quantized already needs dequantize too.
-        group_size: weights that share a scale (GROUP_SIZES, 64 unless told).
-        dequantize: unpack quantized weights, in float32, rounded once to ``dtype``.
-        dtype: of the floating-point parameters (DTYPES); None keeps the source's.
+        conversion: what to change on the way; ``None``: nothing.
         force: replace another model in ``out`` (never a directory that holds something else).
         trust_remote_code: let the model run the Python files that it carries.
         report: called with a line of text now and then.
@@ -319,7 +323,7 @@ def get_model(
         ConfigError: an option with a value that cannot work, or ``out`` is taken.
         StorageError: ``out`` cannot be written.
     """
-    conversion = Conversion(quantize_bits, group_size, dequantize, dtype)
+    conversion = conversion or Conversion()
     say = report or silent
     path = resolve(source, report=say).resolve()
     target = out.resolve()

@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from allhands.io.trees import flatten, unflatten
+from allhands.kernels.fused.linear import dequantized_by_mlx
 from allhands.kernels.instances import form_for_a_while
 from allhands.model.dropout import SampleDropout
 
@@ -110,25 +111,20 @@ def in_float32(model: nn.Module) -> Generator[None]:
         yield
 
 
-def _dense(layer: Any) -> mx.array:
-    how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
-
-
 class _DenseLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
-        y = x @ mx.stop_gradient(_dense(self)).T
+        y = x @ mx.stop_gradient(dequantized_by_mlx(self)).T
         return y + self.bias if "bias" in self else y
 
 
 class _DenseEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
-        return x @ mx.stop_gradient(_dense(self)).T
+        return x @ mx.stop_gradient(dequantized_by_mlx(self)).T
 
 
 class _DenseSwitch(QuantizedSwitchLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        weight = mx.stop_gradient(_dense(self)).swapaxes(-1, -2)
+        weight = mx.stop_gradient(dequantized_by_mlx(self)).swapaxes(-1, -2)
         y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
         return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from allhands.errors import ModelError
+from allhands.kernels.fused.linear import dequantized_by_mlx
 from allhands.model.hf_names import Architecture, architecture_of, other_way
 from allhands.model.load import LoadedModel
 
@@ -169,10 +170,7 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _dense(module: Any) -> mx.array:
-    if not hasattr(module, "bits"):
-        return module.weight
-    how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    return mx.dequantize(module.weight, module.scales, module.get("biases"), **how)
+    return dequantized_by_mlx(module) if hasattr(module, "bits") else module.weight
 
 
 def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:

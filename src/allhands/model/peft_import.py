@@ -213,18 +213,20 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
     embedding = next((each for name, each in modules.items() if ours.get(name) in base.embeddings), None)
     if embedding is None and head is None:
         return modules
-    if embedding is None or not (_ties(config, embedding) if head is None else head.is_transpose_of(embedding)):
-        alone = "the output layer" if embedding is None else "the embedding"
-        other = "the embedding" if embedding is None else "the output layer"
-        if embedding is not None and head is not None:
-            alone, other = "embedding and output layer", "the other"
-        raise ModelError(
-            f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
-            "alone (no ensure_weight_tying); in MLX one adapter reaches both",
-            where=CONFIG_FILE,
-            hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
-        )
-    return {name: each for name, each in modules.items() if name != HEAD}
+    if embedding is None:
+        is_shared, alone, other = False, "the output layer", "the embedding"
+    elif head is None:
+        is_shared, alone, other = _ties(config, embedding), "the embedding", "the output layer"
+    else:
+        is_shared, alone, other = head.is_transpose_of(embedding), "embedding and output layer", "the other"
+    if is_shared:
+        return {name: each for name, each in modules.items() if name != HEAD}
+    raise ModelError(
+        f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
+        "alone (no ensure_weight_tying); in MLX one adapter reaches both",
+        where=CONFIG_FILE,
+        hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
+    )
 
 
 def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:

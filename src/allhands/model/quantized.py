@@ -18,9 +18,9 @@ from allhands.io.trees import unflatten
 from allhands.kernels import native_products
 from allhands.kernels.fused.ops import product_with
 from allhands.kernels.instances import give_form
-from allhands.kernels.native_arrays import FORWARD_ONLY, available, forward_only
+from allhands.kernels.native_arrays import FORWARD_ONLY, available
 from allhands.kernels.packed import PACKED, PackedDoRALinear, PackedEmbedding, PackedLinear
-from allhands.kernels.selection import PLAIN, KernelSelection, give_selection, selection_of
+from allhands.kernels.selection import KernelSelection, give_selection
 from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
@@ -31,7 +31,7 @@ _SMALL_SHARE = 0.025
 Form = Literal["dense", "codes", "packed"]
 
 
-class UnpackedLinear(nn.Module):
+class UnpackedLinear(native_products.CodedLayer, nn.Module):
     """A frozen quantised linear layer that keeps one code a byte and is dense only while it multiplies.
 
     Made from an affine :class:`mlx.nn.QuantizedLinear`, whose dequantised weight it has bit for bit.
@@ -42,36 +42,22 @@ class UnpackedLinear(nn.Module):
         self.codes, self.scales, self.biases = native_products.coded(source)
         if "bias" in source:
             self.bias = source.bias.astype(mx.float32)
-        self.coded: native_products.CodedProduct | None = None
-        self._bits = source.bits
         self._multiply = product_with(self._dense)
         self.freeze()
 
-    @property
-    def input_dims(self) -> int:
-        """Width of the input."""
-        return self.codes.shape[1] * self.codes.shape[2]
-
-    def _dense(self) -> mx.array:
-        """(out, in) float32 weight."""
-        return (self.codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
+    def _dense(self, after: mx.array) -> mx.array:
+        """(out, in) float32 weight, made when ``after`` is there."""
+        codes = mx.depends(self.codes, after)
+        return (codes.astype(mx.float32) * self.scales + self.biases).reshape(self.codes.shape[0], -1)
 
     def multiply_at_once(self) -> None:
         """Compute natively from now on if that is possible: when called, not in a graph."""
         if native_products.CodedProduct.fits(self.codes.shape[2]):
             self.coded = native_products.CodedProduct(self.codes, self.scales, self.biases)
 
-    def multiplies_natively(self, x: mx.array, name: str = "quantized_linear") -> bool:
-        """Whether the product with ``x``, alone or as a part of the choice ``name``, is computed natively."""
-        if self.coded is None or x.dtype != mx.float32:
-            return False
-        return selection_of(self).select(name, "cpu") != PLAIN
-
     def __call__(self, x: mx.array) -> mx.array:
-        if self.coded is not None and self.multiplies_natively(x):
-            y = self.coded.run(x) if forward_only(self) else native_products.differentiable(self.coded, x)
-        else:
-            y = self._multiply(x)
+        product = self.native_product(x)
+        y = self._multiply(x) if product is None else native_products.applied(self, product, x)
         return y + self.bias if "bias" in self else y
 
 

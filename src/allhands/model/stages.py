@@ -184,6 +184,17 @@ class Stage:
     _layers: list[nn.Module]
     _view: list[nn.Module]
 
+    @property
+    def trains(self) -> bool:
+        """Whether something of it is trained. What its rank has besides blocks counts for the ends of the model."""
+        blocks = self._view[self.blocks.first : self.blocks.stop]
+        own = {id(array) for block in blocks for _, array in tree_flatten(block.trainable_parameters())}
+        if self.blocks.is_first or self.blocks.is_last:
+            within = {id(array) for block in self._layers for _, array in tree_flatten(block.trainable_parameters())}
+            every = {id(array) for _, array in tree_flatten(self.model.trainable_parameters())}
+            return bool(own or every - within)
+        return bool(own)
+
     def type_of_hidden(self) -> mx.Dtype | None:
         """That of the embedding's rows, as the model is now; ``None`` where another stage has the embedding."""
         body, name = self._table
@@ -236,15 +247,18 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
     if not any(part.is_last for part in parts):
         for owner, key, module in outside:
             owner[key] = _Outline(module)
-    stages: list[Stage] = []
-    for part in parts:
-        view = [each if part.first <= place < part.stop else outlines[place] for place, each in enumerate(originals)]
-        if not part.is_first:
-            view[part.first - 1] = _Inlet(outlines[part.first - 1])
-        if not part.is_last:
-            view[part.stop] = _Outlet(outlines[part.stop])
-        stages.append(Stage(model, part, *facts, (body, name), layers, view))
-    return stages
+    views = [_view(part, originals, outlines) for part in parts]
+    return [Stage(model, part, *facts, (body, name), layers, view) for part, view in zip(parts, views, strict=True)]
+
+
+def _view(part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers of the model while a stage computes: its own blocks between a way in and a way out."""
+    view = [*outlines[: part.first], *blocks[part.first : part.stop], *outlines[part.stop :]]
+    if not part.is_first:
+        view[part.first - 1] = _Inlet(outlines[part.first - 1])
+    if not part.is_last:
+        view[part.stop] = _Outlet(outlines[part.stop])
+    return view
 
 
 def _body_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:

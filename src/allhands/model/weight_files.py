@@ -27,6 +27,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _FIRST = ("embed", "wte")  # in the names of tables of tokens
 _HEADS = ("lm_head", "embed_out", "output.weight", "output.scales")
+_EMBEDDING, _HEAD = "the embedding", "the final norm and the head"
 
 _LONGEST_HEADER = 100 << 20
 
@@ -136,21 +137,21 @@ def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dic
     count = parts[0].count
     prefix = _prefix_of_blocks(every, count)
     tied = not any(head in name for name in every for head in _HEADS)
-    mine = {place for part in parts for place in range(part.first, part.stop)}
-    is_first, is_last = any(part.is_first for part in parts), any(part.is_last for part in parts)
-    found: defaultdict[str, set[int | str]] = defaultdict(set)
-    for file, inside in names.items():
-        for name in inside:
-            before, number = _split(name)
-            if before == prefix and number is not None and number < count:
-                if number in mine:
-                    found[file].add(number)
-            elif any(word in name for word in _FIRST):
-                if is_first or (is_last and tied):
-                    found[file].add("the embedding")
-            elif is_last:
-                found[file].add("the final norm and the head")
-    return {file: _words(what) for file, what in found.items()}
+    mine: set[int | str] = {place for part in parts for place in range(part.first, part.stop)}
+    is_last = any(part.is_last for part in parts)
+    if any(part.is_first for part in parts) or (is_last and tied):
+        mine.add(_EMBEDDING)
+    if is_last:
+        mine.add(_HEAD)
+
+    def part_of(name: str) -> int | str:
+        before, number = _split(name)
+        if before == prefix and number is not None and number < count:
+            return number
+        return _EMBEDDING if any(word in name for word in _FIRST) else _HEAD
+
+    found = {file: {part_of(name) for name in inside} & mine for file, inside in names.items()}
+    return {file: _words(what) for file, what in found.items() if what}
 
 
 def _split(name: str) -> tuple[str, int | None]:

@@ -66,11 +66,6 @@ def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
     return values if batch.documents is None else (*values, batch.documents)
 
 
-def batch_arrays(batch: MicroBatch) -> tuple[mx.array, ...]:
-    """:func:`batch_values` as MLX's arrays."""
-    return tuple(map(mx.array, batch_values(batch)))
-
-
 def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFunction:
     """The summed cross-entropy of ``model`` at the trained places.
 

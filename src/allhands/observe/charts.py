@@ -222,43 +222,48 @@ def finite(values: Iterable[float]) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """What curves are drawn over: the place of a report, from its step, the tokens trained and the seconds."""
+    """What curves of a run are drawn over: ``key`` is "steps", "tokens" (trained ones) or "time"."""
 
     key: str
     label: str
-    of: Callable[[float, float, float], float]
-    whole: bool
+    unit_s: float
+
+    def place(self, run: RunHistory) -> Callable[[float, float], float]:
+        """The place of a step, given the seconds until then."""
+        if self.key == "steps":
+            return lambda step, seconds: step
+        if self.key == "time":
+            return lambda step, seconds: seconds / self.unit_s
+        steps = [0.0, *(float(one.step) for one in run.train)]
+        tokens = [0.0, *(float(one.trained_tokens) for one in run.train)]
+        return lambda step, seconds: float(np.interp(step, steps, tokens))
 
 
 def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[Chart]:
     """Training and validation loss over steps, over tokens and over time."""
-    longest = max((one.elapsed_s for run in runs for one in (*run.train, *run.valid)), default=0.0)
-    unit, unit_s = time_unit(longest)
-    axes = [
-        _Axis("steps", "step", lambda step, tokens, seconds: step, whole=True),
-        _Axis("tokens", "trained tokens", lambda step, tokens, seconds: tokens, whole=True),
-        _Axis("time", f"training time ({unit})", lambda step, tokens, seconds: seconds / unit_s, whole=False),
-    ]
-    if not all(run.train and run.train[-1].trained_tokens > 0 for run in runs if run.train):
-        del axes[1]  # a program of one's own need not count them
-    for axis in axes:
+    seconds = [one.elapsed_s for run in runs for one in (*run.train, *run.valid) if math.isfinite(one.elapsed_s)]
+    unit, unit_s = time_unit(max(seconds, default=0.0))
+    axes = {"steps": "step", "tokens": "trained tokens", "time": f"training time ({unit})"}
+    if not all(run.train[-1].trained_tokens > 0 for run in runs if run.train):
+        del axes["tokens"]  # a program of one's own need not count them
+    for axis in (_Axis(key, label, unit_s) for key, label in axes.items()):
         lines: list[Line] = []
         marks: list[tuple[float, int]] = []
         stars: list[tuple[float, float, int]] = []
         crosses: list[tuple[float, int]] = []
         for colour, (label, run) in enumerate(zip(labels, runs, strict=True)):
-            tokens, seconds_at = _tokens_at(run), _seconds_at(run)
+            place = axis.place(run)
             lines += _loss_lines(label, colour, run, axis, line_width(colour, len(runs)))
-            crosses += [(axis.of(it.step, tokens(it.step), seconds_at(it.step)), colour) for it in run.skipped]
-            marks += [(axis.of(step, tokens(step), seconds), colour) for step, seconds in run.restarts]
-            known = [one for one in run.valid if math.isfinite(one.loss)]
-            if known:
-                best = min(known, key=lambda one: one.loss)
-                stars.append((axis.of(best.step, tokens(best.step), best.elapsed_s), best.loss, colour))
-        title = f"Loss over {'tokens' if axis.key == 'tokens' else axis.key}"
-        axis_labels = (axis.label, "loss per token (lower is better)")
-        made = chart(f"loss-{axis.key}", title, axis_labels, "loss", lines, marks=marks, stars=stars, whole=axis.whole)
-        if made:
+            marks += [(place(step, seconds), colour) for step, seconds in run.restarts]
+            known = sorted((float(one.step), one.elapsed_s) for one in (*run.train, *run.valid)) or [(0.0, 0.0)]
+            steps, times = zip(*known, strict=True)
+            crosses += [(place(it.step, float(np.interp(it.step, steps, times))), colour) for it in run.skipped]
+            if losses := [one for one in run.valid if math.isfinite(one.loss)]:
+                best = min(losses, key=lambda one: one.loss)
+                stars.append((place(best.step, best.elapsed_s), best.loss, colour))
+        names, whole = (axis.label, "loss per token (lower is better)"), axis.key != "time"
+        title = f"Loss over {axis.key}"
+        if made := chart(f"loss-{axis.key}", title, names, "loss", lines, marks=marks, stars=stars, whole=whole):
             yield without_heights(replace(made, crosses=_there(crosses)), 2.5)
 
 
@@ -280,7 +285,10 @@ def line_width(place: int, count: int) -> float:
 
 
 def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: float) -> Iterator[Line]:
-    x = tuple(axis.of(one.step, one.trained_tokens, one.elapsed_s) for one in run.train)
+    place = axis.place(run)
+    x = tuple(place(one.step, one.elapsed_s) for one in run.train)
+    if axis.key == "tokens":
+        x = tuple(float(one.trained_tokens) for one in run.train)
     losses = [one.loss for one in run.train]
     y = finite(losses)
     if len(y) >= _SMOOTH_FROM and None not in y:
@@ -289,22 +297,9 @@ def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: fl
         yield Line(f"{label}: training", colour, x, y, faint=True, width=1.0)
     else:
         yield Line(f"{label}: training", colour, x, y, width=width)
-    tokens = _tokens_at(run)
-    x = tuple(axis.of(one.step, tokens(one.step), one.elapsed_s) for one in run.valid)
+    x = tuple(place(one.step, one.elapsed_s) for one in run.valid)
     y = finite([one.loss for one in run.valid])
     yield Line(f"{label}: validation", colour, x, y, dashed=True, points=True, width=width)
-
-
-def _seconds_at(run: RunHistory) -> Callable[[float], float]:
-    known = [(float(one.step), one.elapsed_s) for one in (*run.train, *run.valid)] or [(0.0, 0.0)]
-    steps, seconds = zip(*sorted(known), strict=True)
-    return lambda step: float(np.interp(step, steps, seconds))
-
-
-def _tokens_at(run: RunHistory) -> Callable[[float], float]:
-    steps = [0.0, *(float(one.step) for one in run.train)]
-    tokens = [0.0, *(float(one.trained_tokens) for one in run.train)]
-    return lambda step: float(np.interp(step, steps, tokens))
 
 
 def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> float | None:

@@ -15,7 +15,6 @@ from allhands.observe.metrics import RunHistory, RunStarted, typical
 
 _LONGEST_NAME = 30
 _NONE = "-"
-_SIDE_BY_SIDE = 3  # runs; with more, the columns of the table would be too narrow
 
 
 def names_of(runs: Sequence[RunHistory]) -> list[str]:
@@ -49,23 +48,6 @@ def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
     return ", ".join(dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, "")))
 
 
-def times_table(runs: Sequence[RunHistory]) -> Table:
-    """The runs side by side, one column a run; of more than three, one row a run, so that 80 columns are enough.
-
-    See :func:`times_markdown` for what is compared.
-    """
-    caption = "speed-up: tokens/s relative to the first run"
-    if len(runs) > _SIDE_BY_SIDE:
-        return _rows(runs, caption)
-    table = Table(title="Training times", caption=caption)
-    table.add_column("", no_wrap=True)
-    for label in names_of(runs):
-        table.add_column(Text(label), justify="right", overflow="fold")
-    for measure, cells in _measures(runs):
-        table.add_row(measure, *cells)
-    return table
-
-
 # Headings of columns that are no wider than their figures. The number of ranks stands in the name of the run.
 _HEADINGS = {
     "cores per rank": "cores",
@@ -81,14 +63,18 @@ _HEADINGS = {
 }
 
 
-def _rows(runs: Sequence[RunHistory], caption: str) -> Table:
-    """One row a run, in 80 columns: no ranges, and the cores only where they differ."""
+def times_table(runs: Sequence[RunHistory]) -> Table:
+    """One row a run, in 80 columns: no ranges, and the cores only where they differ.
+
+    See :func:`times_markdown` for what is compared.
+    """
     highest = [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]
     measures = dict(_measures(runs)) | {"peak memory": highest}
     if len(set(measures["cores per rank"])) == 1:
         del measures["cores per rank"]
     table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.caption = f"{caption};\nvalid loss: the lowest; peak memory: of the rank that needs most"
+    table.caption = "speed-up: tokens/s relative to the first run;\nvalid loss: the lowest; "
+    table.caption += "peak memory: of the rank that needs most"
     # Room for "1 rank)" and the like, so that only words of a long name are broken.
     table.add_column("run", overflow="fold", vertical="top", min_width=8)
     shown = {measure: heading for measure, heading in _HEADINGS.items() if measure in measures}

@@ -127,18 +127,29 @@ class StageCompute:
     Args:
         stage: whose model is what is trained on this rank.
         flat: its trained weights as few arrays; ``None``: by name.
+        goes_on: whether the gradient of what the stage receives is wanted: a stage before it trains something.
     """
 
-    def __init__(self, stage: Stage, objective: Objective, computing: Computing, flat: FlatWeights | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        objective: Objective,
+        computing: Computing,
+        flat: FlatWeights | None,
+        *,
+        goes_on: bool = True,
+    ) -> None:
         self.stage = stage
+        self._goes_on = goes_on
         self._objective = objective
         self._computing = computing
         self._flat = flat
         self._sums = objective.sums(stage.model, cpu_native=False) if stage.blocks.is_last else None
         self._gradient: Any = self._vjp
+        self._found: Any = self._outputs
         if computing.compiled and not computing.cpu_native:
-            state = [stage.model.state, mx.random.state]
-            self._gradient = mx.compile(self._vjp, inputs=state, outputs=[mx.random.state])
+            how: Any = {"inputs": [stage.model.state, mx.random.state], "outputs": [mx.random.state]}
+            self._gradient, self._found = mx.compile(self._vjp, **how), mx.compile(self._outputs, **how)
 
     def trained(self) -> list[mx.array]:
         """What is trained, in the order of its gradients."""
@@ -148,8 +159,9 @@ class StageCompute:
 
     def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
         """What a stage hands on, alone; of the last one the sums. For who wants no gradient of it."""
+        given = mx.zeros((0,)) if received is None else received
         with self._as_it_was():
-            return self._computed(received, arguments)
+            return self._found(given, *arguments)
 
     def begin(
         self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...]
@@ -162,19 +174,29 @@ class StageCompute:
         towards = mx.ones(()) if cotangent is None else cotangent
         with self._as_it_was():
             outputs, gradients = self._gradient(self.trained(), given, towards, *arguments)
+        if not self._goes_on:
+            return outputs, None, gradients
         return outputs, gradients[0] if received is not None else None, gradients[1:]
+
+    def _outputs(self, received: mx.array, *arguments: mx.array) -> list[mx.array]:
+        return self._computed(received if received.size else None, arguments)
 
     def _vjp(
         self, trained: list[mx.array], received: mx.array, cotangent: mx.array, *arguments: mx.array
     ) -> tuple[list[mx.array], list[mx.array]]:
         def run(received: mx.array, *trained: mx.array) -> list[mx.array]:
             with self._installed(trained):
-                return self._computed(received if received.size else None, arguments)
+                return self._outputs(received, *arguments)
+
+        def run_alone(*trained: mx.array) -> list[mx.array]:
+            return run(received, *trained)
 
         # Further sums have no gradient.
         count = 1 + (len(self._objective.further) if self.stage.blocks.is_last else 0)
         cotangents = [cotangent, *[mx.zeros(())] * (count - 1)]
-        outputs, gradients = mx.vjp(run, [received, *trained], cotangents)
+        outputs, gradients = (
+            mx.vjp(run, [received, *trained], cotangents) if self._goes_on else mx.vjp(run_alone, trained, cotangents)
+        )
         return outputs, list(gradients)
 
     def _computed(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
@@ -219,6 +241,7 @@ class Engine:
     Args:
         compute: of the stages of this rank, by their number.
         arguments: the arrays of a micro-batch that a pass takes.
+        first_trained: the first stage that trains anything, of all ranks.
     """
 
     def __init__(
@@ -228,8 +251,10 @@ class Engine:
         arguments: Callable[[MicroBatch], tuple[mx.array, ...]],
         *,
         cpu_native: bool,
+        first_trained: int = 0,
     ) -> None:
         self.compute = compute
+        self.first_trained = first_trained
         self.messages = messages
         self.arguments = arguments
         self.cpu_native = cpu_native
@@ -292,6 +317,12 @@ class _Step:
         passing = _Passing(self._engine.arguments(self._batches[batch]))
         if stage:
             passing.received = self._messages.here(self._came.pop(place))
+        if stage < self._engine.first_trained:
+            outputs = compute.forward(passing.received, passing.arguments)
+            # A device computes this one while the host prepares the next; no further than messages are on their way.
+            (mx.eval if self._engine.cpu_native else mx.async_eval)(outputs)
+            self._end_forward(place, outputs, last=last)
+            return
         if not last:
             passing.cotangent = self._messages.expected(*self._hidden(*place), self._peer(stage + 1))
         self._passing[place] = passing

@@ -61,6 +61,7 @@ class Pipeline:
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
+        self._first_trained = 0
 
     @property
     def communicator(self) -> Communicator:
@@ -83,15 +84,18 @@ class Pipeline:
         piping, exchanging, flat = self._piping, self._exchanging, passes.flat
         self._leaves = None if flat is None else flat.leaves
         messages = Messages(piping.pipe, exchanging.heartbeat, exchanging.inject_fault)
+        self._first_trained = _first_trained(piping)
         self._engine = self._engine_of(passes, passes.computing, messages)
 
     def _engine_of(self, passes: Passes, computing: Computing, messages: Messages) -> Engine:
         piping = self._piping
-        compute = {
-            piping.pipe.rank + number * piping.pipe.size: StageCompute(stage, passes.objective, computing, passes.flat)
-            for number, stage in enumerate(piping.stages)
-        }
-        return Engine(compute, messages, passes.arguments, cpu_native=self._exchanging.cpu_native)
+        how = passes.objective, computing, passes.flat
+        compute: dict[int, StageCompute] = {}
+        for number, stage in enumerate(piping.stages):
+            place = piping.pipe.rank + number * piping.pipe.size
+            compute[place] = StageCompute(stage, *how, goes_on=place > self._first_trained)
+        more: Any = {"cpu_native": self._exchanging.cpu_native, "first_trained": self._first_trained}
+        return Engine(compute, messages, passes.arguments, **more)
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         assert self._engine is not None
@@ -116,7 +120,8 @@ class Pipeline:
         self, engine: Engine, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
         piping = self._piping
-        schedule = make_schedule(piping.schedule, piping.pipe.size, len(micro_batches), len(piping.stages))
+        shape = piping.pipe.size, len(micro_batches), len(piping.stages)
+        schedule = make_schedule(piping.schedule, *shape, engine.first_trained)
         return engine.run(schedule, piping.pipe.rank, micro_batches, note)
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
@@ -218,6 +223,16 @@ class Pipeline:
 
     def forget(self) -> None:
         pass
+
+
+def _first_trained(piping: Piping) -> int:
+    """The number of the first stage that trains anything; called on all ranks of the pipeline together."""
+    mine = [stage.trains for stage in piping.stages]
+    every: list[list[bool]] = gather_json(piping.pipe, mine)
+    places = (
+        (rank + number * len(every), trains) for rank, own in enumerate(every) for number, trains in enumerate(own)
+    )
+    return min((place for place, trains in places if trains), default=0)
 
 
 def _agreed_shapes(pipe: Communicator, shapes: list[list[int]]) -> list[list[int]]:

@@ -60,18 +60,21 @@ class Schedule:
 
 
 @cache
-def make_schedule(name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+def make_schedule(
+    name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1, first_trained: int = 0
+) -> Schedule:
     """The schedule of a step.
 
     Args:
         stages_per_rank: more than 1 for ``interleaved`` only.
+        first_trained: the first stage that trains anything. Those before it have no backward pass.
 
     Raises:
         ValueError: stages that the schedule does not have.
     """
     if (stages_per_rank > 1) != (name == "interleaved") or stages_per_rank < 1:
         raise ValueError(f"{stages_per_rank} stages a rank are not for the schedule {name}")
-    return _Game(name, num_ranks, num_micro_batches, stages_per_rank).played()
+    return _Game(name, num_ranks, num_micro_batches, stages_per_rank, first_trained).played()
 
 
 _SECONDS: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
@@ -80,14 +83,19 @@ _SECONDS: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights"
 class _Game:
     """A step as it is played through."""
 
-    def __init__(self, name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int) -> None:
+    def __init__(
+        self, name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int, first_trained: int
+    ) -> None:
         self._split = name == "zb"
         self._size, self._count, self._per_rank = num_ranks, num_micro_batches, stages_per_rank
+        self._first_trained = first_trained
         self._last = num_ranks * stages_per_rank - 1
         self._to_do = [deque(self._order(rank, backward=False)) for rank in range(num_ranks)]
         self._to_return = [deque(self._order(rank, backward=True)) for rank in range(num_ranks)]
         self._left: list[deque[tuple[int, int]]] = [deque() for _ in range(num_ranks)]  # weights' gradients
         self._alive, self._most = [0] * num_ranks, [0] * num_ranks
+        self._begun = [0] * num_ranks  # forward passes whose backward pass is to come
+        self._ahead = [0] * num_ranks  # of stages that train nothing: passes that the next stage has not begun
         # What has come, by the stage that it is for.
         self._activations = {(0, batch) for batch in range(num_micro_batches)}
         self._gradients = set[tuple[int, int]]()
@@ -99,7 +107,8 @@ class _Game:
             together = range(first, min(first + self._size, self._count))
             stages = range(rank, self._last + 1, self._size)
             for stage in reversed(stages) if backward else stages:
-                yield from ((stage, batch) for batch in together)
+                if not backward or stage >= self._first_trained:
+                    yield from ((stage, batch) for batch in together)
 
     def _room(self, rank: int) -> int:
         """How many passes a rank begins before one of them is to end: as many as keep the last rank busy."""
@@ -129,39 +138,52 @@ class _Game:
                 self._end(rank, action)
         left = sum(map(len, (*self._to_do, *self._to_return, *self._left)))
         assert not left, f"{left} passes can never begin"
-        work = self._count * self._per_rank * 3
+        work = sum(_SECONDS.get(action.kind, 0) for actions in self._lists for action in actions) / self._size
         return Schedule(
             tuple(map(tuple, self._lists)), self._last + 1, 1 - work / now if now else 0.0, tuple(self._most)
         )
 
     def _next(self, rank: int, *, eager: bool) -> Action | None:
         """What the rank begins now, if it can begin anything; ``eager``: whether or not it is its turn."""
-        begun = len(self._to_return[rank]) - len(self._to_do[rank])
+        begun = self._begun[rank]
         returns = bool(self._to_return[rank]) and self._to_return[rank][0] in self._gradients
         if returns and (self._split or eager or begun >= self._room(rank) or not self._to_do[rank]):
             stage, batch = self._to_return[rank].popleft()
+            self._begun[rank] -= 1
             if self._split:
                 self._left[rank].append((stage, batch))
             return Action("inputs" if self._split else "backward", stage, batch)
         # The first rank has as many alive without dividing its backward passes; so may the others.
         room = eager or (begun < self._room(rank) and not (self._split and self._alive[rank] >= self._size))
-        if self._to_do[rank] and self._to_do[rank][0] in self._activations and room:
-            self._alive[rank] += 1
-            self._most[rank] = max(self._most[rank], self._alive[rank])
-            return Action("forward", *self._to_do[rank].popleft())
+        if self._to_do[rank] and self._to_do[rank][0] in self._activations:
+            trains = self._to_do[rank][0][0] >= self._first_trained
+            if room if trains else eager or self._ahead[rank] < self._size:
+                return self._begin(rank, *self._to_do[rank].popleft())
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
+
+    def _begin(self, rank: int, stage: int, batch: int) -> Action:
+        """The forward pass of a stage, which takes what the stage before it has found."""
+        if 0 < stage <= self._first_trained:
+            self._ahead[(stage - 1) % self._size] -= 1
+        if stage >= self._first_trained:
+            self._begun[rank] += 1
+        else:
+            self._ahead[rank] += 1
+        self._alive[rank] += 1
+        self._most[rank] = max(self._most[rank], self._alive[rank])
+        return Action("forward", stage, batch)
 
     def _end(self, rank: int, action: Action) -> None:
         """What follows from a pass that is done: room, and something for the stage after it or before it."""
         stage, batch = action.stage, action.micro_batch
-        if action.kind in ("backward", "weights"):
+        if action.kind in ("backward", "weights") or stage < self._first_trained:
             self._alive[rank] -= 1
         if action.kind == "forward" and stage == self._last:
             self._gradients.add((stage, batch))
         elif action.kind == "forward":
             self._activations.add((stage + 1, batch))
             self._tell(rank, stage, batch, stage + 1)
-        elif action.kind in ("backward", "inputs") and stage:
+        elif action.kind in ("backward", "inputs") and stage > self._first_trained:
             self._gradients.add((stage - 1, batch))
             self._tell(rank, stage, batch, stage - 1)
 

@@ -41,15 +41,15 @@ class Layers:
     """What is divided.
 
     Attributes:
-        blocks: in the model's order; ``in_first`` the same as parts of the first stage, where no gradient goes back
-            beyond the first block that is trained.
+        blocks: in the model's order.
         embedding: which the first stage has besides; ``head`` the last one.
+        first_trained: the first block that is trained, beyond which no gradient goes back.
     """
 
     blocks: tuple[Part, ...]
-    in_first: tuple[Part, ...]
     embedding: Part = Part(0.0)
     head: Part = Part(0.0)
+    first_trained: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ class _Problem:
     def __init__(self, layers: Layers, seats: Sequence[Seat], count: int) -> None:
         self._layers, self._seats, self._count = layers, seats, count
         self._blocks = len(layers.blocks)
-        self._sums = [_sums(layers.in_first), _sums(layers.blocks)]
+        self._sums = _sums(layers.blocks)
 
     def _own(self, stage: int, first: int, stop: int) -> tuple[float, float, float]:
         """Cost, bytes, and bytes for each micro-batch of a stage."""
-        sums = self._sums[0 if stage == 0 else 1]
-        cost, held, kept, again = (each[stop] - each[first] for each in sums)
-        cost += again if stage < self._count - 1 else 0.0
+        cost, held, kept, again = (each[stop] - each[first] for each in self._sums)
+        # A stage without a backward pass computes nothing again.
+        cost += again if stage < self._count - 1 and stop > self._layers.first_trained else 0.0
         for part, has in ((self._layers.embedding, stage == 0), (self._layers.head, stage == self._count - 1)):
             if has:
                 cost, held, kept = cost + part.cost, held + part.num_bytes, kept + part.kept_bytes

@@ -22,6 +22,25 @@ class Prices:
 
 
 @dataclass(frozen=True)
+class SmallPasses:
+    """A step of one process that cuts a batch into micro-batches as a pipeline does.
+
+    Attributes:
+        tokens: padding included, of the largest micro-batch; ``limit`` that it was allowed to have.
+        longest: of a row; 0 where a person has said how large micro-batches are, however many stages there are.
+        batches: micro-batches of a step; ``usual`` those of a step that is cut as one process cuts it.
+        seconds: of the step.
+    """
+
+    tokens: int
+    limit: int
+    longest: int
+    batches: int
+    usual: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Job:
     """The training that is planned.
 
@@ -53,6 +72,9 @@ class Job:
         rounds: of local steps, if such were asked for.
         kind: of processor.
         tied: whether the model's table of tokens is its head, too.
+        forms: bytes of a block's weights, and of a table of tokens, in each form in which a rank may hold them, the
+            fastest first; empty where all weights take as many bytes.
+        small: a step in small micro-batches, where one was measured.
     """
 
     steps: int
@@ -85,6 +107,8 @@ class Job:
     rounds: Rounds | None = None
     kind: str = ""
     tied: bool = False
+    forms: tuple[tuple[float, float], ...] = ()
+    small: SmallPasses | None = None
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""

@@ -19,8 +19,11 @@ _STREAMED = replace(_ROUNDS, fragments=5, delay=10)
 # What the validation loss was after 2,000 steps of pre-training on two ranks, against plain (benchmarks/slow_links.py).
 PRICES = {
     "--compress bf16": -0.0002,
-    "--compress int8": -0.0001,
-    "--compress int4": -0.0008,
+    "--compress int8": 0.0001,
+    "--compress int4": -0.0017,
+    "--sync-every 20": 0.056,
+    "--sync-every 50": 0.073,
+    "--sync-every 50 --compress int4": 0.073,
     f"{_STREAMED.flags} --compress int4": 0.078,
 }
 

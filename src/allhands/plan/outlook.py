@@ -17,7 +17,7 @@ from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, StepModel, amdahl, enough_of, gustafson, predict
 from allhands.plan.speed import enough as enough_of_equal
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, costs, those_told, ways_of_one, ways_of_team
-from allhands.run.training_memory import Memory, of_process
+from allhands.run.training_memory import RING_BYTES, Memory, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 
@@ -300,10 +300,11 @@ def _with_all(job: Job, ways: list[Way]) -> list[Way]:
     made: list[Way] = []
     for each in ways:
         buckets = each.parts["buckets"]
+        ring = RING_BYTES if each.ranks > 1 else 0
 
-        def whole(known: int, buckets: int = buckets) -> int:
+        def whole(known: int, buckets: int = buckets, ring: int = ring) -> int:
             arrays = Memory(0, 0, known - buckets, 0, 0, beside=beside)
-            return of_process(arrays, job.present_bytes, 0) + buckets
+            return of_process(arrays, job.present_bytes, 0) + buckets + ring
 
         made.append(each.with_bytes(whole))
     return made

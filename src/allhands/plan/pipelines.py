@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from allhands.io.formatting import format_bytes
 from allhands.parallel.costs import PipelineCosts, Work
@@ -14,14 +15,24 @@ from allhands.plan.computers import Computer
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
 from allhands.run.model_sizes import all_weights, block_weights
-from allhands.run.stage_costs import ON_CPU, ROOM_OF_PRODUCTS, Model, Weights, alive, layers_of
-from allhands.run.training_memory import Blocks
+from allhands.run.stage_costs import (
+    MICRO_BATCHES,
+    ON_CPU,
+    ROOM_OF_PRODUCTS,
+    Model,
+    Weights,
+    alive,
+    kept_of_unequal,
+    layers_of,
+    on_the_way,
+    small_enough,
+)
+from allhands.run.training_memory import RING_BYTES, Blocks
 
-# As training has it: micro-batches for each stage, if there are as many rows.
-MICRO_BATCHES = 4
 _FLOAT, _HALF = 4, 2
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
-PROGRAM_BYTES = 150_000_000
+PROGRAM_BYTES = 120_000_000
+_ROUNDED = 0.01  # of a micro-batch: whole tokens
 _WORTH = 0.85  # what more computers must take of fewer ones' time
 
 
@@ -86,21 +97,37 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     if job.shares or job.rounds is not None or job.work.packed is not None:  # one memory, or not with a pipeline
         return None
     blocks, ranks = job.blocks, len(team)
-    work, batches = _micro_batch(job.work, job.batch_rows, ranks)
+    cut = _cut(job, ranks)
     on_gpu = not job.present_bytes
-    model, more = model_of(blocks, work, tied=job.tied), 1.0 if on_gpu else ON_CPU
-    layers, once = layers_of(model, work, lambda each: job.of(blocks, each), more=more, again=not on_gpu)
+    models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
+    more = 1.0 if on_gpu else ON_CPU
+    parts = [
+        layers_of(each, cut.work, lambda each: job.of(blocks, each), more=more, again=not on_gpu) for each in models
+    ]
+    once = parts[0][1]
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
-    taken = once if on_gpu else once + max(job.present_bytes, PROGRAM_BYTES) + ROOM_OF_PRODUCTS
+    process = 0
+    if not on_gpu:
+        process = max(job.present_bytes, PROGRAM_BYTES) + RING_BYTES + ROOM_OF_PRODUCTS
+        longest = 0 if job.small is None else job.small.longest
+        process += kept_of_unequal(job.step.tokens / job.step.rows, longest, parts[0][0])
+    costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
+    begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
-    held = alive("1f1b", ranks, batches, 1, native=not on_gpu)
-    seats = [Seat(each.speed, each.usable_bytes, taken, most) for each, most in zip(team, held, strict=True)]
-    found = divide(layers, seats)
-    whole = sum(part.cost for part in layers.in_first) + layers.head.cost
-    stage_s = [job.step.tokens * job.step.token_s * each / whole / batches for each in found.seconds]
-    costs = PipelineCosts(batches, work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
+    held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
+    seats = [
+        Seat(each.speed, each.usable_bytes, once + process + on_the_way(costs.hidden_bytes, ranks, has), most)
+        for each, has, most in zip(team, begun, held, strict=True)
+    ]
+    splits = [divide(layers, seats) for layers, _ in parts]
+    form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
+    found, (layers, _) = splits[form], parts[form]
+    whole = sum(part.cost for part in layers.blocks) + layers.head.cost
+    slower = _packed_takes(cut.work.tokens) if form else 1.0
+    stage_s = [slower * cut.pass_s * each / whole for each in found.seconds]
     message_s = 0.0 if job.link is None else _message_s(job.link, costs.hidden_bytes)
-    step_s = job.step.serial_s + costs.step_s(stage_s, message_s)
+    update_s = cut.rest_s * _largest_update(models[form], found.sizes, team)
+    step_s = update_s + costs.step_s(stage_s, message_s)
     known = all(each.usable_bytes is not None for each in team)
     start_s = job.start_of(ranks) if job.started is not None else job.start_s
     validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
@@ -112,10 +139,10 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
         usable_bytes=tuple(each.usable_bytes for each in team),
         missing=found.missing,
         fits=False if not found.fits else True if known else None,
-        micro_batches=batches,
+        micro_batches=cut.batches,
         step_s=step_s,
-        compute_s=batches * max(stage_s),
-        messages_s=step_s - job.step.serial_s - costs.step_s(stage_s, 0.0),
+        compute_s=cut.batches * max(stage_s),
+        messages_s=step_s - update_s - costs.step_s(stage_s, 0.0),
         bubble=costs.bubble(ranks),
         sent_bytes=costs.traffic(0, 0, scatters=False).sent(ranks),
         training_s=start_s + job.first_s + job.steps * step_s + validations_s,
@@ -134,35 +161,82 @@ def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
     return best
 
 
-def _micro_batch(work: Work, rows: int, ranks: int) -> tuple[Work, int]:
-    """The work of one micro-batch as training would cut it for so many stages, and how many a step has."""
-    row = work.row_tokens
+@dataclass(frozen=True)
+class _Cut:
+    """A step as a pipeline cuts it.
+
+    Attributes:
+        work: of one micro-batch, ``batches`` of which are a step.
+        pass_s: of a micro-batch's passes through the whole model, on a computer of speed 1.
+        rest_s: of a step what is no pass, above all the update.
+    """
+
+    work: Work
+    batches: int
+    pass_s: float
+    rest_s: float
+
+
+def _cut(job: Job, ranks: int) -> _Cut:
+    """As training would cut a step for so many stages."""
+    assert job.work is not None
+    work, rows, once_s, usual = job.work, job.batch_rows, 0.0, 0
     whole = work.batch_tokens or work.tokens
-    rows = rows or max(1, whole // row)
-    each = max(1, min(rows // (MICRO_BATCHES * ranks), max(1, work.tokens // row)))
-    tokens = min(work.tokens, max(1, whole * each // rows))
-    batches = math.ceil(rows / each)
-    return replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1), batches
+    if (small := job.small) is None:
+        row = work.row_tokens
+        rows = rows or max(1, whole // row)
+        each = max(1, min(rows // (MICRO_BATCHES * ranks), max(1, work.tokens // row)))
+        tokens, batches = min(work.tokens, max(1, whole * each // rows)), math.ceil(rows / each)
+    else:
+        # Each pass takes some time however few tokens it has; what was measured may be for another number of stages.
+        times = (small_enough(small.longest, rows, ranks) or small.limit) / small.limit
+        tokens, batches = round(times * small.tokens), math.ceil(small.batches / times - _ROUNDED)
+        once_s = max(0.0, small.seconds - job.step.alone_s) / max(1, small.batches - small.usual)
+        usual = small.usual
+    work = replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1)
+    pass_s = once_s + job.step.tokens * job.step.token_s / batches
+    return _Cut(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
 
 
-def model_of(blocks: Blocks, work: Work, *, tied: bool) -> Model:
-    """The model's weights, of which all take as many bytes each."""
+def _largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]) -> float:
+    """The part of the update that the rank has that takes longest for it, by speed."""
+    trained = [block.trained_bytes for block in model.blocks]
+    stops = list(accumulate(sizes))
+    own = [float(sum(trained[stop - size : stop])) for size, stop in zip(sizes, stops, strict=True)]
+    own[0] += model.embedding.trained_bytes
+    own[-1] += model.head.trained_bytes
+    whole = sum(trained) + model.embedding.trained_bytes + model.head.trained_bytes
+    return max(each / computer.speed for each, computer in zip(own, team, strict=True)) / max(1, whole)
+
+
+def _packed_takes(tokens: int) -> float:
+    """Of the time of other passes those with weights that stay packed take: a tenth more with 500 tokens at once, and
+    a third more with 30."""
+    return 1.09 + 7.2 / tokens
+
+
+def model_of(blocks: Blocks, work: Work, *, tied: bool, form: tuple[float, float] | None = None) -> Model:
+    """The model's weights.
+
+    Args:
+        form: bytes of a block's and of a table's; ``None``: all weights take as many bytes each.
+    """
     table = blocks.vocabulary * blocks.dims
     numbers = block_weights(blocks, blocks.experts or 1) + blocks.experts * blocks.dims
-    whole = all_weights(blocks, tied=tied)
     full = work.method == "full"
     adapters = 0 if full else work.trained_bytes
-    each = max(0, work.weights_bytes - adapters) / whole
+    each = max(0, work.weights_bytes - adapters) / all_weights(blocks, tied=tied)
+    of_block, of_table = form or (each * numbers, each * table)
     computed = block_weights(blocks, blocks.active or 1)
     all_trained = full and work.trained_bytes > 0.99 * work.weights_bytes
     first = 0 if all_trained else blocks.layers - work.trained_layers
 
     def block(place: int) -> Weights:
         has = place >= first
-        trained = (each * numbers if full else adapters / max(1, work.trained_layers)) if has else 0.0
-        return Weights(computed, round(each * numbers + (0.0 if full else trained)), round(trained))
+        trained = (of_block if full else adapters / max(1, work.trained_layers)) if has else 0.0
+        return Weights(computed, round(of_block + (0.0 if full else trained)), round(trained))
 
-    outside = Weights(table, round(each * table), round(each * table) if all_trained else 0)
+    outside = Weights(table, round(of_table), round(of_table) if all_trained else 0)
     return Model(tuple(map(block, range(blocks.layers))), outside, outside)
 
 

@@ -28,7 +28,16 @@ from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
 from allhands.run.expecting import Device
 from allhands.run.piping import micro_batch_tokens
-from allhands.run.stage_costs import ON_CPU, ROOM_OF_PRODUCTS, Model, Weights, alive, layers_of
+from allhands.run.stage_costs import (
+    ON_CPU,
+    ROOM_OF_PRODUCTS,
+    Model,
+    Weights,
+    alive,
+    kept_of_unequal,
+    layers_of,
+    on_the_way,
+)
 from allhands.run.training_memory import blocks_of, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 
@@ -90,13 +99,15 @@ def split_agreed(
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    held = [0.0] * mesh.pipe
+    held, beside = [0.0] * mesh.pipe, [0] * mesh.pipe
     if divided.work is not None:
         native = accelerator.runs_natively(config.compile)
         held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
+        begun = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=False)
+        beside = [on_the_way(found.hidden_bytes, mesh.pipe, each * per_rank) for each in begun]
     seats = [
-        _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place])
-        for place in range(mesh.pipe)
+        _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place], more)
+        for place, more in enumerate(beside)
     ]
     if given:
         refusal, notes = _judged(given, found, seats)
@@ -154,10 +165,10 @@ def present_bytes(accelerator: Accelerator) -> int:
     return psutil.Process().memory_info().rss + ROOM_OF_PRODUCTS if accelerator.kind == "cpu" else 0
 
 
-def _seat(said: Sequence[Mapping[str, Any]], held: float) -> Seat:
+def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
     """What ranks that have the same stages may have in common."""
     rooms = [each["room"] for each in said if each["room"]]
-    return Seat(1.0, min(rooms, default=None), max(each["taken"] for each in said), held)
+    return Seat(1.0, min(rooms, default=None), beside + max(each["taken"] for each in said), held)
 
 
 def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[str, list[str]]:
@@ -239,13 +250,14 @@ class _Ways:
             whose memory is short.
         weights: the parts with their weights alone, as small as they can be.
         once: bytes that a rank has for a while in a pass.
-        micro_batches: of a step.
+        micro_batches: of a step; ``hidden_bytes`` that a stage hands on for each.
     """
 
     ways: list[Layers]
     weights: Layers
     once: int
     micro_batches: int
+    hidden_bytes: int
 
 
 def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> _Ways:
@@ -259,7 +271,12 @@ def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accele
     more, again = ON_CPU if accelerator.kind == "cpu" else 1.0, accelerator.runs_natively(config.compile)
     found = [layers_of(model, work, of, more=more, again=again) for model in models]
     weights, _ = layers_of(models[-1], None, None)
-    return _Ways([layers for layers, _ in found], weights, found[0][1], batches)
+    once, hidden = found[0][1], 0
+    if divided.work is not None and work is not None and blocks is not None:
+        hidden = work.tokens * blocks.dims * (4 if accelerator.cpu_native else 2)
+        if accelerator.kind == "cpu":
+            once += kept_of_unequal(float(divided.work.mean()), float(divided.work.max()), found[0][0])
+    return _Ways([layers for layers, _ in found], weights, once, batches, hidden)
 
 
 def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:

@@ -12,8 +12,9 @@ from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.pipeline import PipedSums
 from allhands.run.adapter_files import check_adapter
+from allhands.run.context import RunContext
 from allhands.run.piping import piped, piping_of
-from allhands.run.preparing import RunContext, prepare
+from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
 
 

@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -47,7 +47,7 @@ _LIMIT_UNMEASURED = 0.6
 # Float32 products may be computed with shorter factors on a GPU.
 _LIMIT_GPU_FLOAT32 = 0.03
 _LOSS_LIMITS = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.03}
-_SECONDS = {"short": 1.0, "long": 2.0}
+_SHORT_S, _LONG_S = 1.0, 2.0  # for a row
 # By chance a router may choose another expert in one row, in half precision: then most of so many rows decide.
 _DRAWS = 3
 _FORMAT = 1
@@ -195,56 +195,67 @@ class GradientCheck:
             bounded: whether a few seconds must do, with fewer blocks or a shorter row where they would not.
         """
         self._accelerator = accelerator
+        self._largest_token = largest_token
         self._rows: list[list[_Told]] = []
         self.notes: list[str] = []
         self._is_complete = True
         self._dtype = "float32" if accelerator.kind == "cpu" else _computed_in(model)
-        sizes = PassCost.of(model, config, accelerator, bounded=bounded)
+        self._sizes = PassCost.of(model, config, accelerator, bounded=bounded)
         lengths = [SHORT_TOKENS, longest] if longest > SHORT_TOKENS else [max(longest, 3)]
         speed = 1.0
         for length in lengths:
-            kind = "short" if length <= SHORT_TOKENS else "long"
-            blocks, tokens = sizes.affordable(length, _SECONDS[kind] * speed if bounded else math.inf)
-            if tokens < length:
-                self.notes.append(
-                    f"the gradient was compared with mlx_lm's on {tokens} of {length} tokens: "
-                    "more would take too long, or too much memory, here"
-                )
-            row = _Row(_random_tokens(tokens, largest_token), blocks)
+            seconds = _SHORT_S if length <= SHORT_TOKENS else _LONG_S
             started = time.perf_counter()
-            told, problem = self._told(model, row, sizes)
-            if problem and blocks < sizes.blocks:
-                # Some bodies count on all of their blocks; then a short row must do.
-                row = _Row(_random_tokens(min(tokens, SHORT_TOKENS), largest_token), sizes.blocks)
-                told, problem = self._told(model, row, sizes)
-            if problem:
-                self._is_complete = False
-                self.notes.append(
-                    f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
-                )
-            if told is None:
+            first = self._first(model, length, seconds * speed if bounded else math.inf)
+            if first is None:
                 break
-            ended = time.perf_counter()
-            speed = min(1.0, _SECONDS[kind] / max(ended - started, 1e-3))
-            rows = [told]
-            for draw in range(1, _DRAWS if self._dtype != "float32" else 1):
-                again = replace(row, tokens=_random_tokens(len(row.tokens), largest_token, draw))
-                told = self._told(model, again, sizes)[0]
-                rows += [told] if told else []
-                if bounded and time.perf_counter() - ended > _SECONDS[kind]:
-                    break
+            speed = min(1.0, seconds / max(time.perf_counter() - started, 1e-3))
+            rows = [first, *self._draws(model, first.row, seconds if bounded else math.inf)]
             # What is rounding in one row may be it in another.
             limits = {name: max(getattr(row, name) for row in rows) for name in ("limit", "loss_limit")}
             self._rows.append([replace(row, **limits) for row in rows])
 
-    def _told(self, model: nn.Module, row: _Row, sizes: PassCost) -> tuple[_Told | None, str | None]:
+    def _first(self, model: nn.Module, length: int, seconds: float) -> _Told | None:
+        """mlx_lm's part of a row of that length, or of what can be had of it in so many seconds; ``None``: nothing."""
+        blocks, tokens = self._sizes.affordable(length, seconds)
+        if tokens < length:
+            self.notes.append(
+                f"the gradient was compared with mlx_lm's on {tokens} of {length} tokens: "
+                "more would take too long, or too much memory, here"
+            )
+        told, problem = self._told(model, self._random_row(tokens, blocks))
+        if problem and blocks < self._sizes.blocks:
+            # Some bodies count on all of their blocks; then a short row must do.
+            told, problem = self._told(model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks))
+        if problem:
+            self._is_complete = False
+            self.notes.append(
+                f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
+            )
+        return told
+
+    def _draws(self, model: nn.Module, row: _Row, seconds: float) -> Iterator[_Told]:
+        """mlx_lm's part of other rows like ``row``, in half precision, for about so many seconds."""
+        started = time.perf_counter()
+        for draw in range(1, _DRAWS if self._dtype != "float32" else 1):
+            told, _ = self._told(model, self._random_row(len(row.tokens), row.blocks, draw))
+            if told is not None:
+                yield told
+            if time.perf_counter() - started > seconds:
+                return
+
+    def _random_row(self, tokens: int, blocks: int, draw: int = 0) -> _Row:
+        key = mx.random.key(tokens + (draw << 32))
+        return _Row(mx.random.randint(0, self._largest_token + 1, (tokens,), key=key), blocks)
+
+    def _told(self, model: nn.Module, row: _Row) -> tuple[_Told | None, str | None]:
         """mlx_lm's part of a row, and what is wrong with it; a float32 pass stands in for one that is no number."""
         try:
             theirs = self._theirs(model, row, exact=self._accelerator.kind == "cpu")
             if self._dtype == "float32":
                 limit = _LIMITS["float32"] if self._accelerator.kind == "cpu" else _LIMIT_GPU_FLOAT32
                 return _Told(row, theirs, limit, _LOSS_LIMITS["float32"]), None
-            exact = self._theirs(model, row, exact=True) if sizes.fits_exact(row.blocks) else None
+            exact = self._theirs(model, row, exact=True) if self._sizes.fits_exact(row.blocks) else None
         except Exception as error:  # whatever an architecture may raise in MLX's or its own code
             return None, _in_short(error)
         limit, loss_limit = _LIMITS[self._dtype], _LOSS_LIMITS[self._dtype]
@@ -357,10 +368,6 @@ def _norm(one: mx.array | None, other: mx.array) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def _random_tokens(count: int, largest: int, draw: int = 0) -> mx.array:
-    return mx.random.randint(0, largest + 1, (count,), key=mx.random.key(count + (draw << 32)))
-
-
 def _in_short(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
@@ -417,12 +424,10 @@ def _source() -> str:
 
 def remember(path: Path, verdict: GradientVerdict) -> None:
     """Write that a step was right; where it cannot be written it is checked again the next time."""
-    content = {"compared": [asdict(row) for row in verdict.compared], "notes": list(verdict.notes)}
-    try:
+    content = json.dumps({"compared": [asdict(row) for row in verdict.compared], "notes": verdict.notes}, indent=1)
+    with suppress(StorageError):
         make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
-    except StorageError:
-        return
+        write_whole(path, lambda draft: draft.write_text(content), private=True)
 
 
 class StartCheck:

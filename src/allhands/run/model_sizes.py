@@ -38,6 +38,19 @@ def all_weights(blocks: Blocks, *, tied: bool) -> int:
     return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
 
 
+def forms_on_cpu(blocks: Blocks, bits: int, group: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes of the quantised weights of a block, and of a table of tokens, as a CPU holds them in training.
+
+    First as codes of one byte beside a dense table, then packed, as where memory is short; experts always are.
+    """
+    every, table = block_weights(blocks, blocks.experts or 1), blocks.vocabulary * blocks.dims
+    experts = every - block_weights(blocks, 0) if blocks.experts else 0
+    # A CPU has the scales and biases of codes and of experts in float32.
+    packed, in_float = bits / 8 + 4 / group, (bits / 8 + 8 / group) * experts
+    codes = (1 + 8 / group) * (every - experts) + in_float
+    return (codes, 4.0 * table), (packed * (every - experts) + in_float, packed * table)
+
+
 def left_to_adam(blocks: Blocks, optimizer: str, trained_bytes: int, word: int) -> int:
     """Bytes of a new model's weights that muon leaves to adamw: all but the matrices of the blocks.
 

@@ -22,7 +22,8 @@ from allhands.io.terminal import print_line
 from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
-from allhands.run.preparing import LoadedRun, RunContext, versions
+from allhands.run.context import RunContext
+from allhands.run.preparing import LoadedRun, versions
 from allhands.run.state import LoopState
 
 
@@ -69,6 +70,7 @@ class Outputs:
             elapsed_s=state.before_s,
             resumed_from=restored.place if restored and not restored.own else None,
             largest=largest,
+            longest=int(windows.work.max()) if windows else None,
             vocabulary=ready.loaded.vocabulary,
             iteration=state.iteration,
             total_iterations=total,

@@ -22,9 +22,7 @@ from allhands.io.regions import Flat
 from allhands.io.trees import flatten
 from allhands.model.stages import Stage
 from allhands.parallel.piping import Piping
-
-# Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
-_MICRO_BATCHES = 4
+from allhands.run.stage_costs import small_enough
 
 
 def divides(config: TrainConfig) -> bool:
@@ -82,9 +80,7 @@ def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> i
     """Tokens of a micro-batch, so that a step has several for each stage."""
     if config.micro_batch_tokens is not None or not divides(config):
         return config.micro_batch_tokens
-    longest = int(work.max())
-    rows = config.batch_size // mesh.data_size
-    return max(longest, longest * rows // (_MICRO_BATCHES * mesh.pipe))
+    return small_enough(int(work.max()), config.batch_size // mesh.data_size, mesh.pipe)
 
 
 def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) -> Restored:

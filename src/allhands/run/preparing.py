@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import psutil
-from rich.console import Console
 
 from allhands.checkpoints import Checkpoint, run_name
 from allhands.checkpoints.resuming import (
@@ -36,8 +34,7 @@ from allhands.checkpoints.settings import check_contents, check_settings, check_
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.distributed.agree import agree
-from allhands.distributed.backend import Communicator, SingleProcess
-from allhands.distributed.blame import Circumstances
+from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
@@ -70,6 +67,7 @@ from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
+from allhands.run.context import RunContext
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.dividing import Divided, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
@@ -84,52 +82,6 @@ from allhands.runtime.versions import versions_of
 
 TELL_EVERY_S = 5.0
 BUSY_EVERY_S = 1.0
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
-
-    Attributes:
-        connect: joins the group; called after data and model are known to be good.
-        started: called once when this rank is ready to train.
-        busy: called now and then, by another thread, while the data are fetched and tokenised.
-        beat: told what the training is doing (phase, steps done), at every change.
-        waits: told that the training waits for data (steps done, seconds for which they have been on their way).
-        stop_requested: the signal that asked this process to stop, or 0.
-        regroup_requested: whether the run should end at a checkpoint, to be started again with other ranks.
-        run_id: one for all attempts of a run.
-        attempt: which start of the run this is, from 1.
-        moment: when the run began, by the clock on the wall of whoever started it.
-        console: for rank 0's progress; ``None`` for silence.
-        cores_per_rank: processor cores of each local process, if limited.
-        log_file: where this rank's own lines go besides the console.
-        short_lines: whether something will stand before each line, which should fit on a screen nevertheless.
-        computer: the name of this computer, as the launcher has it; empty: ranks are told apart by their numbers.
-        given: who started the ranks, for the words about those that differ.
-        attest: told by rank 0 what the ranks have agreed on; ``None``: nobody asks.
-        trial: whether this is no rank yet, but shall only find out whether it would fit: ``attest`` ends it.
-    """
-
-    mesh: Mesh = field(default_factory=Mesh)
-    connect: Callable[[], Communicator] = SingleProcess
-    started: Callable[[], None] = lambda: None
-    busy: Callable[[], None] = lambda: None
-    beat: Callable[[str, int], None] = lambda phase, step: None
-    waits: Callable[[int, float], None] = lambda step, seconds: None
-    stop_requested: Callable[[], int] = lambda: 0
-    regroup_requested: Callable[[], bool] = lambda: False
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    attempt: int = 1
-    moment: datetime = field(default_factory=datetime.now)
-    console: Console | None = None
-    cores_per_rank: int | None = None
-    log_file: Path | None = None
-    short_lines: bool = False
-    computer: str = ""
-    given: Circumstances = field(default_factory=Circumstances)
-    attest: Callable[[Mapping[str, Any]], None] | None = None
-    trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +127,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     notes = list(config.notes)
     if start is not None and not config.train:
         config = as_written(config, start.parent)
-    mesh, checkpoint = surroundings.mesh, None
+    mesh = surroundings.mesh
     notes += _launching(config)
     accelerator = detect()
     kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
@@ -187,11 +139,8 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         if fresh is not None:
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
-        if mesh.is_main and config.train:
-            checkpoint, found = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
-            notes += found
-            if checkpoint is not None:
-                notes += check_settings(checkpoint, config)
+        checkpoint, told = _checkpoint_of(config, surroundings, directory)
+        notes += told
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
         made_data = partial(
@@ -248,6 +197,16 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
     return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split)
+
+
+def _checkpoint_of(
+    config: TrainConfig, surroundings: RunContext, directory: Path
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that rank 0 goes on from, and what a person should know of it."""
+    if not (surroundings.mesh.is_main and config.train):
+        return None, []
+    checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+    return checkpoint, [*notes, *([] if checkpoint is None else check_settings(checkpoint, config))]
 
 
 def _restored(restored: Restored, model: Any, surroundings: RunContext, *, divided: bool) -> Restored:

@@ -43,6 +43,7 @@ from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
+from allhands.run.context import RunContext
 from allhands.run.datasets import size_notes
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, scarce
@@ -50,7 +51,7 @@ from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
 from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of
-from allhands.run.preparing import LoadedRun, RunContext, compiles, prepare, starting_weights, versions
+from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_codec, chosen_strategy

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import ScheduleName, make_schedule
 from allhands.parallel.splitting import Layers, Part
+from allhands.run.training_memory import KEPT_BYTES
 
+# Micro-batches of a step for each stage: with so many a rank waits for a fifth of the time at most.
+MICRO_BATCHES = 4
+_ALIKE = 0.9  # of the longest row
+_KEPT_BLOCKS = 2  # whose activations are about what is kept in buffers of other sizes
 # Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
 _STATES, _GRADIENTS = 2.0, 2.0
 # A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
@@ -68,11 +73,36 @@ def layers_of(
         twice = weights.numbers if again and work is not None else 0.0
         return Part(passes * weights.numbers, round(more * held), more * kept_bytes if through else 0.0, twice)
 
-    blocks = tuple(part(block, kept, through=True) for block in model.blocks)
-    in_first = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
+    blocks = tuple(part(block, kept, through=place >= first_trained) for place, block in enumerate(model.blocks))
     embedding = replace(part(model.embedding, through=False), cost=0.0)
     head = part(model.head, through=True, beside=logits)
-    return Layers(blocks, in_first, embedding, head), round(more * once)
+    return Layers(blocks, embedding, head, first_trained), round(more * once)
+
+
+def on_the_way(hidden_bytes: int, ranks: int, alive: float) -> int:
+    """Bytes of a rank's messages: what micro-batches have brought that are alive, and what is being sent and received.
+
+    Args:
+        hidden_bytes: of the hidden states of one micro-batch.
+        alive: micro-batches that have begun on this rank and not ended.
+    """
+    return int((alive + ranks + 1) * hidden_bytes)
+
+
+def kept_of_unequal(tokens: float, longest: float, layers: Layers) -> int:
+    """Bytes of buffers that a process on a CPU keeps for later where rows differ in length; 0 where they hardly do.
+
+    Args:
+        tokens: of a row on the average; ``longest`` of any.
+    """
+    if tokens > _ALIKE * longest:
+        return 0
+    return int(min(KEPT_BYTES, _KEPT_BLOCKS * max(block.kept_bytes for block in layers.blocks)))
+
+
+def small_enough(longest: int, rows: int, stages: int) -> int:
+    """Tokens of a micro-batch of which a step of so many rows has several for each stage, if it can."""
+    return max(longest, longest * rows // (MICRO_BATCHES * stages))
 
 
 def alive(schedule: ScheduleName, ranks: int, micro_batches: int, stages_per_rank: int, *, native: bool) -> list[float]:

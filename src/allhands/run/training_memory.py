@@ -14,6 +14,10 @@ from typing import Any
 
 from allhands.parallel.costs import Memory, Method, Work
 
+# Of MLX's ring, from its beginning: 8 MiB, twice for each of two neighbours.
+RING_BYTES = 34_000_000
+# Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where rows have all lengths.
+KEPT_BYTES = 67_000_000
 WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
 _FLOAT = 4  # bytes: a CPU computes in float32
 _HALF = 2

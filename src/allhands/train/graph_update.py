@@ -140,9 +140,10 @@ class GraphUpdate:
             mx.async_eval(wholes, state, norm)
             joined.put(wholes, state)
             return norm
-        gradients, weights = unflatten(sums), self._model.trainable_parameters()
+        weights = self._model.trainable_parameters()
+        gradients = unflatten(sums) if sums else weights  # where a rank trains nothing: a tree without arrays
         sums.clear()
-        new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets, None)
+        new, state, norm = self._function(gradients, weights, self._optimizer.state, loss, num_targets, squares)
         # The old arrays are now nobody's but the graph's, which writes the new ones in their place.
         self._model.update(new)
         self._optimizer.state = state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -76,14 +77,15 @@ class NativeUpdate:
         read = [[array for _, array in group], olds, [home["m"] for home in homes], [home["v"] for home in homes]]
         mx.eval(read)
         made = [[new(*old.shape) for old in olds] for _ in range(3)]
-        views = [floats(array) for kind in read for array in kind] + [view for kind in made for _, view in kind]
+        views = [floats(array) for array in chain(*read)] + [view for _, view in chain(*made)]
         where = _Where(views[: len(group)])
         kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
         _call("allhands_adam", *where.arguments, pointers(views), at(kept), at(numbers))
-        in_weights, in_first, in_second = ([array for array, _ in kind] for kind in made)
-        self._model.update(unflatten([(name, array) for (name, _), array in zip(group, in_weights, strict=True)]))
-        for home, first, second in zip(homes, in_first, in_second, strict=True):
+        updated: list[Named] = []
+        for (name, _), home, (weight, _), (first, _), (second, _) in zip(group, homes, *made, strict=True):
+            updated.append((name, weight))
             home["m"], home["v"] = first, second
+        self._model.update(unflatten(updated))
 
 
 def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:

@@ -84,13 +84,8 @@ def load_left_out(
         return ""
     ranks, rank, leaves = strategy.communicator.size, strategy.communicator.rank, _places(graph, strategy)
     wanted = {name: (ranks, *kept.shape) for name, kept in _by_name(model, leaves, strategy.left)}
-    if changed or not wanted:
-        return changed or "gradients travel as they are now"
-    before = next(iter(stored.values())).shape[0]
-    if before != ranks:
-        return f"it belongs to {before} ranks, and there are {ranks}"
-    if {name: each.shape for name, each in stored.items()} != wanted:
-        return "gradients travel in other arrays now"
+    if changed or (changed := _unlike({name: each.shape for name, each in stored.items()}, wanted)):
+        return changed
     found: dict[str, mx.array] = {}
     for name, (_, *shape) in wanted.items():
         size = math.prod(shape)
@@ -104,6 +99,16 @@ def load_left_out(
             for chunk, kept in zip(leaves.chunks, strategy.left, strict=True)
         ]
     return ""
+
+
+def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Why arrays of shapes that are ``stored`` cannot be the ``wanted`` ones, in words; empty if they can."""
+    if not wanted:
+        return "gradients travel as they are now"
+    before, ranks = next(iter(stored.values()))[0], next(iter(wanted.values()))[0]
+    if before != ranks:
+        return f"it belongs to {before} ranks, and there are {ranks}"
+    return "" if stored == wanted else "gradients travel in other arrays now"
 
 
 def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, OwnedSlice]]:

@@ -86,11 +86,6 @@ def kept_bytes(model: nn.Module) -> int:
     return sum(product.kept_bytes for product in products_of(model.modules()))
 
 
-def count_fused(model: nn.Module) -> int:
-    """Blocks of ``model`` that compute in fast forms."""
-    return sum(isinstance(module, _FusedMlp | _FusedAttention) for module in model.modules())
-
-
 def _layer_kind(module: Any) -> Any:
     if type(module) is nn.QuantizedLinear:
         return DenseQuantizedLinear

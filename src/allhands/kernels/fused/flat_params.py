@@ -252,34 +252,46 @@ def _views(
 
     With ``travelling`` several in the model's order instead of the one.
     """
+    groups = _product_groups(places, products)
+    if sum(place.array.size for place in places) > _ONE_MOST:
+        parts = _large_parts(groups, apart=apart)
+    else:
+        together = [[place for group in groups for place in group]]
+        several = _in_order(groups) if travelling else together
+        parts = [part for some in several for part in _by_kind(some, apart=apart)]
+    return [_Views(part, products, apart=apart) for part in parts]
 
-    def kind(place: _Place) -> Any:
-        return place.array.dtype, apart and place.array.ndim > 1
 
+def _product_groups(places: Sequence[_Place], products: Sequence[Product]) -> list[list[_Place]]:
+    """The weights of each product beside each other, wherever they stand in the model; every other array alone."""
     owners = {id(layer): product for product in products for layer in product.layers}
-    groups: dict[Any, list[_Place]] = {}
+    groups: dict[int, list[_Place]] = {}
     for place in places:
-        # Beside its fellows, wherever it stands in the model.
-        group = owners.get(id(place.module)) if place.key == "weight" else None
-        groups.setdefault(id(place) if group is None else id(group), []).append(place)
-    if sum(place.array.size for place in places) <= _ONE_MOST:
-        several = _in_order(list(groups.values())) if travelling else [[p for group in groups.values() for p in group]]
-        return [
-            _Views([place for place in some if kind(place) == one], products, apart=apart)
-            for some in several
-            for one in dict.fromkeys(map(kind, some))
-        ]
-    parts: list[list[_Place]] = []
+        owner = owners.get(id(place.module)) if place.key == "weight" else None
+        groups.setdefault(id(owner or place), []).append(place)
+    return list(groups.values())
+
+
+def _by_kind(places: Sequence[_Place], *, apart: bool) -> list[list[_Place]]:
+    """Parts of one type of number, and with ``apart`` of matrices or of other arrays."""
+    kinds: dict[Any, list[_Place]] = {}
+    for place in places:
+        kinds.setdefault((place.array.dtype, apart and place.array.ndim > 1), []).append(place)
+    return list(kinds.values())
+
+
+def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_Place]]:
+    """Each group by itself, or its arrays where they are of several kinds; small groups together, first."""
     # Norms and biases together: each would cost launches of its own for a few thousand numbers.
-    small: dict[Any, list[_Place]] = {}
-    for group in groups.values():
+    small: list[_Place] = []
+    parts: list[list[_Place]] = []
+    for group in groups:
         if sum(place.array.size for place in group) < _SMALL:
-            for place in group:
-                small.setdefault(kind(place), []).append(place)
+            small += group
         else:
-            parts += [group] if len(set(map(kind, group))) == 1 else [[place] for place in group]
+            parts += [group] if len(_by_kind(group, apart=apart)) == 1 else [[place] for place in group]
     # The first ones, which travel last: some of them are of the first layers, whose gradients are there last.
-    return [_Views(part, products, apart=apart) for part in (*small.values(), *parts)]
+    return [*_by_kind(small, apart=apart), *parts]
 
 
 def _in_order(groups: Sequence[list[_Place]]) -> list[list[_Place]]:
@@ -308,11 +320,12 @@ class _Packed:
         """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
         layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
         known = {(id(layer), key) for layer in layers for key in ("lora_a", "lora_b")}
-        plain = {(id(place.module), place.key) for place in places} == known
-        if not plain or any(drops(layer) for layer in layers) or len({layer.scale for layer in layers}) != 1:
+        if {(id(place.module), place.key) for place in places} != known or any(map(drops, layers)):
             return None
         types = {product.dtype for product in products if product.adapted}
-        return _Packed(places, products, apart=apart) if len(types) == 1 and _all_float32(places) else None
+        if len({layer.scale for layer in layers}) != 1 or len(types) != 1 or not _all_float32(places):
+            return None
+        return _Packed(places, products, apart=apart)
 
     def __init__(self, places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> None:
         ordered = sorted(places, key=lambda place: place.key)

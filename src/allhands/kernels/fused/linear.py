@@ -19,22 +19,8 @@ from allhands.kernels.fused import kernels, ops
 from allhands.kernels.instances import give_form
 from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, KernelSelection, selection_of
 
-
-def dequantize(
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    group_size: int,
-    bits: int,
-    mode: str,
-    selection: KernelSelection = BY_RULE,
-) -> mx.array:
-    """As :func:`mlx.core.dequantize`, with the kernel where it fits."""
-    fits = mode == "affine" and bits == 4 and biases is not None and scales.dtype != mx.float32
-    if fits and kernels.available() and selection.select("dequantize", "cuda") != PLAIN:
-        assert biases is not None
-        return kernels.dequantize(weight, scales, biases, group_size)
-    return mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits, mode=mode)
+# Makes a dense weight, once the array that it is given is there.
+Dense = Callable[[mx.array], mx.array]
 
 
 class DenseQuantizedLinear(nn.QuantizedLinear):
@@ -42,14 +28,14 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         selection = selection_of(self)
-        if x.dtype != self.scales.dtype or not makes_dense(self, x, selection):
+        if x.dtype != self.scales.dtype or not makes_dense(x, selection):
             return super().__call__(x)
-        y = ops.product_with(lambda: dequantized(self, selection))(x)
+        y = ops.product_with(lambda after: dequantized(self, selection, after))(x)
         return y + self.bias if "bias" in self else y
 
 
-def makes_dense(layer: Any, x: mx.array, selection: KernelSelection, *, least: int = 0) -> bool:
-    """Whether the product of ``x`` and a quantised layer's weight is taken with the weight made dense.
+def makes_dense(x: mx.array, selection: KernelSelection, *, least: int = 0) -> bool:
+    """Whether the product of ``x`` and a quantised weight is taken with the weight made dense.
 
     Args:
         least: number of tokens to decide for if there are fewer.
@@ -70,10 +56,25 @@ def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     return len(found)
 
 
-def dequantized(layer: Any, selection: KernelSelection = BY_RULE) -> mx.array:
-    """The dense weight of a quantised linear or embedding module."""
-    parts = layer.weight, layer.scales, layer.get("biases")
-    return dequantize(*parts, layer.group_size, layer.bits, layer.mode, selection)
+def dequantized(layer: Any, selection: KernelSelection = BY_RULE, after: mx.array | None = None) -> mx.array:
+    """The dense weight of a quantised linear or embedding module.
+
+    Args:
+        after: is computed before the weight. Without it MLX makes the weights of all layers first (MLX_BFS_MAX_WIDTH=1:
+            what needs nothing comes before what needs something), and all are in memory at once.
+    """
+    words: mx.array = layer.weight if after is None else mx.depends(layer.weight, after)
+    biases: mx.array | None = layer.get("biases")
+    fits = layer.mode == "affine" and layer.bits == 4 and layer.scales.dtype != mx.float32
+    if fits and biases is not None and kernels.available() and selection.select("dequantize", "cuda") != PLAIN:
+        return kernels.dequantize(words, layer.scales, biases, layer.group_size)
+    return dequantized_by_mlx(layer, words)
+
+
+def dequantized_by_mlx(layer: Any, words: mx.array | None = None) -> mx.array:
+    """The same by MLX's own operation, in the type of the layer's scales; ``words``: in the place of its weight."""
+    how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight if words is None else words, layer.scales, layer.get("biases"), **how)
 
 
 class TrainedLinear(nn.Linear):
@@ -123,6 +124,10 @@ def _may_drop(layer: Any) -> bool:
 def base_of(layer: Any) -> Any:
     """The layer below an adapter, or the layer itself."""
     return layer.linear if isinstance(layer, LoRALinear) else layer
+
+
+def _is_trained(base: Any) -> bool:
+    return "weight" in base.trainable_parameters()
 
 
 class Product:
@@ -186,17 +191,14 @@ class Product:
 
     def __call__(self, x: mx.array) -> mx.array:
         bases = [base_of(layer) for layer in self.layers]
-        if any("weight" in base.trainable_parameters() for base in bases):
+        if any(map(_is_trained, bases)):
             y = ops.trained_product(x, self._given[0] if self._given else _together([base.weight for base in bases]))
         elif self.adapted:
-            a, b = self._given or _factors(self.layers, self.widths)
-            a, b = a.astype(x.dtype), b.astype(x.dtype)
-            y = _adapted(x, self._dense(bases), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
+            a, b = self._factors(x.dtype)
+            y = _adapted(x, self._dense(), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
         else:
-            y = ops.product_with(self._dense(bases))(x) if self._is_dense(x) else self._quantised(x)
-        if any("bias" in base for base in bases):
-            y = y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=x.dtype)) for base in bases])
-        return y
+            y = ops.product_with(self._dense())(x) if self._is_dense(x) else self._quantised(x)
+        return _with_biases(y, bases)
 
     def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
         """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no such form.
@@ -206,7 +208,6 @@ class Product:
         layers = [*self.layers, *down.layers]
         if not all(isinstance(layer, LoRALinear) for layer in layers):
             return None
-        bases, last = [base_of(layer) for layer in self.layers], base_of(down.layers[0])
         ranks = [layer.lora_a.shape[1] for layer in layers]
         features = sum(self.widths)
         # A row of that width would do to ask.
@@ -215,27 +216,21 @@ class Product:
             kernels.available()
             and ops.fuses_swiglu(wide, self._selection)
             and kernels.fits_adapted(features // 2, x.dtype, ranks)
-            and not any("bias" in base or "weight" in base.trainable_parameters() for base in (*bases, last))
+            and all(_is_plain(base_of(layer)) for layer in layers)
             and self._is_dense(x)
             and down._is_dense(wide[:, : features // 2])
         )
         if not fits:
             return None
-        factors = (self._given or _factors(self.layers, self.widths)) + (
-            down._given or _factors(down.layers, down.widths)
-        )
-        dense, dense_down = self._dense(bases), down._dense([last])
-        return _adapted_mlp(x, dense, dense_down, (ranks[0], ranks[1]), *(each.astype(x.dtype) for each in factors))
+        factors = self._factors(x.dtype) + down._factors(x.dtype)
+        return _adapted_mlp(x, self._dense(), down._dense(), (ranks[0], ranks[1]), *factors)
 
     def of_swiglu(self, x: mx.array) -> mx.array:
         """This product of an adapted layer with :func:`ops.swiglu`, which is not kept: (N, 2 F) -> (N, M)."""
-        base = base_of(self.layers[0])
-        frozen = "weight" not in base.trainable_parameters() and "bias" not in base
-        fits = frozen and ops.fuses_swiglu(x, self._selection)
+        fits = _is_plain(base_of(self.layers[0])) and ops.fuses_swiglu(x, self._selection)
         if not (fits and self._is_dense(x[:, : x.shape[1] // 2])):
             return self(ops.swiglu(x, self._selection))
-        a, b = self._given or _factors(self.layers, self.widths)
-        return _adapted_swiglu(x, self._dense([base]), a.astype(x.dtype), b.astype(x.dtype))
+        return _adapted_swiglu(x, self._dense(), *self._factors(x.dtype))
 
     @property
     def _weight(self) -> Any:
@@ -244,23 +239,27 @@ class Product:
 
     def _is_dense(self, x: mx.array) -> bool:
         """Whether to multiply by a dense weight: also one that is made for it, by rule even for few tokens."""
-        weight = self._weight
-        if not isinstance(weight, nn.QuantizedLinear):
-            return True
-        return makes_dense(weight, x, self._selection, least=DENSE_FROM_TOKENS)
+        is_quantised = isinstance(self._weight, nn.QuantizedLinear)
+        return not is_quantised or makes_dense(x, self._selection, least=DENSE_FROM_TOKENS)
 
     def _quantised(self, x: mx.array) -> mx.array:
         weight = self._weight
         facts: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode}
         return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
 
-    def _dense(self, bases: Sequence[Any]) -> Callable[[], mx.array]:
+    def _dense(self) -> Dense:
+        """What makes the dense weight."""
         if (kept := self._kept) is not None:
-            return lambda: kept
-        joined = self._frozen if self._frozen is not None else bases[0]
-        if isinstance(joined, nn.QuantizedLinear):
-            return lambda: dequantized(joined, self._selection)
-        return lambda: joined.weight
+            return lambda _: kept
+        weight = self._weight
+        if isinstance(weight, nn.QuantizedLinear):
+            return lambda after: dequantized(weight, self._selection, after)
+        return lambda _: weight.weight
+
+    def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+        """All adapters' factors as those of one, (K, R) and (R, N)."""
+        factors = self._given or _factors(self.layers, self.widths)
+        return tuple(factor.astype(dtype) for factor in factors)
 
 
 def products_of(modules: Iterable[Any]) -> list[Product]:
@@ -270,6 +269,17 @@ def products_of(modules: Iterable[Any]) -> list[Product]:
     grouped = {id(layer) for product in groups for layer in product.layers}
     alone = [m.product for m in modules if isinstance(m, TypedLoRALinear) and id(m) not in grouped]
     return groups + alone
+
+
+def _is_plain(base: Any) -> bool:
+    """Whether a layer is frozen and adds nothing to its product."""
+    return "bias" not in base and not _is_trained(base)
+
+
+def _with_biases(y: mx.array, bases: Sequence[Any]) -> mx.array:
+    if not any("bias" in base for base in bases):
+        return y
+    return y + _together([base.get("bias", mx.zeros(base.weight.shape[0], dtype=y.dtype)) for base in bases])
 
 
 def _together(arrays: Sequence[mx.array]) -> mx.array:
@@ -290,35 +300,35 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
     return a, _together(second)
 
 
-def _adapted(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
-    """``x @ (dense().T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
+def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
+    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         inner = x @ a
         # The small product first: the large one then adds to it as it ends, without a pass of its own.
-        return mx.addmm(inner @ b, x, dense().T), inner
+        return mx.addmm(inner @ b, x, dense(x).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        return mx.addmm(inner @ a.T, cotangent, dense()), x.T @ inner, outputs[1].T @ cotangent
+        return mx.addmm(inner @ a.T, cotangent, dense(cotangent)), x.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
     return function(x, a, b)[0]
 
 
-def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: mx.array) -> mx.array:
+def _adapted_swiglu(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
     """:func:`_adapted` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         y = kernels.swiglu(x)
         inner = y @ a
-        return mx.addmm(inner @ b, y, dense().T), inner
+        return mx.addmm(inner @ b, y, dense(y).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense()), again=True)
+        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense(cotangent)), again=True)
         return dx, y.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
@@ -327,26 +337,27 @@ def _adapted_swiglu(x: mx.array, dense: Callable[[], mx.array], a: mx.array, b: 
 
 def _adapted_mlp(
     x: mx.array,
-    dense: Callable[[], mx.array],
-    dense_down: Callable[[], mx.array],
+    dense: Dense,
+    dense_down: Dense,
     ranks: tuple[int, int],
     *factors: mx.array,
 ) -> mx.array:
-    """``z @ (dense_down().T + a2 @ b2)`` for ``z = swiglu(x @ (dense().T + a1 @ b1))``; factors: a1, b1, a2, b2."""
+    """``z @ (W2.T + a2 @ b2)`` for ``z = swiglu(x @ (W1.T + a1 @ b1))``; factors: a1, b1, a2, b2."""
 
     def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
         inner = x @ a
-        wide = x @ dense().T
+        wide = x @ dense(x).T
         y = kernels.swiglu_adapted(wide, inner, b, ranks)
         inner_down = y @ a_down
-        return mx.addmm(inner_down @ b_down, y, dense_down().T), wide, inner, inner_down
+        return mx.addmm(inner_down @ b_down, y, dense_down(y).T), wide, inner, inner_down
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
         back_down = cotangent @ b_down.T
-        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, cotangent @ dense_down(), back_down, a_down)
+        of_y = cotangent @ dense_down(cotangent)
+        dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, of_y, back_down, a_down)
         back = dwide @ b.T
-        dx = mx.addmm(back @ a.T, dwide, dense())
+        dx = mx.addmm(back @ a.T, dwide, dense(dwide))
         return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
@@ -370,7 +381,7 @@ class Group:
         if kinds == {DenseQuantizedLinear}:
             forms = {(base.bits, base.group_size, base.mode, base.scales.dtype) for base in bases}
             return len(forms) == 1 and bases[0].mode == "affine"
-        trained = {"weight" in base.trainable_parameters() for base in bases}
+        trained = set(map(_is_trained, bases))
         return kinds <= {nn.Linear, TrainedLinear} and len(trained) == 1 and len({b.weight.dtype for b in bases}) == 1
 
     @property
@@ -384,7 +395,7 @@ class Group:
 
 def _join(bases: Sequence[Any]) -> Any:
     """A layer with the weights of frozen ``bases`` one below the other, of which theirs become views; else ``None``."""
-    if any("weight" in base.trainable_parameters() for base in bases):
+    if any(map(_is_trained, bases)):
         return None
     joined: Any = nn.Module()
     if isinstance(bases[0], nn.QuantizedLinear):

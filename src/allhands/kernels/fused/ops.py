@@ -168,9 +168,12 @@ def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
     return take(x)
 
 
-def product_with(dense: Callable[[], mx.array]) -> Callable[[mx.array], mx.array]:
-    """``x @ dense().T`` for a frozen weight that is made anew for the backward pass instead of being kept."""
-    return with_vjp(lambda x: x @ dense().T, lambda _x, cotangent, _y: cotangent @ dense())
+def product_with(dense: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """``x @ dense(x).T`` for a frozen weight that is made anew for the backward pass instead of being kept.
+
+    ``dense`` is given what the weight is multiplied by, before which it is not to be made.
+    """
+    return with_vjp(lambda x: x @ dense(x).T, lambda _x, cotangent, _y: cotangent @ dense(cotangent))
 
 
 def trained_product(x: mx.array, weight: mx.array) -> mx.array:

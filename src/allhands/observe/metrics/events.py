@@ -24,7 +24,7 @@ class RunStarted:
     ``step`` counts the updates done before this start, which took ``elapsed_s`` seconds; ``attempt`` counts the
     supervisor's starts, from 1. ``resumed_from`` is the checkpoint that it goes on from, if that is not the run's own.
     ``largest`` is what rank 0 computes at once at most, in padded tokens, and into how many such parts a batch is cut.
-    ``vocabulary`` is among how many tokens the model chooses.
+    ``longest`` is the longest row, ``vocabulary`` among how many tokens the model chooses.
     """
 
     name: str
@@ -45,6 +45,7 @@ class RunStarted:
     elapsed_s: float = 0.0
     resumed_from: str | None = None
     largest: tuple[int, int] | None = None
+    longest: int | None = None
     vocabulary: int | None = None
     iteration: int | None = None
     total_iterations: int | None = None
