@@ -42,7 +42,7 @@ _ERROR = object_of({"error": object_of({"number": integer(0, 1 << 16), "reason":
 
 
 def _copied(held: Mapping[str, Check]) -> Check:
-    """What a step of copying holds, or the error by which it has failed."""
+    """A check of the answer to a step of copying: these fields, or an error of the disk."""
     check = object_of(held)
     return lambda value: check(value) or _ERROR(value)
 

@@ -235,7 +235,7 @@ class _SyncRun:
                 yield sender, receiver
 
     def _able(self, receiver: int) -> list[int]:
-        """Who may send to this host, the first choice first; nobody: it is to wait."""
+        """Computers that may send to this host, the best first; empty if the host has to wait."""
         hosts = self._state.hosts
         others = [number for number in range(len(hosts)) if (number, receiver) not in self._barred]
         if self._options.topology == "star":
