@@ -17,8 +17,9 @@ from typing import Any
 from slow_links import LINKS, NAMES, ROWS
 
 WORK = "pretrain"
-# Okabe & Ito (2008), in the order of ROWS; the second half of the rows is dashed.
+# Okabe & Ito (2008), in the order of ROWS; each seven rows have a style of line of their own.
 COLOURS = ("#000000", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
+STYLES = ("-", "--", ":")
 
 
 def collect(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -54,7 +55,7 @@ def draw(records: Sequence[Mapping[str, Any]], out: Path, links: Sequence[str]) 
                 if row in curves and row in speeds.get(link, {}):
                     step_s = tokens / speeds[link][row]
                     points = [(step * step_s / 60, loss) for step, loss, *_ in curves[row] if step]
-                    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": "-" if number < 7 else "--"}
+                    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number // len(COLOURS)]}
                     axes.plot(*zip(*points, strict=True), **look, marker="o", markersize=4, label=row)
             axes.set_title(NAMES[link], fontweight="bold", pad=12)
             axes.set_xlabel("minutes")

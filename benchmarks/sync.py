@@ -1,4 +1,4 @@
-"""How long it takes until every host has a model: from host to host, against one-to-all rsync and scp.
+"""Time until every host has a model: from host to host, against one-to-all rsync and scp.
 
     python benchmarks/sync.py
 
@@ -30,14 +30,8 @@ from records import OURS, Row, row_of
 if TYPE_CHECKING:
     from namespaces import Cluster
 
-METHODS = ("chain", "tree", "star", "chain-tcp", "star-ssh", "rsync", "scp")
-_OURS: dict[str, tuple[str, ...]] = {
-    "chain": ("--chain",),
-    "tree": ("--tree",),
-    "star": ("--star",),
-    "chain-tcp": ("--chain", "--transport", "tcp"),
-    "star-ssh": ("--star", "--transport", "ssh"),
-}
+OUR_METHODS = ("tree", "chain", "star")
+METHODS = (*OUR_METHODS, "rsync", "scp")
 _TIMEOUT_S = 900.0
 
 
@@ -89,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    if missing := [name for name in options.methods if name in ("rsync", "scp") and shutil.which(name) is None]:
-        raise BenchmarkError(f"{missing[0]} is not installed: install it, or leave it out (--methods)")
+    if missing := [name for name in ("rsync", "scp") if shutil.which(name) is None]:
+        raise BenchmarkError(f"{missing[0]} is not installed")
     with computers(options, work) as site:
         size = make_model(site.there(site.source) / "model", options.megabytes * 1_000_000)
         # In turns, so that what else the machine does befalls all alike.
@@ -149,7 +143,7 @@ def one_way(site: Site, method: str) -> dict[str, Any]:
 
 def timed(site: Site, method: str) -> float:
     """Seconds until the last host has everything."""
-    commands = [ours(site, method)] if method in _OURS else [peer(site, method, name) for name in site.receivers]
+    commands = [ours(site, method)] if method in OUR_METHODS else [peer(site, method, name) for name in site.receivers]
     log = site.cluster.directory / "log"
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as output:
@@ -180,7 +174,7 @@ def timed(site: Site, method: str) -> float:
 def ours(site: Site, method: str) -> list[str]:
     """As a person would type it on the first computer."""
     sync = ["cluster", "sync", "--hostfile", str(site.hostfile), "--model", str(site.shown / "model")]
-    return [sys.executable, "-m", "allhands", *sync, *_OURS[method]]
+    return [sys.executable, "-m", "allhands", *sync, f"--{method}"]
 
 
 def peer(site: Site, method: str, name: str) -> list[str]:
@@ -211,10 +205,10 @@ def _program_versions() -> dict[str, str]:
 
 
 def rows(record: dict[str, Any]) -> list[Row]:
-    """The figures that are kept: ``chain`` is what allhands does unless it is told otherwise."""
+    """The figures that are kept: ``tree`` is what allhands does unless it is told otherwise."""
     found: list[Row] = []
     for method, rounds in record["methods"].items():
-        who = {"chain": OURS, "rsync": "rsync", "scp": "scp"}.get(method, f"{OURS}, {method}")
+        who = {"tree": OURS, "rsync": "rsync", "scp": "scp"}.get(method, f"{OURS}, {method}")
         for key, name in (("first_s", "until every host has the model"), ("again_s", "once more, nothing to send")):
             found.append(row_of(name, who, "s", [turn[key] for turn in rounds], "lower"))
     return found

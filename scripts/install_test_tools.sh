@@ -1,5 +1,5 @@
 #!/bin/sh
-# What some tests need besides Python: sshd, ip and iptables for several computers (network namespaces), Slurm, and Chromium.
+# What some tests need besides Python: sshd, rsync, ip and iptables for several computers (network namespaces), Slurm, and Chromium.
 # On Debian and Ubuntu as root they are installed, and no service of theirs is started; elsewhere those tests are
 # skipped with a reason.
 set -eu
@@ -10,6 +10,7 @@ need() { # PROGRAM PACKAGE
 }
 need sshd openssh-server
 need ssh openssh-client
+need rsync rsync
 need ip iproute2
 need iptables iptables
 need munged munge

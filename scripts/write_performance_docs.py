@@ -104,7 +104,7 @@ TABLES = {
     "sync": (
         "A model to every computer",
         "From one host to three others by cables of 200 Mbit/s, in network namespaces of one computer. `allhands` is "
-        "the chain that it takes by itself.",
+        "the tree that it takes by itself: each that has everything sends to the next.",
     ),
     "recovery": (
         "Faults and checkpoints",

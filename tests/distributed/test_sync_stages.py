@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from faulty import Bench, Trial, share_compiled
 from hostile import Job, run
-from namespaces import Cluster, namespaces
+from namespaces import Cluster, namespaces, needs_rsync
 from tiny import in_files
 
 from allhands.model.weight_files import LIST_FILE
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, needs_rsync]
 
 # Of four blocks: the second file has the end of the first stage and the beginning of the second one.
 FILES = [["layers.0.", "embed"], ["layers.1.", "layers.2."], ["layers.3.", "norm", "lm_head"]]

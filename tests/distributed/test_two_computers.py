@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import Cluster, namespaces
+from namespaces import Cluster, namespaces, needs_rsync
 from runs import read_run
 from tiny import run_allhands
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs_rsync]
 
 PAGE = Path(__file__).parents[2] / "docs" / "two-computers.md"
 

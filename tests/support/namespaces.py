@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="no rsync here: scripts/install_test_tools.sh")
 _TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
 _SBIN = "/usr/sbin:/sbin"
 _PATH = f"{os.environ.get('PATH', '')}:{_SBIN}"

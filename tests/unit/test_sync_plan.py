@@ -12,8 +12,9 @@ import typer
 
 from allhands.cli.cluster_sync import sync
 from allhands.cluster.hosts import Host
-from allhands.cluster.sync.plan import FoundFiles, Root, environment_of, make_plan, parents
-from allhands.cluster.sync.worker import base_directory, root_directory
+from allhands.cluster.probes.files import root_directory
+from allhands.cluster.probes.trees import cache_place, hub_place
+from allhands.cluster.sync.plan import FoundFile, Root, environment_of, make_plan
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.runtime.blas import cache_dir
 
@@ -41,8 +42,8 @@ def names(words: list[str]) -> list[tuple[str, str, str]]:
     return [(found.root.base, found.root.at, "/".join(found.parts)) for found in make_plan(words).files]
 
 
-def on(host: Host, found: FoundFiles, environment: dict[str, str]) -> str:
-    return os.path.join(root_directory(found.root.on(host), environment), *found.parts)
+def on(host: Host, found: FoundFile) -> str:
+    return os.path.join(root_directory(found.root.on(host)), *found.parts)
 
 
 def test_a_path_is_found_under_the_words_that_name_it(here: Path) -> None:
@@ -59,11 +60,11 @@ def test_every_host_has_its_own_places(here: Path) -> None:
     write(here / "data" / "a")
     write(here.parent / "m" / "b")
     relative, home = (make_plan([word]).files[0] for word in ("data", "~/m"))
-    assert on(Host("a", "a", cwd="/elsewhere"), relative, {}) == "/elsewhere/data/a"
-    assert on(Host("a", "a", cwd="~/there"), relative, {}) == f"{here.parent}/there/data/a"
-    assert on(Host("a", "a", cwd="there"), relative, {}) == f"{here.parent}/there/data/a"
-    assert on(Host("a", "a"), relative, {}) == f"{here}/data/a"
-    assert on(Host("a", "a"), home, {}) == f"{here.parent}/m/b"
+    assert on(Host("a", "a", cwd="/elsewhere"), relative) == "/elsewhere/data/a"
+    assert on(Host("a", "a", cwd="~/there"), relative) == f"{here.parent}/there/data/a"
+    assert on(Host("a", "a", cwd="there"), relative) == f"{here.parent}/there/data/a"
+    assert on(Host("a", "a"), relative) == f"{here}/data/a"
+    assert on(Host("a", "a"), home) == f"{here.parent}/m/b"
 
 
 def test_a_working_directory_that_cannot_be_there_is_the_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,14 +73,14 @@ def test_a_working_directory_that_cannot_be_there_is_the_home(here: Path, monkey
     told = make_plan(["data"]).files[0].root.on(Host("a", "a"))
     (here.parent / "file").write_text("x")
     for cwd in (str(here.parent / "file" / "sub"), str(here.parent / "file")):
-        assert root_directory(told | {"cwd": cwd}, {}) == str(here.parent / "data")
+        assert root_directory(told | {"cwd": cwd}) == str(here.parent / "data")
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(here))
-    assert root_directory(told | {"cwd": str(here / "new")}, {}) == str(here.parent / "data")
-    assert root_directory(told | {"cwd": str(here.parent / "new")}, {}) == str(here.parent / "new" / "data")
-    assert root_directory(told | {"cwd": "/proc/nothing", "required": True}, {}) == "/proc/nothing/data"
+    assert root_directory(told | {"cwd": str(here / "new")}) == str(here.parent / "data")
+    assert root_directory(told | {"cwd": str(here.parent / "new")}) == str(here.parent / "new" / "data")
+    assert root_directory(told | {"cwd": "/proc/nothing", "required": True}) == "/proc/nothing/data"
 
 
-def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(here: Path) -> None:
+def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = here.parent / ".cache" / "huggingface" / "hub"
     repository = hub / "models--owner--name"
     blob = write(repository / "blobs" / "0123", "weights")
@@ -97,10 +98,9 @@ def test_a_model_of_the_hub_is_found_by_its_name_elsewhere(here: Path) -> None:
     ]
     assert plan.files[1].path.read_text() == blob.read_text()
     host = Host("a", "a")
-    assert on(host, plan.files[1], {"HF_HOME": "/disk/hf"}) == (
-        "/disk/hf/hub/models--owner--name/snapshots/abc/model.safetensors"
-    )
-    assert on(host, plan.files[1], {}) == str(snapshot / "model.safetensors")
+    assert on(host, plan.files[1]) == str(snapshot / "model.safetensors")
+    monkeypatch.setenv("HF_HOME", "/disk/hf")
+    assert on(host, plan.files[1]) == "/disk/hf/hub/models--owner--name/snapshots/abc/model.safetensors"
 
 
 def test_the_hubs_client_finds_what_is_brought(here: Path, tmp_path: Path) -> None:
@@ -126,16 +126,20 @@ def test_the_hubs_client_finds_what_is_brought(here: Path, tmp_path: Path) -> No
         ({"ALLHANDS_CACHE": "~/own"}, "~/.cache/huggingface/hub", "~/own"),
     ],
 )
-def test_the_caches_are_where_their_owners_look(here: Path, environment: dict[str, str], hub: str, cache: str) -> None:
+def test_the_caches_are_where_their_owners_look(
+    here: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], hub: str, cache: str
+) -> None:
     if sys.platform == "darwin":
         pytest.skip("allhands has another cache there")
-    assert base_directory("hub", environment) == str(Path(hub).expanduser())
-    assert base_directory("cache", environment) == str(Path(cache).expanduser()) == str(cache_dir(environment))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert hub_place() == str(Path(hub).expanduser())
+    assert cache_place() == str(Path(cache).expanduser()) == str(cache_dir())
 
 
 def test_macs_have_their_own_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert base_directory("cache", {}) == str(cache_dir({})) == str(here.parent / "Library" / "Caches" / "allhands")
+    assert cache_place() == str(cache_dir({})) == str(here.parent / "Library" / "Caches" / "allhands")
 
 
 def test_what_lies_in_a_cache_goes_to_the_cache(here: Path) -> None:
@@ -221,10 +225,3 @@ def test_an_unreadable_directory_is_told(here: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(DataError, match="cannot be read: Permission denied"):
         make_plan(["data"])
-
-
-def test_topologies() -> None:
-    assert parents(4, "chain") == [None, 0, 1, 2]
-    assert parents(4, "star") == [None] * 4
-    assert parents(7, "tree") == [None, None, 0, 0, 1, 1, 2]
-    assert parents(0, "tree") == []

@@ -1,4 +1,4 @@
-"""``allhands cluster sync``: brings model, data and configuration to every host."""
+"""``allhands cluster sync``: copies model, data and configuration to every host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,15 +21,15 @@ from allhands.runtime.without_torch import leave_torch_out
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
     from allhands.cluster.sync import HostState, SyncOptions, SyncState
+    from allhands.cluster.sync.plan import FoundFile
     from allhands.cluster.sync.run import Show
 
 _SHOWN_FILES = 8
-_TRANSPORTS = "auto|tls|tcp|ssh"
 
 
 @dataclass(frozen=True)
 class WantedSync:
-    """What a person asks to be brought, as they name it."""
+    """The files that a person asks for, as they name them."""
 
     model: str | None
     data: str | None
@@ -49,25 +49,27 @@ def sync(
         str | None, typer.Option("--config", "-c", help="YAML file; also the model and data that it names.")
     ] = None,
     stages: Annotated[
-        bool, typer.Option("--stages", help="Of the weights only what each host's stages of a pipeline need.")
+        bool, typer.Option("--stages", help="Only the weights that each host's stages of a pipeline need.")
     ] = False,
     pp_split: Annotated[
         str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    chain: Annotated[bool, typer.Option("--chain", help="From host to host, in order. [default]")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Every host sends to two.")] = False,
-    star: Annotated[bool, typer.Option("--star", help="This computer sends to all.")] = False,
+    chain: Annotated[bool, typer.Option("--chain", help="From host to host, in order.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Every host that has everything sends to the next that waits. [default]")
+    ] = False,
+    star: Annotated[bool, typer.Option("--star", help="This computer sends to all at once.")] = False,
     transport: Annotated[
         str,
-        typer.Option("--transport", metavar=_TRANSPORTS, help="Between hosts; tcp is in clear, ssh from here only."),
+        typer.Option("--transport", metavar="auto|ssh", help="auto: hosts send to each other; ssh: from here only."),
     ] = "auto",
     delete: Annotated[str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")] = "no",
 ) -> None:
-    """Bring model, data and configuration to every host.
+    """Copy model, data and configuration to every host, by rsync over ssh.
 
-    Only what differs is sent, from host to host; what was cut off goes on.
+    Only what differs is sent, and hosts pass it on; an interrupted transfer is resumed.
     """
     if delete != "no":
         hint = "files that are only there stay there: remove them by hand"
@@ -79,18 +81,19 @@ def sync(
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
-    from allhands.cluster.sync import SyncOptions, Transport
+    from allhands.cluster.sync import SyncOptions
     from allhands.runtime.blas import cache_dir
 
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError("these exclude each other", where=where, hint="give one of them, or none")
-    if transport not in get_args(Transport):
-        hint = f"use {_TRANSPORTS.replace('|', ', ')}"
-        raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint=hint)
-    topology: Any = topologies[0] if topologies else "chain"
-    chosen: Any = transport
-    return SyncOptions(topology, chosen, dry_run, cache_dir() / "sync-hashes.json")
+    if transport in ("tls", "tcp"):
+        hint = "leave it out: everything goes over ssh, from host to host where they can log in to each other"
+        raise ConfigError(f"there is no {transport} any more", where="--transport", hint=hint)
+    if transport not in ("auto", "ssh"):
+        raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh")
+    topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
+    return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
 
 
 def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
@@ -106,13 +109,13 @@ def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
 
 
 def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
-    """Bring what is wanted to these hosts and say what was done; returns the exit code.
+    """Copy what is wanted to these hosts and print the result; returns the exit code.
 
     Raises:
-        AllhandsError: nothing could be brought anywhere.
+        AllhandsError: nothing could be copied anywhere.
     """
     from allhands.cli.notices import say
-    from allhands.cli.sync_stages import synchronise_stages, wanted_stages
+    from allhands.cli.sync_stages import plan_stages, wanted_stages
     from allhands.cluster.sync import make_plan, synchronise
     from allhands.config.yaml_files import read_yaml
 
@@ -121,11 +124,11 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
     pipeline = wanted_stages(wanted.stages, wanted.pp_split, content, model)
     place = None if model is None else _model_path(str(model))
     plan = make_plan(_words(wanted, content, place))
+    files: Mapping[str, list[FoundFile]] | None = None
+    if pipeline is not None and place is not None:
+        plan, files = plan_stages(plan, Path(place), pipeline, hosts)
     with _progress(shown=sys.stderr.isatty() and not as_json and not options.dry_run) as show:
-        if pipeline is None or place is None:
-            state = synchronise(plan, hosts, options, show)
-        else:
-            state = synchronise_stages(plan, Path(place), pipeline, hosts, options, show)
+        state = synchronise(plan, hosts, options, show, files)
     if as_json:
         typer.echo(json.dumps(as_record(state, options.dry_run), indent=1))
     else:
@@ -178,11 +181,11 @@ def _model_path(source: str) -> str:
     return str(resolve(source, report=say).absolute())
 
 
-# --- what is told -------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
-    """What was done, in words."""
+    """The result in words."""
     head = f"{len(state.sizes)} files, {format_size(state.total)}"
     lines = [f"note: {note}" for note in state.notes] + [head]
     for host in state.hosts:
@@ -201,7 +204,7 @@ def _outcome(host: HostState, dry_run: bool) -> str:
     if not host.lacking:
         return "has everything already"
     if dry_run:
-        return f"lacks {files}; {format_size(host.needed)} would be sent"
+        return f"lacks {files}; at most {format_size(host.needed)} would be sent"
     if host.done_s is None:
         return "not finished"
     origin = f" from {host.parent}" if host.received and host.parent else ""
@@ -209,7 +212,7 @@ def _outcome(host: HostState, dry_run: bool) -> str:
 
 
 def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
-    """What was done, for machines; bytes and seconds."""
+    """The result for machines, in bytes and seconds."""
     hosts = [
         {
             "name": host.name,
@@ -240,45 +243,38 @@ def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Generator[Show, None, None]:
-    """A bar for every host and one for all, for as long as the block runs."""
+    """A bar for every host and one for all: what a host reads of its own files, then what it receives."""
     if not shown:
         yield lambda state: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=progress_console()) as bars:
-        yield _Bars(bars).show
+    text = TextColumn("{task.description}", markup=False)
+    rest = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+    with Progress(text, BarColumn(bar_width=None), *rest, console=progress_console()) as bars:
+        tasks: dict[str, Any] = {}
 
+        def put(key: str, text: str, done: int, total: int | None) -> None:
+            if key not in tasks:
+                tasks[key] = bars.add_task(text, total=total)
+            bars.update(tasks[key], description=text, completed=done, total=total)
 
-class _Bars:
-    """The bars; a host's bar is what it reads of its own until that is known, then what it receives."""
-
-    def __init__(self, bars: Any) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-
-    def show(self, state: SyncState) -> None:
-        """Bring all bars up to date."""
-        for host in state.hosts:
-            if host.state in ("connecting", "looking"):
-                self._set(host.name, f"{host.name} {host.state}", host.read, state.total)
+        def show(state: SyncState) -> None:
+            for host in state.hosts:
+                if host.state in ("connecting", "looking"):
+                    put(host.name, f"{host.name} {host.state}", host.read, state.total)
+                else:
+                    word = host.state if host.state != "receiving" else ""
+                    put(host.name, f"{host.name} {word}".strip(), _come(host), host.needed)
+            if not state.sizes:
+                put("", "reading here", state.hashed, None)
             else:
-                word = host.state if host.state != "receiving" else ""
-                self._set(host.name, f"{host.name} {word}".strip(), host.received, host.needed)
-        known = [host for host in state.hosts if host.state in ("receiving", "done")]
-        if not state.sizes:
-            self._set("", "reading here", state.hashed, None)
-        else:
-            self._set("", "all", sum(host.received for host in known), sum(host.needed for host in known))
+                known = [host for host in state.hosts if host.state in ("waiting", "receiving", "done")]
+                put("", "all", sum(map(_come, known)), sum(host.needed for host in known))
 
-    def _set(self, key: str, text: str, done: int, total: int | None) -> None:
-        if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task(text, total=total)
-        self._bars.update(self._tasks[key], description=text, completed=done, total=total)
+        yield show
+
+
+def _come(host: HostState) -> int:
+    """Bytes for the bar: all when it is done, though rsync may have sent only what differed."""
+    return host.needed if host.state == "done" else min(host.needed, host.received)

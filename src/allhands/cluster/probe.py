@@ -34,6 +34,7 @@ from allhands.cluster.probes.computer import (
     system_facts,
     variable_facts,
 )
+from allhands.cluster.probes.files import look, send, staged_bytes
 from allhands.cluster.probes.mac import mac_facts, mac_interfaces
 from allhands.cluster.probes.network import linux_firewalls, linux_interfaces, route_fact
 from allhands.cluster.probes.reach import Listeners, login_facts, reach_facts
@@ -57,7 +58,7 @@ else:
     exec(compile(sys.stdin.read(int(length)), "allhands_probe", "exec"), space)
     space["converse"](token)
 """
-_PARTS = ("tools", "computer", "network", "mac", "trees", "reach")
+_PARTS = ("tools", "computer", "network", "mac", "trees", "reach", "files")
 _IDLE_S = 120  # without a request, or within one without a sign of life, after which the system ends the program
 _PROGRESS_S = 0.5
 
@@ -130,7 +131,22 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
         return {"reached": reach_facts(request["targets"], request["secret"], request["timeout_s"])}
     if kind == "logins":
         return {"logins": login_facts(request["logins"], request["timeout_s"])}
+    if kind == "staged":
+        return {"bytes": staged_bytes(request["roots"])}
+    if kind in ("look", "send"):
+        return copied(request, say)
     return {"unknown": kind}
+
+
+def copied(request: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
+    """A step of ``allhands cluster sync``, or the error by which it has failed."""
+    try:
+        return (look if request["kind"] == "look" else send)(request, lambda done: say(progress=done))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # nobody listens any more
+            raise
+        path = os.fsdecode(error.filename or "")
+        return {"error": {"number": error.errno or 0, "reason": error.strerror or str(error), "path": path}}
 
 
 def facts(request: dict[str, Any]) -> dict[str, Any]:

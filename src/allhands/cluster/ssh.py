@@ -43,11 +43,12 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Deadlines of a connection: to make it, and to notice that the other side is gone."""
+    """Deadlines of a connection: to make it, and to notice that the other side is gone; a port, if it is known."""
 
     connect_timeout_s: int = 10
     alive_interval_s: int = 3
     alive_count: int = 3
+    port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,5 +231,6 @@ def _arguments(options: SshOptions) -> list[str]:
         "ControlMaster": "no",
         "ControlPath": "none",
         "EscapeChar": "none",
+        **({} if options.port is None else {"Port": options.port}),
     }
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

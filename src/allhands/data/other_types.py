@@ -27,7 +27,7 @@ _YAML = (
 _ORC = "import pandas, sys; pandas.read_orc(sys.argv[1]).to_parquet(sys.argv[2])"
 _PICKLE = "import pandas, sys; pandas.read_pickle(sys.argv[1]).to_json(sys.argv[2], orient='records', lines=True)"
 _TRUSTED = "a pickle may run code when it is read: where you trust it, write it out"
-# What is made of a file, the packages and the Python that make it, and the ending of what is made.
+# For each type: the form it is converted to, the packages and the Python code that convert it, and the new ending.
 _BY_PYTHON = {
     **{suffix: ("write it as CSV", f"pandas {reader}", _EXCEL, ".csv") for suffix, reader in _READERS.items()},
     **{
@@ -55,7 +55,7 @@ _BY_COMMAND: dict[str, tuple[str, str | None]] = {
         (".avro", ".h5", ".hdf5", ".tfrecord"), ("write it as Parquet with the library that it is from", None)
     ),
 }
-# Of an archive of a document, the member that only its kind has, or what its member "mimetype" says.
+# Documents that are archives are told apart by a member that only their kind has, or by the text of "mimetype".
 _MEMBERS = {"xl/workbook.xml": ".xlsx", "xl/workbook.bin": ".xlsb", "word/document.xml": ".docx"}
 _MIME_TYPES = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".odt", b"epub": ".epub"}
 _NAMES = {

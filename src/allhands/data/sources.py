@@ -30,7 +30,7 @@ from allhands.io.paths import meant
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
-# What `data prepare` writes beside the data; earlier versions drew the lengths, too.
+# Files that `data prepare` writes beside the data; earlier versions also wrote a picture of the lengths.
 REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
 
 

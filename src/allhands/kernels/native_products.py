@@ -178,7 +178,7 @@ class CodedLayer:
     coded: FrozenProduct | None = None
 
     def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
-        """What multiplies ``x``, alone or as a part of the operation ``name``, if that is done natively."""
+        """The native product for ``x``, alone or within the operation ``name``; ``None`` where MLX multiplies."""
         if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
             return None
         return self.coded

@@ -105,7 +105,7 @@ def limits_told(use: Use | None) -> Generator[None]:
 
 
 def _memory_is_full(use: Use | None, error: Exception) -> ModelError:
-    """What a person may do about it."""
+    """The error of a full memory, with its remedies."""
     hint = "close other programs that use this memory, take a model in fewer bits, or divide it: --strategy pipeline"
     if use is None or use.fine_tune_type is not None:
         hint = (

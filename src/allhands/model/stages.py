@@ -186,14 +186,14 @@ class Stage:
 
     @property
     def trains(self) -> bool:
-        """Whether something of it is trained. What its rank has besides blocks counts for the ends of the model."""
+        """True if the stage trains a weight of its blocks or, at either end of the model, one outside of all blocks."""
         blocks = self._view[self.blocks.first : self.blocks.stop]
-        own = {id(array) for block in blocks for _, array in tree_flatten(block.trainable_parameters())}
-        if self.blocks.is_first or self.blocks.is_last:
-            within = {id(array) for block in self._layers for _, array in tree_flatten(block.trainable_parameters())}
-            every = {id(array) for _, array in tree_flatten(self.model.trainable_parameters())}
-            return bool(own or every - within)
-        return bool(own)
+        if any(tree_flatten(block.trainable_parameters()) for block in blocks):
+            return True
+        if not (self.blocks.is_first or self.blocks.is_last):
+            return False
+        within = {id(array) for block in self._layers for _, array in tree_flatten(block.trainable_parameters())}
+        return any(id(array) not in within for _, array in tree_flatten(self.model.trainable_parameters()))
 
     def type_of_hidden(self) -> mx.Dtype | None:
         """That of the embedding's rows, as the model is now; ``None`` where another stage has the embedding."""

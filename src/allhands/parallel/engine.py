@@ -54,7 +54,7 @@ class Messages:
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
 
     def send(self, array: mx.array, peer: int) -> None:
-        """Hand out an array that is there; it travels while this rank goes on."""
+        """Hand out an array, which may still be computed; it travels while this rank goes on."""
         self._inject_fault("message")
         pair = self._pairs.get(peer)
         token = self._group.send(array, peer) if pair is None else pair.all_sum(array)

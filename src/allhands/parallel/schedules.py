@@ -145,21 +145,25 @@ class _Game:
 
     def _next(self, rank: int, *, eager: bool) -> Action | None:
         """What the rank begins now, if it can begin anything; ``eager``: whether or not it is its turn."""
-        begun = self._begun[rank]
         returns = bool(self._to_return[rank]) and self._to_return[rank][0] in self._gradients
-        if returns and (self._split or eager or begun >= self._room(rank) or not self._to_do[rank]):
+        if returns and (self._split or eager or self._begun[rank] >= self._room(rank) or not self._to_do[rank]):
             stage, batch = self._to_return[rank].popleft()
             self._begun[rank] -= 1
             if self._split:
                 self._left[rank].append((stage, batch))
             return Action("inputs" if self._split else "backward", stage, batch)
-        # The first rank has as many alive without dividing its backward passes; so may the others.
-        room = eager or (begun < self._room(rank) and not (self._split and self._alive[rank] >= self._size))
-        if self._to_do[rank] and self._to_do[rank][0] in self._activations:
-            trains = self._to_do[rank][0][0] >= self._first_trained
-            if room if trains else eager or self._ahead[rank] < self._size:
-                return self._begin(rank, *self._to_do[rank].popleft())
+        here = bool(self._to_do[rank]) and self._to_do[rank][0] in self._activations
+        if here and (eager or self._may_begin(rank, self._to_do[rank][0][0])):
+            return self._begin(rank, *self._to_do[rank].popleft())
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
+
+    def _may_begin(self, rank: int, stage: int) -> bool:
+        """Whether there is room for one more forward pass of a stage."""
+        if stage < self._first_trained:
+            return self._ahead[rank] < self._size
+        # The first rank has as many alive without dividing its backward passes; so may the others.
+        full = self._split and self._alive[rank] >= self._size
+        return self._begun[rank] < self._room(rank) and not full
 
     def _begin(self, rank: int, stage: int, batch: int) -> Action:
         """The forward pass of a stage, which takes what the stage before it has found."""

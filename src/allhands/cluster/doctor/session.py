@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allhands.cluster import probe, ssh
@@ -23,6 +23,7 @@ from allhands.cluster.hosts import Host
 from allhands.io.strict_json import (
     Check,
     integer,
+    is_integer,
     is_number,
     is_text,
     list_of,
@@ -37,6 +38,15 @@ _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
+_ERROR = object_of({"error": object_of({"number": integer(0, 1 << 16), "reason": is_text, "path": is_text})})
+
+
+def _copied(held: Mapping[str, Check]) -> Check:
+    """A check of the answer to a step of copying: these fields, or an error of the disk."""
+    check = object_of(held)
+    return lambda value: check(value) or _ERROR(value)
+
+
 # What each request is answered; facts and trees are looked at by who has asked for them.
 ANSWERS: Mapping[str, Check] = {
     "time": object_of({"time": is_number}),
@@ -45,6 +55,20 @@ ANSWERS: Mapping[str, Check] = {
     "listen": object_of({"ports": mapping_of(integer(1, 65535)), "errors": mapping_of(is_text)}),
     "reach": object_of({"reached": list_of(object_of({}, {"source": is_text}))}),
     "logins": object_of({"logins": list_of(object_of({"code": maybe(integer(-255, 255)), "said": is_text}))}),
+    "staged": object_of({"bytes": integer(0, 1 << 60)}),
+    "look": _copied(
+        {
+            "roots": list_of(is_text),
+            "lacking": list_of(integer(0, 1 << 32)),
+            "partial": integer(0, 1 << 60),
+            "rsync": maybe(is_text),
+            "install": is_text,
+            "user": is_text,
+            "address": is_text,
+            "port": integer(1, 65535),
+        }
+    ),
+    "send": _copied({"code": integer(-255, 255), "stats": is_text, "said": is_text}),
 }
 
 
@@ -70,17 +94,22 @@ class Session:
     Args:
         host: without ``ssh`` it is this computer.
         timeout_s: to connect, and for the longest silence.
+        interpreter: the words that start Python there; ``None``: the host's own.
+
+    Attributes:
+        progress: the last number that the probe has told while it worked on a request.
     """
 
-    def __init__(self, host: Host, timeout_s: float) -> None:
+    def __init__(self, host: Host, timeout_s: float, interpreter: Sequence[str] | None = None) -> None:
         self.noise = ""
+        self.progress = 0
         self._timeout_s = timeout_s
         self._token = secrets.token_hex(16)
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._ready = False
         self._ended = threading.Event()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the session
-        argv = [host.python or sys.executable, "-u", "-c", probe.BOOTSTRAP]
+        argv = [*(interpreter or [host.python or sys.executable]), "-u", "-c", probe.BOOTSTRAP]
         if host.ssh is not None:
             argv = ssh.command(host.ssh, argv, ssh.SshOptions(connect_timeout_s=max(1, min(10, round(timeout_s)))))
         self._process = self._start(argv, remote=host.ssh is not None)
@@ -128,6 +157,7 @@ class Session:
             if answer is None:
                 raise Untold("the connection broke" if self._ended.is_set() else f"no answer for {limit:g} s")
             if "progress" in answer:
+                self.progress = answer["progress"] if is_integer(answer["progress"], 0, 1 << 60) else self.progress
                 continue
             if not ANSWERS[kind](answer):
                 raise Untold("it answered what is not understood")

@@ -63,13 +63,18 @@ def cache_place() -> str:
     return os.path.join(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "allhands")
 
 
+def hub_place() -> str:
+    """The cache directory of the Hub's client."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return os.path.expanduser(chosen or os.path.join(home, "hub"))
+
+
 def hub_directory(role: str, name: str) -> str | None:
     """The snapshot of a Hub repository that a program would open."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     kind = "models" if role == "model" else "datasets"
-    repository = os.path.join(os.path.expanduser(hub), "{}--{}".format(kind, name.replace("/", "--")))
+    repository = os.path.join(hub_place(), "{}--{}".format(kind, name.replace("/", "--")))
     try:
         with open(os.path.join(repository, "refs", "main"), encoding="ascii") as stream:
             revision = stream.read(200).strip()

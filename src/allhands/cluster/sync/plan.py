@@ -1,4 +1,4 @@
-"""What is brought, under which names, and from whom each host gets it."""
+"""The files to copy, and the places that they have on every host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from allhands.cluster.hosts import Host
-from allhands.cluster.sync.blocks import is_partial
-from allhands.cluster.sync.worker import base_directory
+from allhands.cluster.probes.trees import cache_place, hub_place
 from allhands.errors import ConfigError, DataError
 from allhands.io.paths import meant
 
-Topology = Literal["chain", "tree", "star"]
-Transport = Literal["auto", "tls", "tcp", "ssh"]
-# Of the ranks' environment: what decides where their caches are.
+_OURS = ".allhands-"  # begins the names of what a sync leaves for the next one
+# Variables of the ranks that decide where their caches are.
 _PLACES = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "ALLHANDS_CACHE")
 
 
@@ -34,7 +32,7 @@ class Root:
     at: str
 
     def on(self, host: Host) -> dict[str, Any]:
-        """What the host is told, which makes a path of it."""
+        """The root as the host is told it, to make a path of it."""
         found: dict[str, Any] = {"base": self.base, "at": self.at}
         if self.base == "cwd":
             found |= {"cwd": host.cwd or os.getcwd(), "required": host.cwd is not None}
@@ -42,8 +40,8 @@ class Root:
 
 
 @dataclass(frozen=True)
-class FoundFiles:
-    """A file here, and what it is called elsewhere."""
+class FoundFile:
+    """A file here, and its name below a root elsewhere."""
 
     path: Path
     root: Root
@@ -51,22 +49,19 @@ class FoundFiles:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for the same place, by whichever root it is named."""
+        """Equal for equal places, whichever root names them."""
         return self.root.base, os.path.normpath(os.path.join(self.root.at, *self.parts))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be brought.
+    """The files to copy.
 
     Attributes:
-        roots: of the files.
-        files: in the order in which they are sent.
-        notes: what was left out, and why.
+        notes: files that were left out, and why.
     """
 
-    roots: tuple[Root, ...]
-    files: tuple[FoundFiles, ...]
+    files: tuple[FoundFile, ...]
     notes: tuple[str, ...]
 
 
@@ -82,7 +77,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         DataError: something cannot be read.
     """
     notes: list[str] = []
-    found: dict[tuple[str, str], FoundFiles] = {}
+    found: dict[tuple[str, str], FoundFile] = {}
     for word in words:
         for file in _found(word, notes):
             found.setdefault(file.key, file)
@@ -90,10 +85,10 @@ def make_plan(words: Sequence[str]) -> Plan:
         raise ConfigError("there is nothing to bring", hint="give --model, --data, --config, or paths with files")
     files = tuple(sorted(found.values(), key=lambda file: file.key))
     notes += _alike(files)
-    return Plan(tuple(dict.fromkeys(file.root for file in files)), files, tuple(notes))
+    return Plan(files, tuple(notes))
 
 
-def _found(word: str, notes: list[str]) -> Iterator[FoundFiles]:
+def _found(word: str, notes: list[str]) -> Iterator[FoundFile]:
     path = Path(os.path.abspath(Path(os.path.expanduser(word))))
     if not path.exists():
         raise ConfigError("there is no such file or directory", where=word, hint=meant(path, "check the path"))
@@ -103,9 +98,9 @@ def _found(word: str, notes: list[str]) -> Iterator[FoundFiles]:
         yield from _snapshot(path, Root("hub", first), tuple(rest), notes)
     elif path.is_dir():
         for inner, parts in _below(path, notes):
-            yield FoundFiles(inner, Root(base, at), parts)
+            yield FoundFile(inner, Root(base, at), parts)
     else:
-        yield FoundFiles(path, Root(base, os.path.dirname(at)), (path.name,))
+        yield FoundFile(path, Root(base, os.path.dirname(at)), (path.name,))
 
 
 def _place(word: str, path: Path) -> tuple[str, str]:
@@ -113,22 +108,21 @@ def _place(word: str, path: Path) -> tuple[str, str]:
         return "home", word[2:]
     if not os.path.isabs(word):
         return "cwd", os.path.normpath(word)
-    for base in ("hub", "cache"):
-        directory = Path(base_directory(base, os.environ))
+    for base, directory in (("hub", Path(hub_place())), ("cache", Path(cache_place()))):
         if path != directory and path.is_relative_to(directory):
             return base, str(path.relative_to(directory))
     return "absolute", str(path)
 
 
-def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[FoundFiles]:
+def _snapshot(path: Path, root: Root, below: tuple[str, ...], notes: list[str]) -> Iterator[FoundFile]:
     """A snapshot in the Hub's cache, as plain files, and the names by which the Hub's client finds it."""
     inner = _below(path, notes) if path.is_dir() else iter([(path, ())])
     for file, parts in inner:
-        yield FoundFiles(file, root, (*below, *parts))
-    refs = Path(base_directory("hub", os.environ)) / root.at / "refs"
+        yield FoundFile(file, root, (*below, *parts))
+    refs = Path(hub_place()) / root.at / "refs"
     for ref, parts in _below(refs, notes) if refs.is_dir() else ():
         if ref.read_text(errors="replace").strip() == below[1]:
-            yield FoundFiles(ref, root, ("refs", *parts))
+            yield FoundFile(ref, root, ("refs", *parts))
 
 
 def _below(
@@ -146,18 +140,20 @@ def _below(
         return
     for entry in entries:
         path = directory / entry.name
+        if entry.name.startswith(_OURS):
+            continue
         if entry.is_dir():
             for inner, parts in _below(path, notes, (*above, own)):
                 yield inner, (entry.name, *parts)
         elif not entry.is_file():
             notes.append(f"{path} is {'a link to nothing' if entry.is_symlink() else 'no regular file'}: left out")
-        elif not is_partial(entry.name):
+        else:
             yield path, (entry.name,)
 
 
-def _alike(files: Sequence[FoundFiles]) -> list[str]:
+def _alike(files: Sequence[FoundFile]) -> list[str]:
     """Names that are one and the same on a file system that ignores case, as a Mac's does."""
-    seen: dict[tuple[str, str], FoundFiles] = {}
+    seen: dict[tuple[str, str], FoundFile] = {}
     notes: list[str] = []
     for file in files:
         other = seen.setdefault((file.key[0], file.key[1].casefold()), file)
@@ -171,16 +167,3 @@ def environment_of(host: Host) -> dict[str, str]:
     here = {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
     chosen: Mapping[str, str] = host.envs
     return here | {name: chosen[name] for name in _PLACES if name in chosen}
-
-
-def parents(count: int, topology: Topology) -> list[int | None]:
-    """From whom each of ``count`` hosts gets its blocks; ``None`` is this computer.
-
-    A chain sends everything once over every link, so that it takes as long as one transfer. In a tree nobody is
-    further than a few hops away, but everybody sends to two. In a star this computer sends to all.
-    """
-    if topology == "chain":
-        return [number - 1 if number else None for number in range(count)]
-    if topology == "tree":
-        return [number // 2 - 1 if number >= 2 else None for number in range(count)]
-    return [None] * count

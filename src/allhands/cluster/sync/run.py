@@ -1,470 +1,367 @@
-"""A whole sync: every host is asked what it lacks, and told from whom to get it, until all have everything."""
+"""A sync: every host tells what it lacks, and gets it from this computer or from a host that has it."""
 
 from __future__ import annotations
 
 import errno
-import queue
+import os
+import re
 import secrets
-import threading
+import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
+from allhands.cluster import ssh
 from allhands.cluster.hosts import Host
-from allhands.cluster.sync.blocks import BlockEntry, HashCache
-from allhands.cluster.sync.member import Member, lost
-from allhands.cluster.sync.plan import Plan, Topology, Transport, environment_of, parents
-from allhands.cluster.sync.relay import Listener, serve, wanted
-from allhands.cluster.sync.source import SourceShelf, Stopped, has_openssl, hash_files, make_certificate
-from allhands.cluster.sync.wire import Broken, Security
-from allhands.cluster.sync.worker import Counts
+from allhands.cluster.probes.files import (
+    RECEIVE,
+    STAGING,
+    HashCache,
+    all_digests,
+    file_identity,
+    install_command,
+    program_path,
+    staged_name,
+)
+from allhands.cluster.sync.member import RETRY, Member
+from allhands.cluster.sync.plan import FoundFile, Plan, environment_of
+from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
-from allhands.io.files import storage_error
-from allhands.io.strict_json import Check, integer, is_integer, is_text, list_of, object_of
-from allhands.runtime.ports import cannot_listen
 
-SOURCE = -1  # the number of this computer
-_OVER_SSH = -2
-_CONNECT_S = 40.0
-_LOST_S = 12.0  # without a word, of which there should be four a second
+HERE = -1  # the number of this computer
+_THIS = "this computer"
+_FLUSH_S = 100.0  # no sign of life comes while a disk takes a large file
+_LOGIN_S = 8.0
 _TICK_S = 0.2
-_END_S = 1.5
-NO_OPENSSL = "there is no openssl here, so everything is sent over ssh from this computer; --transport tcp is faster"
-
-
-@dataclass(frozen=True)
-class SyncOptions:
-    """How files are brought.
-
-    Attributes:
-        topology: who gets them from whom.
-        transport: between hosts: ``tls``, ``tcp`` (in clear), ``ssh`` (from this computer to each, which needs no
-            other connection), or ``auto``: ``tls`` where a certificate can be made.
-        dry_run: only find out what there is to do.
-        cache: file with hashes of the files here; ``None``: all are read.
-    """
-
-    topology: Topology = "chain"
-    transport: Transport = "auto"
-    dry_run: bool = False
-    cache: Path | None = None
-
-
-@dataclass
-class HostState:
-    """Where a host stands; bytes and files are those of this run.
-
-    Attributes:
-        state: ``connecting``, ``looking``, ``receiving``, ``done`` or ``failed``.
-        read: bytes of its own files that it has read.
-        needed: bytes that must come from elsewhere.
-        lacking: numbers of the files that are not there, or not the same; ``paths`` is where they belong there.
-        received: bytes of blocks that have come, wrong ones too.
-        parent: who feeds it; ``None`` before that is known.
-        error: why it failed.
-        done_s: seconds from the start until it had everything.
-    """
-
-    name: str
-    state: str = "connecting"
-    read: int = 0
-    needed: int = 0
-    lacking: tuple[int, ...] = ()
-    paths: tuple[str, ...] = ()
-    received: int = 0
-    sent: int = 0
-    parent: str | None = None
-    error: AllhandsError | None = None
-    done_s: float | None = None
-
-
-@dataclass
-class SyncState:
-    """Where the whole sync stands; given to who shows it, and the report at the end.
-
-    Attributes:
-        total: bytes of all files.
-        hashed: bytes of them that this computer has read, or knows.
-        sent: bytes of blocks that this computer has sent.
-        withdrawn: files that have changed while they were sent.
-    """
-
-    hosts: list[HostState]
-    names: tuple[str, ...]
-    sizes: tuple[int, ...] = ()
-    total: int = 0
-    hashed: int = 0
-    sent: int = 0
-    notes: list[str] = field(default_factory=list[str])
-    withdrawn: list[str] = field(default_factory=list[str])
-    seconds: float = 0.0
-
-    @property
-    def errors(self) -> list[AllhandsError]:
-        """Everything that went wrong."""
-        found = [host.error for host in self.hosts if host.error is not None]
-        hint = "sync again when nothing writes to it"
-        return found + [DataError("it changed while it was sent", where=name, hint=hint) for name in self.withdrawn]
-
-    @property
-    def exit_code(self) -> int:
-        """0, or the most telling of the errors' codes: a host lost before a disk that is full."""
-        codes = {error.exit_code for error in self.errors}
-        return next((code for code in (DistributedError.exit_code, *sorted(codes)) if code in codes), 0)
+_BY_HAND = "install rsync with the package manager of that computer"
+# Errors of a disk, in the system's words, which rsync repeats.
+_OF_DISKS = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)}
+_SENT = re.compile(r"(?:Literal|Unmatched) data: ([\d,.]+)")  # Samba's rsync; openrsync, on either stream
 
 
 Show = Callable[[SyncState], None]
+Wanted = Mapping[str, Collection[FoundFile]]
 
 
-def synchronise(plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show = lambda state: None) -> SyncState:
-    """Bring the files of the plan to every host that is not this computer.
+def synchronise(
+    plan: Plan,
+    hosts: Sequence[Host],
+    options: SyncOptions,
+    show: Show = lambda state: None,
+    wanted: Wanted | None = None,
+) -> SyncState:
+    """Copy the files of the plan to every host that is not this computer.
 
-    A host that fails does not stop the others; what went wrong is in the result. However this is left, nothing of it
-    runs on afterwards, and what was received is kept.
+    A host that fails does not stop the others; its error is in the result. Nothing runs on afterwards, and what was
+    received is kept for the next sync.
 
     Args:
         show: called several times a second.
+        wanted: the files of each host by its name; ``None``: all get all.
 
     Raises:
-        ConfigError: there is no host to bring them to, or the transport cannot be used.
+        ConfigError: there is no host to copy to, or no rsync here.
         DataError: a file here cannot be read.
     """
     others = [host for host in hosts if host.ssh is not None]
     if not others:
         raise ConfigError("all hosts are this computer", hint="name the others in --hosts or --hostfile")
-    run = _SyncRun(plan, others, options, show)
+    if program_path("rsync") is None:
+        raise ConfigError("there is no rsync on this computer", hint=install_command("rsync") or _BY_HAND)
+    run = _SyncRun(plan, others, options, show, wanted or {})
     try:
         return run.run()
     finally:
         run.close()
 
 
-@dataclass
-class _Duty:
-    """What the coordinator keeps of a host besides what is shown."""
-
-    member: Member | None = None
-    addresses: list[tuple[str, int]] | None = None  # where it serves; None before it has said so
-    source: str = ""  # this computer, as it sees it
-    tried: set[int] = field(default_factory=set[int])
-    parent: int | None = None
-    orders: int = 0
-
-
-_INDEX = integer(0, 1 << 32)
-_BYTES = integer(0, 1 << 60)
-
-
-def _is_address(row: Any) -> bool:
-    return list_of(lambda value: True)(row) and len(row) == 2 and is_text(row[0]) and is_integer(row[1], 1, 65535)
-
-
-_COUNTED = object_of({"read": _BYTES, "received": _BYTES, "sent": _BYTES})
-# What a host says, which may be anything.
-_SAID: Mapping[str, Check] = {
-    "hello": object_of({"addresses": list_of(_is_address), "source": is_text}),
-    "progress": _COUNTED,
-    "looked": object_of({"files": list_of(_INDEX), "needed": _BYTES, "roots": list_of(is_text)}),
-    "orphan": object_of({"number": _INDEX, "reason": is_text}),
-    "want": object_of({"rows": list_of(list_of(integer(0, 1 << 40)))}),
-    "complete": object_of({}),
-    "failed": object_of({"errno": integer(0, 1 << 16), "reason": is_text, "path": is_text}),
-    "ended": _COUNTED,
-}
+class _Refused(Exception):
+    """The sender cannot send to this host."""
 
 
 class _SyncRun:
-    def __init__(self, plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show) -> None:
-        self._plan, self._hosts, self._options, self._show = plan, hosts, options, show
+    def __init__(self, plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show, wanted: Wanted) -> None:
+        self._files, self._options, self._show = plan.files, options, show
         self._began = time.monotonic()
-        names = tuple(str(found.path) for found in plan.files)
+        self._roots = list(dict.fromkeys(file.root for file in plan.files))
+        numbers = {file: number for number, file in enumerate(plan.files)}
+        self._wanted = [frozenset(numbers[file] for file in wanted.get(host.name, plan.files)) for host in hosts]
+        names = tuple(str(file.path) for file in plan.files)
         self._state = SyncState([HostState(host.name) for host in hosts], names, notes=list(plan.notes))
-        self._duties = [_Duty() for _ in hosts]
-        self._parents = parents(len(hosts), options.topology)
-        self._events: queue.SimpleQueue[tuple[int, dict[str, Any] | None, AllhandsError | None]] = queue.SimpleQueue()
-        self._counts = Counts()
-        self._stopped = threading.Event()
-        self._transport = self._choose_transport()
-        self._security: Security | None = None
-        self._listener: Listener | None = None
-        self._ports: dict[str, int | None] = {}
-        self._entries: list[BlockEntry] = []
-        self._shelf: SourceShelf | None = None
+        self._token = f"run-{secrets.token_hex(16)}"  # the name of a file by which a host is known as the right one
+        self._entries: list[tuple[os.stat_result, str]] = []
+        self._withdrawn: set[int] = set()
+        self._barred: dict[tuple[int, int], str] = {}  # who cannot send to whom, and why
+        self._members = [Member(host) for host in hosts]
+        self._senders: list[Member] = []  # on this computer, one for each transfer
+        self._pool = ThreadPoolExecutor(3 * len(hosts), "sync")
 
     def run(self) -> SyncState:
-        self._connect()
-        reader = threading.Thread(target=self._hash, name="sync-hash", daemon=True)
-        reader.start()
-        while not all(host.state in ("done", "failed") for host in self._state.hosts):
-            with suppress(queue.Empty):
-                self._take(*self._events.get(timeout=_TICK_S))
-            self._watch()
+        connected = [self._pool.submit(member.start) for member in self._members]
+        self._hash()
+        running: dict[Future[None], tuple[int, int]] = {}
+        for number, future in enumerate(connected):
+            running[self._pool.submit(self._begin, number, future)] = (HERE, number)
+        while running:
+            done, _ = wait(running, _TICK_S, FIRST_COMPLETED)
+            for future in done:
+                del running[future]
+                future.result()
+            for pair in self._next(running.values()):
+                self._state.hosts[pair[1]].state = "receiving"
+                running[self._pool.submit(self._transfer, *pair)] = pair
             self._update()
-        self._say_goodbye()
-        self._update()
+        for (sender, receiver), reason in self._barred.items():
+            name, host = self._state.hosts[sender].name, self._state.hosts[receiver]
+            if host.parent == _THIS:
+                self._state.notes.append(f"{name} cannot send to {host.name}, so this computer did: {reason}")
         return self._state
 
     def close(self) -> None:
         """End everything on all hosts, whatever has happened."""
-        self._stopped.set()
-        if self._listener is not None:
-            self._listener.close()
-        members = [duty.member for duty in self._duties if duty.member is not None]
-        for member in members:
-            member.end()
-        deadline = time.monotonic() + _END_S
-        for member in members:
-            member.join(deadline)
-
-    # --- the beginning ------------------------------------------------------------------------------
-
-    def _choose_transport(self) -> Transport:
-        if self._options.transport != "auto":
-            return self._options.transport
-        if not has_openssl():
-            self._state.notes.append(NO_OPENSSL)
-            return "ssh"
-        return "tls"
-
-    def _connect(self) -> None:
-        secret = secrets.token_hex(32)
-        certificate = "" if self._transport != "tls" or self._options.dry_run else make_certificate()
-        if self._transport != "ssh" and not self._options.dry_run:
-            self._security = Security(self._transport, secret, certificate)
-            self._listener = Listener(self._security, self._counts.adder("sent"))
-        for number, host in enumerate(self._hosts):
-            start = {
-                "kind": "start",
-                "transport": self._transport,
-                "secret": secret,
-                "certificate": certificate,
-                "addresses": host.ips,
-                "envs": environment_of(host),
-                "dry": self._options.dry_run,
-            }
-            self._duties[number].member = Member(host, start, self._listen_to(number))
-
-    def _listen_to(self, number: int) -> Callable[[dict[str, Any] | None, AllhandsError | None], None]:
-        return lambda said, error: self._events.put((number, said, error))
-
-    def _hash(self) -> None:
-        """In a thread of its own, while the hosts are being connected to."""
-        told = self._counts.adder("read")
-
-        def heard(count: int) -> None:
-            if self._stopped.is_set():
-                raise Stopped
-            told(count)
-
-        try:
-            self._entries = hash_files(self._plan, HashCache(str(self._options.cache or "") or None), heard)
-            self._events.put((SOURCE, {"kind": "hashed"}, None))
-        except Stopped:
-            pass
-        except DataError as error:
-            self._events.put((SOURCE, None, error))
-
-    # --- events -------------------------------------------------------------------------------------
-
-    def _take(self, number: int, said: dict[str, Any] | None, error: AllhandsError | None) -> None:
-        if number == SOURCE:
-            self._take_own(said, error)
-        elif said is None:
-            host = self._state.hosts[number]
-            self._fail(number, error or lost(host.name, "it has ended"))
-        elif self._duties[number].member is not None:
-            check = _SAID.get(said["kind"])
-            take = getattr(self, f"_on_{said['kind']}", self._on_other) if check and check(said) else self._on_other
-            take(number, said)
-
-    def _take_own(self, said: Mapping[str, Any] | None, error: AllhandsError | None) -> None:
-        if said is None:
-            raise error or DataError("the files cannot be read")
-        if said["kind"] == "withdrawn":
-            self._state.withdrawn.append(self._state.names[said["file"]])
-            for duty in self._duties:
-                if duty.member is not None:
-                    duty.member.say("withdraw", file=said["file"])
-            return
-        self._state.sizes = tuple(entry.size for entry in self._entries)
-        self._state.total = sum(self._state.sizes)
-        self._shelf = SourceShelf([found.path for found in self._plan.files], self._entries, self._changed)
-        if self._listener is not None:
-            self._listener.open(self._shelf)
-        for number, host in enumerate(self._state.hosts):
-            if host.state == "looking":
-                self._send_manifest(number)
-
-    def _changed(self, file: int) -> None:
-        self._events.put((SOURCE, {"kind": "withdrawn", "file": file}, None))
-
-    def _on_hello(self, number: int, said: Mapping[str, Any]) -> None:
-        duty = self._duties[number]
-        duty.addresses = [(address, port) for address, port in said["addresses"]]
-        duty.source = said["source"]
-        self._state.hosts[number].state = "looking"
-        if self._shelf is not None:
-            self._send_manifest(number)
-        self._retry()
-
-    def _send_manifest(self, number: int) -> None:
-        member = cast(Member, self._duties[number].member)  # a host without one is out, and says nothing
-        roots = [root.on(self._hosts[number]) for root in self._plan.roots]
-        member.say("manifest", roots=roots, files=[entry.as_json() for entry in self._entries])
-
-    def _say_goodbye(self) -> None:
-        """Have the last numbers told."""
-        waiting = {number for number, duty in enumerate(self._duties) if duty.member is not None}
-        for number in waiting:
-            cast(Member, self._duties[number].member).end()
-        deadline = time.monotonic() + _END_S
-        while waiting and time.monotonic() < deadline:
-            with suppress(queue.Empty):
-                number, said, _ = self._events.get(timeout=_TICK_S)
-                if said is not None and said["kind"] == "ended" and _COUNTED(said):
-                    self._on_progress(number, said)
-                if number != SOURCE and (said is None or said["kind"] == "ended"):
-                    waiting.discard(number)
-
-    def _on_progress(self, number: int, said: Mapping[str, Any]) -> None:
-        host = self._state.hosts[number]
-        host.read, host.received, host.sent = said["read"], said["received"], said["sent"]
-
-    def _on_looked(self, number: int, said: Mapping[str, Any]) -> None:
-        if not (len(said["roots"]) == len(self._plan.roots) and all(i < len(self._entries) for i in said["files"])):
-            self._on_other(number, said)
-            return
-        host = self._state.hosts[number]
-        host.needed, host.lacking = said["needed"], tuple(said["files"])
-        wanting = [self._entries[file] for file in host.lacking]
-        host.paths = tuple("/".join((said["roots"][entry.root], *entry.parts)) for entry in wanting)
-        if self._options.dry_run or not host.lacking:
-            self._finish(number)
-            return
-        host.state = "receiving"
-        self._choose_parent(number)
-
-    def _on_orphan(self, number: int, said: Mapping[str, Any]) -> None:
-        duty = self._duties[number]
-        if said["number"] == duty.orders and duty.parent is not None:
-            duty.tried.add(duty.parent)
-            self._choose_parent(number, said["reason"])
-
-    def _on_want(self, number: int, said: Mapping[str, Any]) -> None:
-        feed, shelf = cast(Member, self._duties[number].member).feed(), self._shelf
-        if shelf is None:
-            self._on_other(number, said)
-            return
-
-        def send() -> None:
-            with suppress(Broken, OSError):
-                serve(feed, shelf, wanted(said["rows"], shelf), self._counts.adder("sent"))
-
-        threading.Thread(target=send, name="sync-feed", daemon=True).start()
-
-    def _on_complete(self, number: int, said: Mapping[str, Any]) -> None:
-        self._finish(number)
-
-    def _on_failed(self, number: int, said: Mapping[str, Any]) -> None:
-        name, reason = self._state.hosts[number].name, str(said["reason"])
-        if not said["errno"]:
-            self._fail(number, DistributedError(f"host {name}: {reason}", hint="see what it says, then sync again"))
-            return
-        error = storage_error(Path(said["path"] or "/"), OSError(said["errno"], reason))
-        error.where = f"{name}:{said['path']}"
-        self._fail(number, error)
-
-    def _on_other(self, number: int, said: Mapping[str, Any]) -> None:
-        name = self._state.hosts[number].name
-        self._fail(number, DistributedError(f"host {name} says what is not understood", hint="report this"))
-
-    def _finish(self, number: int) -> None:
-        self._state.hosts[number].state = "done"
-        self._state.hosts[number].done_s = time.monotonic() - self._began
-
-    def _fail(self, number: int, error: AllhandsError) -> None:
-        """This host is out; those that it fed find its connection closed, and are given another one."""
-        host, duty = self._state.hosts[number], self._duties[number]
-        if duty.member is None:
-            return
-        if host.state != "done":  # else it has everything, but feeds nobody any more
-            host.state, host.error = "failed", error
-        threading.Thread(target=duty.member.kill, name="sync-kill", daemon=True).start()
-        duty.member, duty.addresses = None, []
-        self._retry()
-
-    # --- who feeds whom -----------------------------------------------------------------------------
-
-    def _retry(self) -> None:
-        """Somebody may have waited for this host."""
-        for number, host in enumerate(self._state.hosts):
-            if host.state == "receiving" and self._duties[number].parent is None:
-                self._choose_parent(number)
-
-    def _choose_parent(self, number: int, reason: str = "") -> None:
-        """The nearest one above it that is well and has not been tried; in the end this computer, at last over ssh."""
-        duty, host = self._duties[number], self._state.hosts[number]
-        duty.parent = host.parent = None
-        above = self._parents[number]
-        while above is not None:
-            upper = self._duties[above]
-            if self._state.hosts[above].state != "failed" and above not in duty.tried and self._transport != "ssh":
-                if upper.addresses is None:
-                    return  # it is still being connected to
-                if upper.addresses:
-                    self._follow(number, above, upper.addresses)
-                    return
-            above = self._parents[above]
-        port = self._own_port(duty.source) if SOURCE not in duty.tried else None
-        if port is not None:
-            self._follow(number, SOURCE, [(duty.source, port)])
-        elif _OVER_SSH not in duty.tried:
-            self._follow(number, _OVER_SSH, None)
-        else:
-            hint = "sync again: what it has received is kept"
-            self._fail(number, DistributedError(f"host {host.name} cannot be fed: {reason}", hint=hint))
-
-    def _follow(self, number: int, parent: int, addresses: list[tuple[str, int]] | None) -> None:
-        duty = self._duties[number]
-        duty.parent, duty.orders = parent, duty.orders + 1
-        own = {SOURCE: "this computer", _OVER_SSH: "this computer over ssh"}
-        self._state.hosts[number].parent = own.get(parent) or self._hosts[parent].name
-        withdrawn = sorted(self._shelf.withdrawn) if self._shelf is not None else []
-        member = cast(Member, duty.member)
-        member.say("follow", addresses=addresses, number=duty.orders, withdrawn=withdrawn)
-
-    def _own_port(self, address: str) -> int | None:
-        """Where this computer serves at that address of its own, if it can."""
-        if not address or self._listener is None:
-            return None
-        if address not in self._ports:
-            self._ports[address] = self._listener.listen(address, lambda error: self._note_deaf(address, error))
-        return self._ports[address]
-
-    def _note_deaf(self, address: str, error: OSError) -> None:
-        if error.errno != errno.EADDRNOTAVAIL:  # a network in between knows this computer by another address
-            reason = cannot_listen(error, address, 0).message
-            self._state.notes.append(f"this computer cannot listen at {address}, so it feeds over ssh: {reason}")
-
-    # --- time passes --------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Give up hosts that are silent."""
-        for number, (host, duty) in enumerate(zip(self._state.hosts, self._duties, strict=True)):
-            member = duty.member
-            if member is None:
-                continue
-            if host.state == "connecting":
-                if member.silent_s > _CONNECT_S:
-                    hint = "look whether it is switched on"
-                    self._fail(number, DistributedError(f"host {host.name} has not answered in time", hint=hint))
-            elif member.silent_s > _LOST_S:
-                self._fail(number, lost(host.name, f"nothing heard for {_LOST_S:g} s"))
+        for closed in [self._pool.submit(member.close) for member in (*self._members, *self._senders)]:
+            closed.result()
+        self._pool.shutdown()
 
     def _update(self) -> None:
-        self._state.hashed, self._state.sent = self._counts.values["read"], self._counts.values["sent"]
+        for host, member in zip(self._state.hosts, self._members, strict=True):
+            if host.state == "looking" and member.session is not None:
+                host.read = member.session.progress
+            elif host.state == "receiving":
+                host.received = member.counted + max(0, member.arrived - member.before)
         self._state.seconds = time.monotonic() - self._began
         self._show(self._state)
+
+    def _go_on(self, number: int, done: bool) -> None:
+        self._state.hosts[number].done_s = time.monotonic() - self._began if done else None
+        self._state.hosts[number].state = "done" if done else "waiting"
+
+    def _fail(self, number: int, error: AllhandsError) -> None:
+        self._state.hosts[number].state, self._state.hosts[number].error = "failed", error
+
+    # --- what is here and there ---------------------------------------------------------------------
+
+    def _hash(self) -> None:
+        """Read the files here.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+
+        def beat(read: int) -> None:
+            self._state.hashed = read
+            self._show(self._state)
+
+        found = all_digests(self._state.names, HashCache(str(self._options.cache or "") or None), beat)
+        for path, each in zip(self._state.names, found, strict=True):
+            if isinstance(each, OSError):
+                hint = "check its rights, then sync again"
+                raise DataError(f"cannot be read: {each.strerror}", where=path, hint=hint)
+            self._entries.append(each)
+        self._state.sizes = tuple(status.st_size for status, _ in self._entries)
+        self._state.total = sum(self._state.sizes)
+
+    def _begin(self, number: int, connected: Future[None]) -> None:
+        """Find out what a host lacks."""
+        host, member = self._state.hosts[number], self._members[number]
+        try:
+            connected.result()
+            host.state = "looking"
+            self._look(number, sorted(self._wanted[number]))
+            host.lacking = tuple(sorted(member.lacking))
+            host.needed = sum(self._state.sizes[file] for file in host.lacking) - member.told["partial"]
+            host.paths = tuple(self._path(number, file) for file in host.lacking)
+            if host.lacking and member.told["rsync"] is None:
+                command = member.told["install"]
+                remedy = f"ssh -t {shlex.quote(str(member.host.ssh))} {shlex.quote(command)}" if command else _BY_HAND
+                raise DistributedError(f"there is no rsync on host {host.name}", hint=remedy)
+        except AllhandsError as error:
+            self._fail(number, error)
+            return
+        self._go_on(number, self._options.dry_run or not host.lacking)
+
+    def _look(self, number: int, files: Sequence[int]) -> None:
+        """Have a host put into place what has come, and tell which of these files it lacks.
+
+        Raises:
+            AllhandsError: the host is lost, or something there is in the way.
+        """
+        member = self._members[number]
+        told = member.ask(
+            "look",
+            _FLUSH_S,
+            roots=[root.on(member.host) for root in self._roots],
+            files=[self._described(file) for file in files],
+            envs=environment_of(member.host),
+            dry=self._options.dry_run,
+            token=self._token,
+        )
+        if len(told["roots"]) != len(self._roots) or max(told["lacking"], default=-1) >= len(files):
+            raise DistributedError(f"host {member.host.name} answers what is not understood", hint="report this")
+        member.told, member.arrived, member.before = told, told["partial"], told["partial"]
+        member.lacking = frozenset(files[index] for index in told["lacking"])
+
+    def _described(self, file: int) -> list[Any]:
+        """A file as the host is told it: root, path below it, size, hash, mode and time."""
+        found, (status, digest) = self._files[file], self._entries[file]
+        root, path = self._roots.index(found.root), "/".join(found.parts)
+        return [root, path, status.st_size, digest, status.st_mode & 0o777, status.st_mtime_ns]
+
+    def _root(self, number: int, file: int) -> str:
+        """The root of a file on that host."""
+        return str(self._members[number].told["roots"][self._roots.index(self._files[file].root)])
+
+    def _path(self, number: int, file: int) -> str:
+        """The path of a file on that host, or here."""
+        if number == HERE:
+            return self._state.names[file]
+        return os.path.join(self._root(number, file), *self._files[file].parts)
+
+    # --- who sends to whom --------------------------------------------------------------------------
+
+    def _next(self, running: Collection[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Pairs of a sender that is free and a host that waits."""
+        hosts = self._state.hosts
+        busy = {sender for sender, receiver in running if hosts[receiver].state == "receiving"}
+        barred = {receiver for _, receiver in list(self._barred)}
+        for receiver in [number for number, host in enumerate(hosts) if host.state == "waiting"]:
+            able = self._able(receiver)
+            # Nobody else will: then it need not wait for this computer to be free.
+            at_once = self._options.topology == "star" or (able == [HERE] and receiver in barred)
+            sender = next((one for one in able if at_once or one not in busy), None)
+            if sender is not None:
+                busy.add(sender)
+                yield sender, receiver
+
+    def _able(self, receiver: int) -> list[int]:
+        """Computers that may send to this host, the best first; empty if the host has to wait."""
+        hosts = self._state.hosts
+        others = [number for number in range(len(hosts)) if (number, receiver) not in self._barred]
+        if self._options.topology == "star":
+            return [HERE]
+        if self._options.topology == "tree":
+            return [HERE, *(number for number in others if self._sendable(number, receiver))]
+        for before in reversed([number for number in others if number < receiver]):
+            if hosts[before].state not in ("done", "failed"):
+                return []
+            if self._sendable(before, receiver):
+                return [before]
+        return [HERE]
+
+    def _sendable(self, sender: int, receiver: int) -> list[int]:
+        """The files that the one has and the other lacks."""
+        lacking = self._members[receiver].lacking - self._withdrawn
+        if sender != HERE:
+            lacking &= self._wanted[sender] if self._state.hosts[sender].state == "done" else frozenset()
+        return sorted(lacking)
+
+    def _way(self, sender: int, receiver: int, root: str) -> tuple[str, ssh.SshOptions]:
+        """By what name the sender reaches the host over ssh.
+
+        Raises:
+            _Refused: it cannot log in.
+            AllhandsError: the sender is lost.
+        """
+        host, told = self._members[receiver].host, self._members[receiver].told
+        ways = [(str(host.ssh), ssh.SshOptions())]
+        if sender == HERE:
+            return ways[0]
+        port = ssh.SshOptions(port=told["port"])
+        ways += [(f"{told['user']}@{ip}", port) for ip in dict.fromkeys([*host.ips, told["address"]]) if ip]
+        test = ["test", "-e", os.path.join(root, STAGING, self._token)]
+        logins = [{"target": name, "argv": ssh.command(name, test, settings)} for name, settings in ways]
+        tried = self._members[sender].ask("logins", 2 * _LOGIN_S, logins=logins, timeout_s=_LOGIN_S)["logins"]
+        right = [way for way, login in zip(ways, tried, strict=False) if login["code"] == 0]
+        if not right:
+            said = _last_line("\n".join(login["said"] for login in reversed(tried)))
+            raise _Refused(said or "ssh from there leads elsewhere, or gets no answer")
+        return right[0]
+
+    # --- one transfer -------------------------------------------------------------------------------
+
+    def _transfer(self, sender: int, receiver: int) -> None:
+        """Send, verify and put into place; afterwards the host is done, has failed, or waits for more."""
+        host, member = self._state.hosts[receiver], self._members[receiver]
+        host.parent = _THIS if sender == HERE else self._state.hosts[sender].name
+        files, reason = self._sendable(sender, receiver), ""
+        try:
+            try:
+                reason = self._send(sender, receiver, files)
+            except _Refused as refused:
+                self._barred[sender, receiver] = str(refused)
+            self._look(receiver, sorted(member.lacking))
+            left = [file for file in files if file in member.lacking]
+            if left and (sender == HERE or _disk_error(reason)):
+                self._explain(receiver, left, self._barred.pop((sender, receiver), reason))
+            elif left:
+                self._barred.setdefault((sender, receiver), _last_line(reason) or "its files are not what they were")
+        except AllhandsError as error:
+            self._fail(receiver, error)
+            return
+        host.received = member.counted
+        self._go_on(receiver, not self._sendable(HERE, receiver))
+
+    def _send(self, sender: int, receiver: int, files: Sequence[int]) -> str:
+        """Have the sender run rsync; its complaints, if it has failed.
+
+        Raises:
+            _Refused: the sender cannot, or is lost.
+        """
+        member = self._members[receiver]
+        own = Member(Host("localhost")) if sender == HERE else self._members[sender]
+        try:
+            if sender == HERE:
+                self._senders.append(own)
+                own.start()
+            transfers: list[dict[str, Any]] = []
+            for root in dict.fromkeys(self._root(receiver, file) for file in files):
+                name, settings = self._way(sender, receiver, root)
+                words = ["sh", "-c", RECEIVE, "sh", os.path.join(root, STAGING), member.told["rsync"]]
+                these = [file for file in files if self._root(receiver, file) == root]
+                links = {staged_name("/".join(self._files[file].parts)): self._path(sender, file) for file in these}
+                transfers.append({"links": links, "ssh": ssh.command(name, words, settings)})
+            rsync = program_path("rsync") if sender == HERE else own.told["rsync"]
+            if rsync is None:  # it had everything already
+                raise _Refused("there is no rsync")
+            ended = own.ask("send", rsync=rsync, transfers=transfers)
+        except AllhandsError as error:
+            raise _Refused(error.message) from None
+        finally:
+            if sender == HERE:
+                own.close()
+        found = [int(re.sub("[.,]", "", number)) for number in _SENT.findall(ended["stats"] + ended["said"])]
+        count = sum(found) if found else max(0, member.arrived - member.before)
+        member.counted, member.before = member.counted + count, member.arrived
+        (self._state if sender == HERE else self._state.hosts[sender]).sent += count
+        return (ended["said"].strip() or f"rsync ended with code {ended['code']}") if ended["code"] else ""
+
+    def _explain(self, receiver: int, files: Sequence[int], reason: str) -> None:
+        """Withdraw files that are not any more what was hashed; others must have failed for a reason.
+
+        Raises:
+            AllhandsError: that reason.
+        """
+        member = self._members[receiver]
+        for file in files:
+            before, path = self._entries[file][0], self._state.names[file]
+            if not os.path.exists(path) or file_identity(os.stat(path)) != file_identity(before):
+                if file not in self._withdrawn:
+                    self._withdrawn.add(file)
+                    self._state.withdrawn.append(path)
+            elif (number := _disk_error(reason)) is not None:
+                raise member.storage_error(self._path(receiver, file), number, os.strerror(number))
+            else:
+                said = _last_line(reason) or f"{path} has not arrived as it was sent"
+                raise DistributedError(f"host {member.host.name}: {said}", hint=f"see what it says, then {RETRY}")
+
+
+def _disk_error(text: str) -> int | None:
+    return next((number for words, number in _OF_DISKS.items() if words in text), None)
+
+
+def _last_line(text: str) -> str:
+    """The last line that tells a cause, short enough to be shown."""
+    lines = ["".join(letter for letter in line if letter.isprintable()).strip() for line in text.splitlines()]
+    telling = [line for line in lines if line and not line.startswith("rsync error:")]
+    return telling[-1][:200] if telling else ""

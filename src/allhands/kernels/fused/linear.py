@@ -35,7 +35,7 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
 
 
 def makes_dense(x: mx.array, selection: KernelSelection, *, least: int = 0) -> bool:
-    """Whether the product of ``x`` and a quantised weight is taken with the weight made dense.
+    """True if a quantised weight is made dense before ``x`` is multiplied by it.
 
     Args:
         least: number of tokens to decide for if there are fewer.
@@ -248,7 +248,7 @@ class Product:
         return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
 
     def _dense(self) -> Dense:
-        """What makes the dense weight."""
+        """A function that makes the dense weight."""
         if (kept := self._kept) is not None:
             return lambda _: kept
         weight = self._weight
@@ -272,7 +272,7 @@ def products_of(modules: Iterable[Any]) -> list[Product]:
 
 
 def _is_plain(base: Any) -> bool:
-    """Whether a layer is frozen and adds nothing to its product."""
+    """True for a frozen layer without a bias."""
     return "bias" not in base and not _is_trained(base)
 
 

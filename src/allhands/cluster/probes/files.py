@@ -1,0 +1,421 @@
+"""Files that ``allhands cluster sync`` copies: compared by SHA-256, sent by rsync, put into place once verified.
+
+What rsync writes goes to a hidden directory below the root of the files, under names that need no quoting. A file gets
+its own name when its hash is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from allhands.cluster.probes.computer import user_name
+from allhands.cluster.probes.tools import program_environment
+from allhands.cluster.probes.trees import cache_place, hub_place
+
+# Options that Samba's rsync (since the 2.6.9 of earlier Macs) and openrsync (macOS 15.4 and later) both have.
+RSYNC_OPTIONS = ("-r", "-L", "-I", "--partial", "--stats", "--timeout=120")
+STAGING = ".allhands-sync"
+# Runs rsync on the computer that receives; a shell there may print something before the mark.
+MARK = "allhands-sync-begins"
+RECEIVE = f'printf "\\n{MARK}\\n"; cd "$1" || exit; shift; unset RSYNC_PARTIAL_DIR; LC_ALL=C exec "$@"'
+SKIP = f"while IFS= read -r line; do case $line in *{MARK}) break;; esac; done; exec cat"
+_INSTALL = {
+    "brew": "brew install",
+    "apt-get": "sudo apt-get install -y",
+    "dnf": "sudo dnf install -y",
+    "yum": "sudo yum install -y",
+    "zypper": "sudo zypper install -y",
+    "pacman": "sudo pacman -S --noconfirm",
+    "apk": "sudo apk add",
+}
+_READERS = 4
+_PIECE = 4 << 20
+_BEAT_S = 0.5
+_SETTLED_NS = 1_500_000_000  # a file that has changed later than this may change again within one tick of its clock
+_BUSY = "another sync is writing here; of hosts that share a file system, name only one"
+CLAIMED: dict[str, int] = {}  # hidden directories that are locked until the program ends
+
+Digest = tuple[os.stat_result, str]
+Beat = Callable[[int], None]
+
+
+class HashCache:
+    """SHA-256 of files whose size, times and inode are still those of the time when they were read.
+
+    They are kept in the file ``path``; ``None``: for this process alone.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._known: dict[str, Any] = {}
+        if path is None:
+            return
+        with contextlib.suppress(OSError, ValueError, TypeError), open(path, encoding="utf-8") as stream:
+            self._known = dict(json.load(stream))
+
+    def digest(self, path: str, told: Beat) -> Digest:
+        """Status and hash of a regular file, which is read unless its hash is known. Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name must not hold us up
+        with open(descriptor, "rb", buffering=0) as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
+            known = self._known.get(path)
+            if isinstance(known, list) and known[:-1] == file_identity(status) and len(str(known[-1])) == 64:
+                told(status.st_size)
+                return status, str(known[-1])
+            began, digest, piece = time.time_ns(), hashlib.sha256(), memoryview(bytearray(_PIECE))
+            while count := stream.readinto(piece):
+                digest.update(piece[:count])
+                told(count)
+            if file_identity(os.fstat(descriptor)) != file_identity(status):
+                raise OSError(errno.EBUSY, "it changes while it is read", path)
+        if max(status.st_ctime_ns, status.st_mtime_ns) < began - _SETTLED_NS:
+            self.remember(path, status, digest.hexdigest())
+        return status, digest.hexdigest()
+
+    def remember(self, path: str, status: os.stat_result, digest: str) -> None:
+        """Note the hash of a file as it is now."""
+        self._known[path] = [*file_identity(status), digest]
+
+    def save(self) -> None:
+        """Write the hashes of files that still exist; a cache that cannot be written is done without."""
+        if self._path is None:
+            return
+        draft = f"{self._path}.{secrets.token_hex(4)}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self._path), 0o700, exist_ok=True)
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                json.dump({path: value for path, value in self._known.items() if os.path.lexists(path)}, stream)
+            os.replace(draft, self._path)
+
+
+def file_identity(status: os.stat_result) -> list[int]:
+    """Numbers of which one changes when a file is written or replaced."""
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]:
+    """Status and hash of each file, or its OSError; ``beat`` hears twice a second how many bytes have been read."""
+    found: list[Any] = [None] * len(paths)
+    numbers, read = iter(range(len(paths))), [0] * _READERS
+
+    def work(reader: int) -> None:
+        def told(count: int) -> None:
+            read[reader] += count
+
+        for number in numbers:
+            try:
+                found[number] = cache.digest(paths[number], told)
+            except OSError as error:
+                found[number] = error
+
+    threads = [threading.Thread(target=work, args=(reader,), daemon=True) for reader in range(_READERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_BEAT_S)
+            beat(sum(read))
+    beat(sum(read))
+    cache.save()
+    return found
+
+
+def program_path(name: str) -> str | None:
+    """The path of a program, also where a command over ssh does not look."""
+    return shutil.which(name, path=program_environment()["PATH"])
+
+
+def install_command(package: str) -> str:
+    """The command that installs a package on this computer; empty if none is known."""
+    return next((f"{words} {package}" for name, words in _INSTALL.items() if program_path(name)), "")
+
+
+def root_directory(root: Mapping[str, Any]) -> str:
+    """The directory that a root stands for on this computer, whether it exists or not."""
+    home = os.path.expanduser("~")
+    base = {"home": home, "hub": hub_place(), "cache": cache_place(), "absolute": "/"}.get(root["base"])
+    if base is None:
+        base = os.path.join(home, os.path.expanduser(root["cwd"]))
+        above = _nearest(base)
+        if not root["required"] and not (os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)):
+            base = home  # where ranks work that have no such directory
+    return os.path.normpath(os.path.join(base, root["at"]))
+
+
+def _nearest(path: str) -> str:
+    """The path, or the nearest directory above it that exists."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+# --- the computer that receives -----------------------------------------------------------------------
+
+
+class WantedFile:
+    """A file that is to be here: ``final`` is its place, ``staged`` where it waits until it is verified."""
+
+    def __init__(self, root: str, path: str, size: int, sha256: str, mode: int, mtime_ns: int) -> None:
+        self.root, self.path, self.size = root, path, size
+        self.sha256, self.mode, self.mtime_ns = sha256, mode, mtime_ns
+        self.final = os.path.join(root, *path.split("/"))
+        self.staged = os.path.join(root, STAGING, staged_name(path))
+
+    def waiting(self) -> int:
+        """Bytes of it that have been received."""
+        return max(0, min(self.size, _received(self.staged)))
+
+
+def staged_name(path: str) -> str:
+    """The name under which a file waits, by its path below the root."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+
+
+def _received(path: str) -> int:
+    """Bytes that rsync has written to a file; -1: none, or it has another name, too, and rsync only starts from it."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        return status.st_size if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else -1
+    return -1
+
+
+def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
+    """Put files that have come into place, and tell which this computer lacks; unless ``dry``, prepare for them.
+
+    A file of the request is root, path below it, size, SHA-256, mode and time.
+
+    Raises:
+        OSError: something is in the way, does not fit, or cannot be written.
+    """
+    os.environ.update(request["envs"])
+    roots = [root_directory(root) for root in request["roots"]]
+    files = [WantedFile(os.path.realpath(roots[root]), *rest) for root, *rest in request["files"]]
+    cache = HashCache(os.path.join(cache_place(), "sync-hashes.json"))
+    have: dict[str, str] = {}
+    lacking: list[WantedFile] = []
+    digests = all_digests([file.final for file in files], cache, beat)
+    for number, file in enumerate(files):
+        found = digests[number]
+        _refuse_obstacle(file.final, found)
+        have[_hash_of(found)] = file.final
+        if _hash_of(found) != file.sha256:
+            lacking.append(file)
+    if not request["dry"]:
+        _check_space(lacking)
+        for root in {file.root for file in lacking} - set(CLAIMED):
+            _claim(root, request["token"])
+        lacking = _take(lacking, cache, beat)
+        for file in lacking:
+            _seed(file, have.get(file.sha256, file.final))
+    wanting = set(lacking)
+    if not request["dry"]:
+        _tidy([file for file in files if file not in wanting], lacking, request["token"])
+    server = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", "", ""][2:4]
+    return {
+        "roots": roots,
+        "lacking": [number for number, file in enumerate(files) if file in wanting],
+        "partial": sum(file.waiting() for file in lacking),
+        "rsync": program_path("rsync"),
+        "install": install_command("rsync"),
+        "user": user_name(),
+        "address": server[0],
+        "port": int(server[1] or 22),
+    }
+
+
+def _hash_of(found: Digest | OSError) -> str:
+    return "" if isinstance(found, OSError) else found[1]
+
+
+def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
+    """Raise OSError if the place of a file can be neither read nor filled."""
+    if isinstance(found, OSError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, and a file is to be brought", path)
+        if found.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY):
+            raise found
+
+
+def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[WantedFile]:
+    """Move files that have come whole to their places, each in one moment; the others are returned."""
+    whole = [file for file in lacking if file.size == _received(file.staged)]
+    digests = all_digests([file.staged for file in whole], cache, beat)
+    # A place that two roots lead to is filled once.
+    taken = {file.final: file for number, file in enumerate(whole) if _hash_of(digests[number]) == file.sha256}
+    for file in taken.values():
+        _make_directories(file.root, file.path.split("/")[:-1])
+        try:
+            os.chmod(file.staged, file.mode)
+            os.utime(file.staged, ns=(time.time_ns(), file.mtime_ns))
+            _flush(file.staged)
+            os.rename(file.staged, file.final)
+        except OSError as error:  # it names the hidden file
+            raise OSError(error.errno, error.strerror, file.final) from None
+        cache.remember(file.final, os.stat(file.final), file.sha256)
+        beat(0)
+    for directory in {os.path.dirname(path) for path in taken}:
+        _flush(directory)
+    cache.save()
+    return [file for file in lacking if file.final not in taken]
+
+
+def _make_directories(root: str, parts: Sequence[str]) -> None:
+    """Make directories below ``root``; no link below it is followed. Raises OSError."""
+    for part in parts:
+        root = os.path.join(root, part)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(root)
+        if os.path.islink(root) or not os.path.isdir(root):
+            raise NotADirectoryError(errno.ENOTDIR, "this is a link or a file, where a directory must be", root)
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(lacking: Sequence[WantedFile]) -> None:
+    """Raise OSError if the files do not fit; drop a part that waits if there is no room for rsync's copy of it."""
+    free: dict[int, int] = {}
+    for root in {file.root for file in lacking}:
+        these = [file for file in lacking if file.root == root]
+        needed = sum(file.size - file.waiting() for file in these)
+        device = os.stat(_nearest(root)).st_dev
+        left = free[device] = free.get(device, shutil.disk_usage(_nearest(root)).free) - needed
+        if left < 0:
+            reason = f"the disk has {(left + needed) / 1e9:.2f} GB left, and {needed / 1e9:.2f} GB are needed"
+            raise OSError(errno.ENOSPC, reason, root)
+        for file in these:
+            if left < file.waiting() < file.size:
+                os.unlink(file.staged)
+
+
+def _seed(file: WantedFile, source: str) -> None:
+    """Let rsync start from a file that is here: it replaces the second name, and leaves the first one alone."""
+    if not os.path.lexists(file.staged):
+        with contextlib.suppress(OSError):
+            os.link(os.path.realpath(source), file.staged)
+
+
+def _claim(root: str, token: str) -> None:
+    """Make the hidden directory and keep other syncs out; ``token`` is a file there by which this one is known."""
+    staging = os.path.join(root, STAGING)
+    os.makedirs(root, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(staging, 0o700)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to somebody else", staging)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, _BUSY, root) from None
+    except OSError:
+        pass  # some network file systems cannot: go on
+    CLAIMED[root] = descriptor
+    for name in os.listdir(staging):
+        if len(name) != len(staged_name("")):
+            _keep_killed(os.path.join(staging, name))
+    open(os.path.join(staging, token), "w").close()
+
+
+def _keep_killed(draft: str) -> None:
+    """Let rsync go on from what it had written when it was killed, if that is more than what waits already."""
+    waiting = os.path.join(os.path.dirname(draft), _name_of(draft))
+    if len(_name_of(draft)) == len(staged_name("")) and _received(draft) > _received(waiting):
+        os.replace(draft, waiting)
+    else:
+        os.unlink(draft)
+
+
+def _name_of(path: str) -> str:
+    """The name under which a file waits, by one of rsync's own: it writes to .NAME.XXXXXX."""
+    return os.path.basename(path).lstrip(".").partition(".")[0]
+
+
+def _tidy(there: Sequence[WantedFile], lacking: Sequence[WantedFile], token: str) -> None:
+    """Remove what waits for files that are there, and hidden directories that nothing needs any more."""
+    for file in there:
+        with contextlib.suppress(OSError):
+            os.unlink(file.staged)
+    for root in {file.root for file in there} - {file.root for file in lacking}:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(root, STAGING, token))
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(root, STAGING))
+
+
+def staged_bytes(roots: Sequence[str]) -> int:
+    """Bytes that have come, of files that are not in place yet."""
+    sizes: dict[str, int] = {}
+    for root in roots:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(os.path.join(root, STAGING)):
+                name = root + _name_of(entry.path)
+                sizes[name] = max(sizes.get(name, 0), _received(entry.path))
+    return sum(sizes.values())
+
+
+# --- the computer that sends --------------------------------------------------------------------------
+
+
+def send(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
+    """Run rsync for each of ``transfers``: ``links``, names and paths of files, and ``ssh``, the command elsewhere.
+
+    Returns the exit code of the last one, and the figures and complaints of all; after a failure no other is begun.
+    """
+    ended: dict[str, Any] = {"code": 0, "stats": "", "said": ""}
+    for transfer in request["transfers"]:
+        if ended["code"] == 0:
+            _send(request["rsync"], transfer, beat, ended)
+    return ended
+
+
+def _send(rsync: str, transfer: Mapping[str, Any], beat: Beat, ended: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory(prefix="allhands-sync-") as work:
+        os.mkdir(os.path.join(work, "files"))
+        for name, path in transfer["links"].items():
+            os.symlink(path, os.path.join(work, "files", name))
+        with open(os.path.join(work, "ssh"), "w", encoding="utf-8", errors="surrogateescape") as stream:
+            # rsync gives it a host and the name of the program there, then the words for that program.
+            stream.write(f'shift 2\n{shlex.join(transfer["ssh"])}" $*" | {{ {SKIP}; }}\n')
+        with open(os.path.join(work, "stats"), "w+b") as stats, open(os.path.join(work, "said"), "w+b") as said:
+            process = subprocess.Popen(
+                [rsync, *RSYNC_OPTIONS, "-e", "sh ./ssh", "files/", "peer:."],
+                cwd=work,
+                stdin=subprocess.DEVNULL,
+                stdout=stats,
+                stderr=said,
+                env={name: value for name, value in program_environment().items() if not name.startswith("RSYNC_")},
+            )  # in the group of this process, so that who kills that kills both
+            try:
+                while process.poll() is None:
+                    beat(0)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_BEAT_S)
+            finally:
+                process.kill()
+                ended["code"] = process.wait()
+            for name, stream in (("stats", stats), ("said", said)):
+                stream.seek(0)
+                ended[name] += stream.read(1 << 14).decode(errors="replace")

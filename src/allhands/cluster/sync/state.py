@@ -1,0 +1,88 @@
+"""Options of a sync, its progress, and the report at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from allhands.errors import AllhandsError, DataError, DistributedError
+
+Topology = Literal["tree", "chain", "star"]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """How files are copied.
+
+    Attributes:
+        topology: ``tree``: every host that has everything sends to one that waits; ``chain``: each host gets them
+            from the one before it; ``star``: this computer sends to all at once.
+        dry_run: only find out what each host lacks.
+        cache: file with hashes of the files here; ``None``: all are read.
+    """
+
+    topology: Topology = "tree"
+    dry_run: bool = False
+    cache: Path | None = None
+
+
+@dataclass
+class HostState:
+    """Progress of one host.
+
+    Attributes:
+        state: ``connecting``, ``looking``, ``waiting``, ``receiving``, ``done`` or ``failed``.
+        read: bytes of its own files that it has read.
+        needed: bytes of the files that it lacks, without those that an earlier sync has left.
+        lacking: numbers of these files; ``paths`` is where they belong there.
+        received: bytes that have come, at the end as rsync counts them.
+        parent: who has sent most recently.
+        done_s: seconds from the start until it had everything.
+    """
+
+    name: str
+    state: str = "connecting"
+    read: int = 0
+    needed: int = 0
+    lacking: tuple[int, ...] = ()
+    paths: tuple[str, ...] = ()
+    received: int = 0
+    sent: int = 0
+    parent: str | None = None
+    error: AllhandsError | None = None
+    done_s: float | None = None
+
+
+@dataclass
+class SyncState:
+    """Progress of the sync, and its report at the end.
+
+    Attributes:
+        hashed: bytes of the files here that have been read, or whose hashes are known.
+        sent: bytes that this computer has sent.
+        withdrawn: files that have changed while they were sent.
+    """
+
+    hosts: list[HostState]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    total: int = 0
+    hashed: int = 0
+    sent: int = 0
+    notes: list[str] = field(default_factory=list[str])
+    withdrawn: list[str] = field(default_factory=list[str])
+    seconds: float = 0.0
+
+    @property
+    def errors(self) -> list[AllhandsError]:
+        """Everything that went wrong."""
+        found = [host.error for host in self.hosts if host.error is not None]
+        hint = "sync again when nothing writes to it"
+        return found + [DataError("it changed while it was sent", where=name, hint=hint) for name in self.withdrawn]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the most telling of the errors' codes: a host lost before a disk that is full."""
+        codes = {error.exit_code for error in self.errors}
+        return next((code for code in (DistributedError.exit_code, *sorted(codes)) if code in codes), 0)
