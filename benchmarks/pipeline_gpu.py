@@ -33,7 +33,7 @@ from slow_links import PACKAGES, WARM_UP, Gpus, events_of, train
 
 WAYS: dict[str, tuple[str, ...]] = {
     "refused": (),
-    "pipeline": ("--strategy", "pipeline", "--micro-batch-tokens", "1024"),
+    "pipeline": ("--strategy", "pipeline"),
     "data parallel": (),
     "one process": (),
 }
@@ -55,6 +55,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=8, help="that are counted (%(default)s)")
     parser.add_argument("--limit", type=float, default=40e9, help="bytes that a GPU seems to have (%(default).0e)")
     parser.add_argument("--least", type=float, default=6100.0, help="tokens a second of the pipeline (%(default)s)")
+    parser.add_argument(
+        "--micro-batch-rows", type=positive, default=2, help="that a stage computes at once (%(default)s)"
+    )
     parser.add_argument("--pp-split", default="auto", help="blocks of each stage, such as 56,24 (%(default)s)")
     parser.add_argument("--cpu", action="store_true", help="two processes on this processor over a ring; no bars")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds that a run may take")
@@ -139,8 +142,9 @@ def words_of(options: argparse.Namespace, work: Path, way: str) -> list[str]:
         f"--keep-last 0 --gradient-check off --no-keep-best --val-batches 0 --steps-per-report 1 "
         f"--adapter-path {work / _slug(way)}"
     )
-    split = ["--pp-split", options.pp_split] if way == "pipeline" else []
-    return [*text.split(), *WAYS[way], *split]
+    tokens = str(options.micro_batch_rows * ROW)
+    divided = ["--pp-split", options.pp_split, "--micro-batch-tokens", tokens] if way == "pipeline" else []
+    return [*text.split(), *WAYS[way], *divided]
 
 
 def _slug(way: str) -> str:
@@ -196,7 +200,7 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     say(f"a model of {options.layers} blocks of width {options.dims}")
     write_inputs(options, work)
     runs = {way: run(options, work, way) for way in options.ways}
-    kept = ("layers", "dims", "vocabulary", "trained", "batch_size", "steps", "limit", "least", "pp_split")
+    kept = ("layers", "dims", "vocabulary", "trained", "batch_size", "steps", "limit", "least", "micro_batch_rows", "pp_split")
     return {
         **conditions(options, kept, facts, PACKAGES),
         "runs": runs,
