@@ -139,7 +139,7 @@ def words_of(options: argparse.Namespace, work: Path, way: str) -> list[str]:
     text = (
         f"train --train --model {work / 'model'} --data {work / 'data'} --num-layers {options.trained} "
         f"--batch-size {rows} --max-seq-length {ROW} --learning-rate 1e-5 --iters {WARM_UP + options.steps} --seed 1 "
-        f"--keep-last 0 --gradient-check off --no-keep-best --val-batches 0 --steps-per-report 1 "
+        f"--compile on --keep-last 0 --gradient-check off --no-keep-best --val-batches 0 --steps-per-report 1 "
         f"--adapter-path {work / _slug(way)}"
     )
     tokens = str(options.micro_batch_rows * ROW)

@@ -255,6 +255,14 @@ class PartExchange:
         delivery = self._opened(target) if self.keeps else None
         return self._begin_shared(target, delivery, tensors) if self.shared else self._begin_sent(delivery, tensors())
 
+    def settle(self) -> None:
+        """Wait for what this rank writes.
+
+        To be called before it waits for others that wait for its part: an exchange over NCCL keeps a GPU from handing
+        out what is still to be written.
+        """
+        wait(self._pending)
+
     def close(self) -> None:
         """Wait for what this rank writes."""
         self.ends()

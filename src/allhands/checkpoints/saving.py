@@ -396,11 +396,16 @@ def saving(
         if parts is not None:
             parts.begin(target)
 
+    def nothing(wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
+        if parts is not None and wait_for_all:
+            parts.settle()
+        return []
+
     with ExitStack() as stack:
         if parts is not None:
             stack.callback(parts.close)
         if not keeps:
-            yield offer, lambda wait: []
+            yield offer, nothing
             return
         saver = Saver(plan, hold, describe, parts, held.waits)
         stack.callback(saver.close)

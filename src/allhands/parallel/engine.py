@@ -281,6 +281,8 @@ class _Step:
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._came: dict[tuple[int, int], mx.array] = {}
         self._to_send: dict[tuple[int, int, int], mx.array] = {}
+        # Of the last backward pass that was handed out: once it is there, so is the pass, and its memory is free.
+        self._handed_out: mx.array | None = None
         self.sums: list[mx.array] = []
         self.gradients: dict[int, list[mx.array]] = {}
 
@@ -319,8 +321,7 @@ class _Step:
             passing.received = self._messages.here(self._came.pop(place))
         if stage < self._engine.first_trained:
             outputs = compute.forward(passing.received, passing.arguments)
-            # A device computes this one while the host prepares the next; no further than messages are on their way.
-            (mx.eval if self._engine.cpu_native else mx.async_eval)(outputs)
+            self._hand_out(outputs)  # no further than messages are on their way
             self._end_forward(place, outputs, last=last)
             return
         if not last:
@@ -334,8 +335,12 @@ class _Step:
             outputs, passing.of_input, passing.of_weights = compute.begin(
                 passing.received, passing.cotangent, passing.arguments
             )
-        mx.eval(outputs)
+        self._hand_out(outputs)
         self._end_forward(place, outputs, last=last)
+
+    def _hand_out(self, *arrays: Any) -> None:
+        """Have them computed; a graph while the host makes the next one."""
+        (mx.eval if self._engine.cpu_native else mx.async_eval)(*arrays)
 
     def _end_forward(self, place: tuple[int, int], outputs: list[mx.array], *, last: bool) -> None:
         if last:
@@ -358,7 +363,7 @@ class _Step:
             if compute.stage.blocks.is_last:
                 self._end_forward(place, outputs, last=True)
         if passing.of_input is not None:
-            mx.eval(passing.of_input)
+            self._hand_out(passing.of_input)
             self._to_send[stage, batch, stage - 1] = passing.of_input
 
     def _weights(self, action: Action) -> None:
@@ -373,7 +378,10 @@ class _Step:
         )
         del new, before
         self.gradients[action.stage] = total
-        mx.eval(total, self.sums)
+        self._hand_out(total, self.sums)
+        if self._handed_out is not None:
+            mx.eval(self._handed_out)
+        self._handed_out = min(total, key=lambda array: array.nbytes)
 
     def _backward(self, action: Action) -> None:
         self._inputs(action)
