@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,13 +20,12 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 
 from allhands.distributed.capabilities import can, require_way
-from allhands.distributed.ring import Watch, reach_first, take_turns
+from allhands.distributed.ring import Watch, reach_first, take_turns, wait_asleep
 from allhands.errors import ConfigError, DistributedError
 from allhands.runtime.accelerator import nothing_computed
 from allhands.runtime.jit_cache import launch_directly
 
 _NEIGHBOURS_S = 60.0  # MLX itself waits for half a minute
-_GIVES_WAY = 12  # of 19: a fifteenth of the time where another thread wants all of it
 _LATER_S = 1.0  # whoever keeps a deadline from outside has the first word
 DeviceKind = Literal["cpu", "gpu"]
 _PERSONS = "a person's"  # back-end of a group that MLX has made for a person: which one is not known
@@ -82,7 +81,6 @@ class ExchangeStream:
 
     Attributes:
         sent_bytes: that this process has been asked to send so far, over all groups.
-        threads: the back-end's own, as the system numbers them; empty where that is not known.
     """
 
     def __init__(self, device: DeviceKind) -> None:
@@ -92,7 +90,6 @@ class ExchangeStream:
         self._used: mx.Stream | None = None
         self._thread = 0
         self.sent_bytes = 0
-        self.threads: frozenset[int] = frozenset()
 
     def restart(self, *, apart: bool) -> None:
         """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
@@ -266,20 +263,15 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """The same ranks, exchanging from now on beside what a CPU computes; as it is, where only one thread may exchange.
-
-    While a message is on its way MLX's ring asks for it without a pause, in two threads, which would take most of the
-    time of a process that has one core. So they give way to whoever computes.
-    """
+    """The same ranks, exchanging from now on beside what a CPU computes; as it is, where only one thread may exchange."""
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     exchange = communicator.exchange
     exchange.release()
     if exchange.home is None:
         exchange.home = mx.new_stream(mx.cpu)
-    for thread in exchange.threads:
-        with suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread, max(_GIVES_WAY, os.getpriority(os.PRIO_PROCESS, thread)))
+    if hostfile := os.environ.get("MLX_HOSTFILE"):
+        wait_asleep(Path(hostfile))
     return on_stream(communicator, exchange.home)
 
 
@@ -340,11 +332,9 @@ def connect(
         reach_first(first, rank, size, wait_s, watch)
     if backend == "nccl":  # whose first sum is computed on the GPU: afterwards it is too late
         launch_directly(os.environ, untouched=nothing_computed())
-    before, exchange = _threads(), exchange_stream(_device_of(backend))
     group = _initialise(backend, size)
     _check_size(group, backend, size, rank)
-    exchange.threads = _threads() - before
-    exchange.restart(apart=can(backend, "overlap"))
+    exchange_stream(_device_of(backend)).restart(apart=can(backend, "overlap"))
     communicator = MlxGroup(group, backend)
     _check_first_sum(communicator)
     _check_first_gathering(communicator)
@@ -411,14 +401,6 @@ _HINTS = {
     "nccl": "check that MLX is the CUDA build and that every rank sees its GPU (nvidia-smi)",
     "jaccl": "check that RDMA over Thunderbolt is enabled on every Mac",
 }
-
-
-def _threads() -> frozenset[int]:
-    """Those of this process that are not Python's, where the system tells: on Linux."""
-    with suppress(OSError):
-        known = {thread.native_id for thread in threading.enumerate()}
-        return frozenset(int(name) for name in os.listdir("/proc/self/task")) - known
-    return frozenset()
 
 
 def _check_size(group: Any, backend: str, size: int, rank: int) -> None:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ _MOST_BYTES = 256  # of what one says
 _AGREED = b"agreed"
 _PARTING_S = 1.0
 _TICK_S = 0.2
+_ASLEEP_US = 1000  # until a thread of MLX's ring looks for what is to be sent; Linux rounds up to its own tick
 
 
 class BlockedError(DistributedError):
@@ -170,6 +172,28 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
     absent = [other for other in words.values() if other not in came]
     where = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{' ...' * (len(absent) > 8)}"
     raise _missing(where, timeout_s, f"said nothing to rank 0 at {host}")
+
+
+def wait_asleep(hostfile: Path) -> int:
+    """Let the threads of this process's ring sleep until bytes come or can go; returns how many connections it has.
+
+    MLX opens them so that a call returns at once, and asks again and again, in a thread for each: on a computer with few
+    cores that takes a core from those that compute. A call that ends without bytes after a moment is the same to MLX.
+    """
+    ports, found = {_address(host)[1] for host in _hosts(hostfile)}, 0
+    moment = struct.pack("ll", 0, _ASLEEP_US)
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):
+            # Not a socket, or not connected: not one of the ring's.
+            with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+                internet = link.family in (socket.AF_INET, socket.AF_INET6)
+                if not internet or not ports & {link.getsockname()[1], link.getpeername()[1]}:
+                    continue
+                for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    link.setsockopt(socket.SOL_SOCKET, direction, moment)
+                os.set_blocking(link.fileno(), True)
+                found += 1
+    return found
 
 
 class _Beside(threading.Thread):
