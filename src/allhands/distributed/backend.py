@@ -263,7 +263,7 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """The same ranks, exchanging from now on beside what a CPU computes; as it is, where only one thread may exchange."""
+    """The same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     exchange = communicator.exchange

@@ -7,13 +7,15 @@ not finite: then model and optimizer are as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_map
 
 from allhands.io.trees import flatten, number, unflatten
 from allhands.parallel.base import Strategy
@@ -80,6 +82,10 @@ class Updater(Protocol):
         """Take the update of a global batch; empties ``reduced.grads``."""
         ...
 
+    def expected(self, reduced: Reduced) -> Any:
+        """The tree of trained weights that this update would make; model and optimizer stay as they are."""
+        ...
+
 
 def make_updater(
     model: nn.Module,
@@ -96,19 +102,46 @@ def make_updater(
     if not cpu_native:
         return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
     native = native_update(model, optimizer)
-    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, rules)
+    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
 
 
-class UpdateByHand:
-    """Look at the numbers, then update by MLX's optimizer."""
-
-    flat = None
-    graph = None
+class _Updates:
+    """What all updaters have."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
         self._optimizer = optimizer
         self._rules = rules
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        raise NotImplementedError
+
+    def expected(self, reduced: Reduced) -> Any:
+        rules, self._rules = self._rules, Rules(self._rules.max_grad_norm)
+        try:
+            with self._as_it_was():
+                self(reduced)
+                return self._model.trainable_parameters()
+        finally:
+            self._rules = rules
+
+    @contextmanager
+    def _as_it_was(self) -> Generator[None]:
+        """Leave model and optimizer as they are before."""
+        model, optimizer = self._model, self._optimizer
+        weights, state = model.trainable_parameters(), tree_map(lambda x: x, optimizer.state)
+        try:
+            yield
+        finally:
+            model.update(weights)
+            optimizer.state = state
+
+
+class UpdateByHand(_Updates):
+    """Look at the numbers, then update by MLX's optimizer."""
+
+    flat = None
+    graph = None
 
     def __call__(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
@@ -129,15 +162,15 @@ class UpdateByHand:
         return Updated(norm)
 
 
-class NativeUpdater:
+class NativeUpdater(_Updates):
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
 
     flat = None
     graph = None
 
-    def __init__(self, native: NativeUpdate, rules: Rules) -> None:
+    def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
+        super().__init__(model, optimizer, rules)
         self._native = native
-        self._rules = rules
 
     def __call__(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
@@ -155,19 +188,31 @@ class NativeUpdater:
         return Updated(mx.array(norm))
 
 
-class GraphUpdater:
+class GraphUpdater(_Updates):
     """Update lazily if all numbers are finite; they are looked at afterwards."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, strategy: Strategy, rules: Rules, *, compiled: bool
     ) -> None:
+        super().__init__(model, optimizer, rules)
         how: Any = {"compiled": compiled, "travelling": strategy.overlaps}
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
         self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
         self._strategy = strategy
-        self._rules = rules
+
+    @contextmanager
+    def _as_it_was(self) -> Generator[None]:
+        if self.flat is None:
+            with super()._as_it_was():
+                yield
+            return
+        weights, state = self.graph.weights(), self.graph.flat_state()
+        try:
+            yield
+        finally:
+            self.graph.put_flat_state(state, weights)
 
     @property
     def flat(self) -> FlatWeights | None:
