@@ -230,7 +230,7 @@ class LocalCosts:
 
 
 class DelayedCosts(DataCosts):
-    """As data parallelism, with sums on their way, this rank's part of them, and the weights before the update."""
+    """As data parallelism, with sums on their way, this rank's part of them, and the weights that it expects."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return replace(memory, optimizer=memory.optimizer + 3 * memory.trained)
