@@ -23,7 +23,7 @@ from twins import ThreadCommunicator, run_ranks
 
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.codecs import CODECS
-from allhands.io.trees import flatten
+from allhands.io.trees import flatten, unflatten
 from allhands.train.optimizers import SGD, KernelAdam
 from allhands.train.step import StepOptions, TrainStep, make_step
 from allhands.train.updater import Rules
@@ -49,31 +49,42 @@ def on_ranks(size: int, work: Any) -> list[Any]:
     return found
 
 
-def reference(size: int, steps: int) -> list[Weights]:
-    """The weights after each step: a rank's passes are with those that its own last gradients would make."""
+def expected(model: Any, own: Any, mean: Any, norm: float | None, max_norm: float | None) -> Any:
+    """The weights after a step of Adam by a rank's own mean gradient, clipped as the last sum; no new squares."""
+    (b1, b2), step = own.betas, float(own.step)
+    clipped = 1.0 if max_norm is None or norm is None else min(max_norm / (norm + 1e-6), 1.0)
+    found, state = dict(_flat(model)), dict(flatten(own.state))
+    for name, gradient in flatten(mean):
+        first = b1 * state[f"{name}.m"] + (1 - b1) * clipped * gradient
+        first, second = first / (1 - b1 ** (step + 1)), state[f"{name}.v"] / (1 - b2**step)
+        found[name] = found[name] - own.learning_rate * first / (mx.sqrt(second) + own.eps)
+    return unflatten(list(found.items()))
+
+
+def reference(size: int, steps: int, max_norm: float | None) -> list[Weights]:
+    """The weights after each step: a rank's passes are with those that it expects."""
     model, own = network(), optim.Adam(1e-3, eps=1e-5, bias_correction=True)
     late: Any = None
+    norm: float | None = None
     of_rank: list[Any] = [None] * size
     found = list[Weights]()
     for step in range(steps):
-        present = model.trainable_parameters()
         batches = [batches_of(step, rank) for rank in range(size)]
         tokens = [sum(int((batch.targets >= 0).sum()) for batch in each) for each in batches]
         means = list[Any]()
         for rank in range(size):
             there = network()
-            there.update(present)
-            if of_rank[rank] is not None:
-                trial = optim.Adam(1e-3, eps=1e-5, bias_correction=True)
-                if own.state.keys() - {"step", "learning_rate"}:
-                    trial.state = tree_map(lambda x: x, own.state)
-                trial.update(there, of_rank[rank])
+            there.update(model.trainable_parameters())
+            if of_rank[rank] is not None and own.state.get("model"):
+                there.update(expected(model, own, of_rank[rank], norm, max_norm))
             _, mean = nn.value_and_grad(there, partial(mean_loss, there))(batches[rank])
             mx.eval(mean)
             means.append(mean)
         of_rank = [mean if own_tokens else None for mean, own_tokens in zip(means, tokens, strict=True)]
         if late is not None:
-            own.update(model, late)
+            norm = float(np.sqrt(sum(np.square(np.array(each, dtype=np.float64)).sum() for _, each in flatten(late))))
+            clipped = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
+            own.update(model, tree_map(partial(mx.multiply, clipped), late))
             mx.eval(model.parameters(), own.state)
         whole = sum(tokens)
         parts = [tree_map(partial(mx.multiply, n / whole), mean) for n, mean in zip(tokens, means, strict=True)]
@@ -86,11 +97,12 @@ def _flat(model: Any) -> Any:
     return flatten(model.trainable_parameters())
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("cpu_native", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_steps_are_those_of_a_loop_that_shares_no_code(size: int, cpu_native: bool) -> None:
+def test_steps_are_those_of_a_loop_that_shares_no_code(size: int, cpu_native: bool, max_norm: float | None) -> None:
     def one(communicator: Any) -> Any:
-        step = made(communicator, cpu_native=cpu_native)
+        step = made(communicator, cpu_native=cpu_native, rules=Rules(max_norm))
         results, weights = list[Any](), list[Weights]()
         for number in range(STEPS):
             results.append(step(batches_of(number, communicator.rank)))
@@ -101,8 +113,8 @@ def test_steps_are_those_of_a_loop_that_shares_no_code(size: int, cpu_native: bo
     found = on_ranks(size, one)
     start = {name: np.array(array) for name, array in _flat(network())}
     assert all((found[0][1][0][name] == start[name]).all() for name in start)
-    for number, expected in enumerate(reference(size, STEPS)):
-        assert_close(found[0][1][number], expected, 1e-5)
+    for number, expected in enumerate(reference(size, STEPS, max_norm)):
+        assert_close(found[0][1][number], expected, 3e-5)
         replicas = [{name: array.tobytes() for name, array in each[1][number].items()} for each in found]
         assert all(each == replicas[0] for each in replicas)
         told = [(each[0][number].loss_sum, each[0][number].num_targets, each[0][number].grad_norm) for each in found]

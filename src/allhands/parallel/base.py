@@ -59,7 +59,7 @@ class Exchanging:
         return self.communicator.size
 
 
-Expected = Callable[[Reduced], Any]
+Expected = Callable[[Reduced, bool], Any]
 
 
 class Strategy(Protocol):
@@ -133,7 +133,7 @@ class Strategy(Protocol):
         """Called once, before the first step, with the passes that it will be given.
 
         Args:
-            expected: gives the weights that an update by some sums would make, and changes nothing.
+            expected: gives the weights that an update by some sums, or by this rank's part of them, would make.
         """
         ...
 

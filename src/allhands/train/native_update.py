@@ -56,15 +56,16 @@ class NativeUpdate:
             total += float(parts.sum())
         return math.sqrt(total)
 
-    def __call__(self, sums: list[Named], factor: float) -> None:
-        """Take the update by ``factor`` times ``sums``, which are emptied."""
+    def __call__(self, sums: list[Named], factor: float, *, squares: bool = True) -> None:
+        """Take the update by ``factor`` times ``sums``, which are emptied; ``squares``: of the second moments, too."""
         optimizer = self._optimizer
         optimizer.advance()
         mx.eval(optimizer.step, optimizer.learning_rate)
         rate, step, (b1, b2), root = float(optimizer.learning_rate), int(optimizer.step), optimizer.betas, 1.0
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
-            rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
+            rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2 ** (step if squares else step - 1))
+        b2 = b2 if squares else 1.0
         numbers = np.array([factor, rate, b1, b2, 1.0 - b1, 1.0 - b2, optimizer.eps, root], dtype=np.float32)
         weights = dict(flatten(self._model.trainable_parameters()))
         for group in _groups(sums):

@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from allhands.io.trees import flatten, number, unflatten
+from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
 from allhands.parallel.gradient import FlatWeights
-from allhands.parallel.sums import Reduced
+from allhands.parallel.sums import Named, Reduced
 from allhands.train.graph_update import GraphUpdate, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
-from allhands.train.optimizers import Optimizer
+from allhands.train.optimizers import KernelAdam, Optimizer
 from allhands.train.result import all_finite, divisor_of
 
 
@@ -82,8 +82,8 @@ class Updater(Protocol):
         """Take the update of a global batch; empties ``reduced.grads``."""
         ...
 
-    def expected(self, reduced: Reduced) -> Any:
-        """The tree of trained weights that this update would make; model and optimizer stay as they are."""
+    def expected(self, reduced: Reduced, part: bool) -> Any:
+        """The tree of trained weights that this update would make, of which a ``part`` is known; nothing changes."""
         ...
 
 
@@ -112,29 +112,85 @@ class _Updates:
         self._model = model
         self._optimizer = optimizer
         self._rules = rules
+        self._norm: mx.array | None = None  # of the last update's mean gradient
+        self._has_moments = False
 
     def __call__(self, reduced: Reduced) -> Updated:
+        updated = self._update(reduced)
+        self._norm = updated.norm
+        return updated
+
+    def _update(self, reduced: Reduced) -> Updated:
         raise NotImplementedError
 
-    def expected(self, reduced: Reduced) -> Any:
-        rules, self._rules = self._rules, Rules(self._rules.max_grad_norm)
+    def expected(self, reduced: Reduced, part: bool) -> Any:
+        model, rules = self._model, self._rules
+        self._rules = Rules(rules.max_grad_norm)
         try:
             with self._as_it_was():
-                self(reduced)
-                return self._model.trainable_parameters()
+                if part:
+                    self._expect(reduced)
+                else:
+                    self._update(reduced)
+                return model.trainable_parameters()
         finally:
             self._rules = rules
+
+    def _expect(self, part: Reduced) -> None:
+        """Take the update that is expected of a part of its sums.
+
+        A part's mean gradient is noisier: it is clipped as much as the last sum was, and Adam's squares, which that
+        noise would raise, stay. So what ranks expect is what comes, on the average over them.
+        """
+        most, norm, clipped = self._rules.max_grad_norm, self._norm, mx.array(1.0)
+        if most is not None and norm is not None:
+            clipped = mx.where(mx.isfinite(norm), mx.minimum(most / (norm + 1e-6), 1.0), clipped)
+        factor = clipped / mx.maximum(divisor_of(part), 1.0)
+        if not isinstance(self._optimizer, KernelAdam):
+            self._update(replace(part, divisor=1.0 / factor))
+        elif self._has_moments or number(self._optimizer.step) > 0:
+            self._has_moments = True
+            self._expect_moments(part.grads, factor)
+
+    def _expect_moments(self, grads: list[Named], factor: mx.array) -> None:
+        """Take Adam's update by ``factor`` times ``grads``, with the squares that it has.
+
+        What the gradients add to the first moment is put there, the squares' decay is made up for, and the update is
+        by zeros.
+        """
+        optimizer = cast("KernelAdam", self._optimizer)
+        (b1, b2), step = optimizer.betas, optimizer.step.astype(mx.float32)
+        kept = (
+            1.0 / b2 * ((1.0 - b2 ** (step + 1.0)) / (1.0 - b2**step) if optimizer.bias_correction else mx.array(1.0))
+        )
+        state = self._state()
+        for name, gradient in grads:
+            home = part_of(state, name)
+            first, second = home["m"], home["v"]
+            added = gradient.astype(mx.float32) * (factor * ((1.0 - b1) / b1))
+            home["m"] = first + added.astype(first.dtype)
+            home["v"] = second * kept.astype(second.dtype)
+        self._take(state)
+        zeros = [(name, mx.zeros_like(gradient)) for name, gradient in grads]
+        self._update(Reduced(zeros, mx.zeros((1,)), divisor=mx.array(1.0)))
+
+    def _state(self) -> Any:
+        """The optimizer's state by the names of the gradients, in a tree that may be changed."""
+        return tree_map(lambda x: x, self._optimizer.state)
+
+    def _take(self, state: Any) -> None:
+        """The reverse of :meth:`_state`."""
+        self._optimizer.state = state
 
     @contextmanager
     def _as_it_was(self) -> Generator[None]:
         """Leave model and optimizer as they are before."""
-        model, optimizer = self._model, self._optimizer
-        weights, state = model.trainable_parameters(), tree_map(lambda x: x, optimizer.state)
+        weights, state = self._model.trainable_parameters(), self._state()
         try:
             yield
         finally:
-            model.update(weights)
-            optimizer.state = state
+            self._model.update(weights)
+            self._take(state)
 
 
 class UpdateByHand(_Updates):
@@ -143,7 +199,7 @@ class UpdateByHand(_Updates):
     flat = None
     graph = None
 
-    def __call__(self, reduced: Reduced) -> Updated:
+    def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
         num_targets = number(divisor_of(reduced))
         # The one division: by the trained tokens of all micro-batches and all ranks.
@@ -172,7 +228,10 @@ class NativeUpdater(_Updates):
         super().__init__(model, optimizer, rules)
         self._native = native
 
-    def __call__(self, reduced: Reduced) -> Updated:
+    def _expect_moments(self, grads: list[Named], factor: mx.array) -> None:
+        self._native(list(grads), number(factor), squares=False)
+
+    def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
         num_targets = max(number(divisor_of(reduced)), 1.0)
         if rules.after_backward is not None:
@@ -218,7 +277,16 @@ class GraphUpdater(_Updates):
     def flat(self) -> FlatWeights | None:
         return None if self.graph.leaves is None else self.graph
 
-    def __call__(self, reduced: Reduced) -> Updated:
+    def _state(self) -> Any:
+        return super()._state() if self.flat is None else tree_map(lambda x: x, self.graph.flat_state())
+
+    def _take(self, state: Any) -> None:
+        if self.flat is None:
+            super()._take(state)
+        else:
+            self.graph.put_flat_state(state)
+
+    def _update(self, reduced: Reduced) -> Updated:
         graph, rules, sums = self.graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
