@@ -229,7 +229,7 @@ class NativeUpdater(_Updates):
         self._native = native
 
     def _expect_moments(self, grads: list[Named], factor: mx.array) -> None:
-        self._native(list(grads), number(factor), squares=False)
+        self._native.expect(grads, number(factor))
 
     def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
