@@ -49,14 +49,22 @@ def on_ranks(size: int, work: Any) -> list[Any]:
     return found
 
 
-def expected(model: Any, own: Any, mean: Any, norm: float | None, max_norm: float | None) -> Any:
-    """The weights after a step of Adam by a rank's own mean gradient, clipped as the last sum; no new squares."""
-    (b1, b2), step = own.betas, float(own.step)
-    clipped = 1.0 if max_norm is None or norm is None else min(max_norm / (norm + 1e-6), 1.0)
-    found, state = dict(_flat(model)), dict(flatten(own.state))
+def norm_of(gradient: Any) -> float:
+    return float(np.sqrt(sum(np.square(np.array(each, dtype=np.float64)).sum() for _, each in flatten(gradient))))
+
+
+def expected(model: Any, own: Any, mean: Any, last: float | None, max_norm: float | None) -> Any:
+    """The weights after a step of Adam by a rank's own mean gradient, as if its norm was that of the last sum."""
+    (b1, b2), step = own.betas, int(own.state.get("step", 0)) + 1
+    norm = norm_of(mean)
+    last = norm if last is None else last
+    clipped = 1.0 if max_norm is None else min(max_norm / (last + 1e-6), 1.0)
+    found, state, none = dict(_flat(model)), dict(flatten(own.state)), mx.zeros(())
     for name, gradient in flatten(mean):
-        first = b1 * state[f"{name}.m"] + (1 - b1) * clipped * gradient
-        first, second = first / (1 - b1 ** (step + 1)), state[f"{name}.v"] / (1 - b2**step)
+        gradient = clipped * gradient
+        first = b1 * state.get(f"{name}.m", none) + (1 - b1) * gradient
+        second = b2 * state.get(f"{name}.v", none) + (1 - b2) * min(last / norm, 1.0) ** 2 * mx.square(gradient)
+        first, second = first / (1 - b1**step), second / (1 - b2**step)
         found[name] = found[name] - own.learning_rate * first / (mx.sqrt(second) + own.eps)
     return unflatten(list(found.items()))
 
@@ -75,14 +83,14 @@ def reference(size: int, steps: int, max_norm: float | None) -> list[Weights]:
         for rank in range(size):
             there = network()
             there.update(model.trainable_parameters())
-            if of_rank[rank] is not None and own.state.get("model"):
+            if of_rank[rank] is not None:
                 there.update(expected(model, own, of_rank[rank], norm, max_norm))
             _, mean = nn.value_and_grad(there, partial(mean_loss, there))(batches[rank])
             mx.eval(mean)
             means.append(mean)
         of_rank = [mean if own_tokens else None for mean, own_tokens in zip(means, tokens, strict=True)]
         if late is not None:
-            norm = float(np.sqrt(sum(np.square(np.array(each, dtype=np.float64)).sum() for _, each in flatten(late))))
+            norm = norm_of(late)
             clipped = 1.0 if max_norm is None else min(max_norm / (norm + 1e-6), 1.0)
             own.update(model, tree_map(partial(mx.multiply, clipped), late))
             mx.eval(model.parameters(), own.state)

@@ -41,11 +41,15 @@ _SUM, _TOKENS = "late/sum/", "late/tokens"
 
 @dataclass(frozen=True)
 class _Late:
-    """Gradients of a step, of this rank or summed, and the trained tokens of this rank and of the whole batch."""
+    """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
+
+    Attributes:
+        part: this rank's trained tokens, and the squares of its gradients.
+    """
 
     grads: list[Named]
-    own_tokens: int
     tokens: int
+    part: tuple[int, mx.array]
 
 
 def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
@@ -80,11 +84,12 @@ class DelayedGradients(DataParallel):
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         late, sent = self._late, self._sent
-        known, tokens = (sent, sent.own_tokens) if sent is not None else (late, 0 if late is None else late.tokens)
+        known = late if sent is None else sent
+        tokens, squares = (0, None) if known is None else (known.tokens, None) if sent is None else known.part
         if known is None or not tokens:
             return super().gradients(passes, micro_batches)
         present = passes.model.trainable_parameters()
-        update = Reduced(list(known.grads), mx.zeros((1,)), divisor=mx.array(float(tokens)))
+        update = Reduced(list(known.grads), mx.zeros((1,)), squares, divisor=mx.array(float(tokens)))
         passes.model.update(self._expected(update, sent is not None))
         try:
             return super().gradients(passes, micro_batches)
@@ -98,7 +103,7 @@ class DelayedGradients(DataParallel):
         reduced = super().reduce(replace(mine, grads=[]), [*numbers, *parts, squares], extra)
         at, values = len(numbers), values_of(reduced.totals)
         units, rest, squares_of_all = values[at : at + 3]
-        self._own = _Late(list(mine.grads), mine.num_targets, whole_count(units, rest))
+        self._own = _Late(list(mine.grads), whole_count(units, rest), (mine.num_targets, squares))
         how: dict[str, Any] = {"num_gathered": reduced.num_gathered}
         if not math.isfinite(squares_of_all):
             how["norm"] = mx.array(squares_of_all)
@@ -163,7 +168,7 @@ class DelayedGradients(DataParallel):
         present, units, rest = values_of(state[_TOKENS])
         if present:
             sums = self._joined([(name, state[_SUM + name]) for name, _ in self._weights()])
-            self._late = _Late(sums, 0, whole_count(units, rest))
+            self._late = _Late(sums, whole_count(units, rest), (0, mx.zeros(())))
 
     def _named(self, grads: list[Named]) -> list[Named]:
         """Gradients by the names of the trained arrays."""

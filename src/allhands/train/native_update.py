@@ -58,25 +58,26 @@ class NativeUpdate:
 
     def __call__(self, sums: list[Named], factor: float) -> None:
         """Take the update by ``factor`` times ``sums``, which are emptied."""
-        self._compute(sums, factor, expected=False)
+        self._compute(sums, factor)
         sums.clear()
 
-    def expect(self, sums: Sequence[Named], factor: float) -> None:
-        """Change the weights alone, as an update would with second moments that stay; not before the first update."""
-        self._compute(sums, factor, expected=True)
+    def expect(self, sums: Sequence[Named], factor: float, squared: float) -> None:
+        """Change the weights alone, as an update would; the squares count ``squared`` times."""
+        self._compute(sums, factor, squared)
 
-    def _compute(self, sums: Sequence[Named], factor: float, *, expected: bool) -> None:
+    def _compute(self, sums: Sequence[Named], factor: float, squared: float | None = None) -> None:
         optimizer = self._optimizer
         optimizer.advance()
         mx.eval(optimizer.step, optimizer.learning_rate)
         rate, step, (b1, b2), root = float(optimizer.learning_rate), int(optimizer.step), optimizer.betas, 1.0
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
-            rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2 ** (step - expected))
-        numbers = np.array([factor, rate, b1, b2, 1.0 - b1, 1.0 - b2, optimizer.eps, root], dtype=np.float32)
+            rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
+        others = 1.0 - b1, (1.0 - b2) * (1.0 if squared is None else squared)
+        numbers = np.array([factor, rate, b1, b2, *others, optimizer.eps, root], dtype=np.float32)
         weights = dict(flatten(self._model.trainable_parameters()))
         for group in _groups(sums):
-            self._update(group, weights, numbers, shrunk, expected=expected)
+            self._update(group, weights, numbers, shrunk, expected=squared is not None)
 
     def _update(
         self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float, *, expected: bool

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -83,7 +83,11 @@ class Updater(Protocol):
         ...
 
     def expected(self, reduced: Reduced, part: bool) -> Any:
-        """The tree of trained weights that this update would make, of which a ``part`` is known; nothing changes."""
+        """The tree of trained weights that this update would make; nothing changes.
+
+        Args:
+            part: whether these are sums of a part of the batch, with their ``squares``.
+        """
         ...
 
 
@@ -113,7 +117,6 @@ class _Updates:
         self._optimizer = optimizer
         self._rules = rules
         self._norm: mx.array | None = None  # of the last update's mean gradient
-        self._has_moments = False
 
     def __call__(self, reduced: Reduced) -> Updated:
         updated = self._update(reduced)
@@ -137,39 +140,37 @@ class _Updates:
             self._rules = rules
 
     def _expect(self, part: Reduced) -> None:
-        """Take the update that is expected of a part of its sums.
+        """Take the update that is expected of a part of its sums, of which ``squares`` are known.
 
-        A part's mean gradient is noisier: it is clipped as much as the last sum was, and Adam's squares, which that
-        noise would raise, stay. So what ranks expect is what comes, on the average over them.
+        A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last sum was, and its
+        squares, in Adam's second moment, count by the ratio of the norms: what ranks expect is what comes, on the
+        average over them.
         """
-        most, norm, clipped = self._rules.max_grad_norm, self._norm, mx.array(1.0)
-        if most is not None and norm is not None:
-            clipped = mx.where(mx.isfinite(norm), mx.minimum(most / (norm + 1e-6), 1.0), clipped)
-        factor = clipped / mx.maximum(divisor_of(part), 1.0)
-        if not isinstance(self._optimizer, KernelAdam):
-            self._update(replace(part, divisor=1.0 / factor))
-        elif self._has_moments or number(self._optimizer.step) > 0:
-            self._has_moments = True
-            self._expect_moments(part.grads, factor)
+        most, last, optimizer = self._rules.max_grad_norm, self._norm, self._optimizer
+        assert part.squares is not None
+        tokens = mx.maximum(divisor_of(part), 1.0)
+        norm = mx.sqrt(part.squares) / tokens
+        if last is None:
+            last = norm
+        last = mx.where(mx.isfinite(last), last, norm)
+        factor = (1.0 if most is None else mx.minimum(most / (last + 1e-6), 1.0)) / tokens
+        if isinstance(optimizer, KernelAdam):
+            self._expect_moments(
+                optimizer, part.grads, factor, mx.square(mx.minimum(last / mx.maximum(norm, 1e-30), 1.0))
+            )
+        else:
+            self._update(Reduced(part.grads, part.totals, divisor=1.0 / factor))
 
-    def _expect_moments(self, grads: list[Named], factor: mx.array) -> None:
-        """Take Adam's update by ``factor`` times ``grads``, with the squares that it has.
+    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+        """Take Adam's update by ``factor`` times ``grads``, whose squares count ``squared`` times.
 
-        What the gradients add to the first moment is put there, the squares' decay is made up for, and the update is
-        by zeros.
+        What the gradients add to the moments is put there before, and the update is by zeros.
         """
-        optimizer = cast("KernelAdam", self._optimizer)
-        (b1, b2), step = optimizer.betas, optimizer.step.astype(mx.float32)
-        kept = (
-            1.0 / b2 * ((1.0 - b2 ** (step + 1.0)) / (1.0 - b2**step) if optimizer.bias_correction else mx.array(1.0))
-        )
-        state = self._state()
+        (b1, b2), state = optimizer.betas, self._state()
         for name, gradient in grads:
-            home = part_of(state, name)
-            first, second = home["m"], home["v"]
-            added = gradient.astype(mx.float32) * (factor * ((1.0 - b1) / b1))
-            home["m"] = first + added.astype(first.dtype)
-            home["v"] = second * kept.astype(second.dtype)
+            home, mean = part_of(state, name), gradient.astype(mx.float32) * factor
+            for kind, more in (("m", (1.0 - b1) / b1 * mean), ("v", (1.0 - b2) / b2 * squared * mx.square(mean))):
+                home[kind] = home[kind] + more.astype(home[kind].dtype)
         self._take(state)
         zeros = [(name, mx.zeros_like(gradient)) for name, gradient in grads]
         self._update(Reduced(zeros, mx.zeros((1,)), divisor=mx.array(1.0)))
@@ -228,8 +229,8 @@ class NativeUpdater(_Updates):
         super().__init__(model, optimizer, rules)
         self._native = native
 
-    def _expect_moments(self, grads: list[Named], factor: mx.array) -> None:
-        self._native.expect(grads, number(factor))
+    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+        self._native.expect(grads, number(factor), number(squared))
 
     def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads

@@ -71,14 +71,15 @@ static void update(ptrdiff_t size, const float *restrict gradient, const float *
     }
 }
 
-// The weight alone, with second moments that stay what they are.
+// The weight alone.
 static void expect(ptrdiff_t size, const float *restrict gradient, const float *restrict weight,
                    const float *restrict first, const float *restrict second, float *restrict new_weight, float kept,
                    const Arrays *a) {
-    const float factor = a->factor, rate = a->rate, eps = a->eps, root = a->root, b1 = a->b1, other1 = a->other1;
+    const float factor = a->factor, rate = a->rate, eps = a->eps, root = a->root;
+    const float b1 = a->b1, b2 = a->b2, other1 = a->other1, other2 = a->other2;
     for (ptrdiff_t i = 0; i < size; i++) {
-        float m = b1 * first[i] + other1 * (gradient[i] * factor);
-        new_weight[i] = weight[i] * kept - rate * m / (sqrtf(second[i]) * root + eps);
+        float g = gradient[i] * factor, m = b1 * first[i] + other1 * g, v = b2 * second[i] + other2 * (g * g);
+        new_weight[i] = weight[i] * kept - rate * m / (sqrtf(v) * root + eps);
     }
 }
 
