@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from runs import distance, read_weights
 from test_resume import Killed
-from test_resume_rounds import everything, finished, inputs, saved_steps, start, whole
+from test_resume_rounds import everything, finished, inputs, run_flags, saved_steps, start, whole
 
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted
@@ -28,22 +28,7 @@ STEPS = 8
 
 @pytest.fixture
 def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    return inputs | {
-        "adapter_path": str(tmp_path / "run"),
-        "train": True,
-        "iters": STEPS,
-        "batch_size": 4,
-        "sync_delay": 1,
-        "save_every": 3,
-        "keep_last": 9,
-        "steps_per_report": 2,
-        "steps_per_eval": 4,
-        "val_batches": -1,
-        "learning_rate": 1e-2,
-        "lr_schedule": "cosine",
-        "max_grad_norm": 1.0,
-        "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.3},
-    }
+    return run_flags(inputs, tmp_path, iters=STEPS, sync_delay=1, save_every=3, keep_last=9)
 
 
 @pytest.mark.parametrize("more", [{}, {"compress": "int4"}, {"grad_accumulation_steps": 2}])

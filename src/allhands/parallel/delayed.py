@@ -44,12 +44,12 @@ class _Late:
     """Gradients of a step, of this rank or summed, and the trained tokens of the whole batch.
 
     Attributes:
-        part: this rank's trained tokens, and the squares of its gradients.
+        part: this rank's trained tokens, and the squares of its gradients; ``None``: they are summed.
     """
 
     grads: list[Named]
     tokens: int
-    part: tuple[int, mx.array]
+    part: tuple[int, mx.array] | None = None
 
 
 def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
@@ -83,14 +83,14 @@ class DelayedGradients(DataParallel):
         return flatten(self._passes.model.trainable_parameters())
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        late, sent = self._late, self._sent
-        known = late if sent is None else sent
-        tokens, squares = (0, None) if known is None else (known.tokens, None) if sent is None else known.part
-        if known is None or not tokens:
+        if (known := self._sent or self._late) is None:
+            return super().gradients(passes, micro_batches)
+        tokens, squares = known.part or (known.tokens, None)
+        if not tokens:
             return super().gradients(passes, micro_batches)
         present = passes.model.trainable_parameters()
         update = Reduced(list(known.grads), mx.zeros((1,)), squares, divisor=mx.array(float(tokens)))
-        passes.model.update(self._expected(update, sent is not None))
+        passes.model.update(self._expected(update, known.part is not None))
         try:
             return super().gradients(passes, micro_batches)
         finally:
@@ -143,7 +143,7 @@ class DelayedGradients(DataParallel):
             mx.eval(found.sums, [each for each in found.left if each is not None])
             for i, total, left in zip(bucket, found.sums, found.left, strict=True):
                 sums[i], self.left[i] = (sums[i][0], total), left
-        self._late, self._sent, self._begun = replace(sent, grads=sums), None, []
+        self._late, self._sent, self._begun = _Late(sums, sent.tokens), None, []
 
     def close_round(self) -> None:
         self._receive()
@@ -168,7 +168,7 @@ class DelayedGradients(DataParallel):
         present, units, rest = values_of(state[_TOKENS])
         if present:
             sums = self._joined([(name, state[_SUM + name]) for name, _ in self._weights()])
-            self._late = _Late(sums, whole_count(units, rest), (0, mx.zeros(())))
+            self._late = _Late(sums, whole_count(units, rest))
 
     def _named(self, grads: list[Named]) -> list[Named]:
         """Gradients by the names of the trained arrays."""

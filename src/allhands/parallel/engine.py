@@ -288,7 +288,7 @@ class _Step:
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._came: dict[tuple[int, int], mx.array] = {}
         self._to_send: dict[tuple[int, int, int], mx.array] = {}
-        # Of the last backward pass that was handed out: once it is there, so is the pass, and its memory is free.
+        # An array of the last backward pass that was handed out: it tells when that pass has been computed.
         self._handed_out: mx.array | None = None
         self.sums: list[mx.array] = []
         self.gradients: dict[int, list[mx.array]] = {}

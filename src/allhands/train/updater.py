@@ -7,6 +7,7 @@ not finite: then model and optimizer are as before.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,8 +110,8 @@ def make_updater(
     return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
 
 
-class _Updates:
-    """What all updaters have."""
+class _Updates(ABC):
+    """An updater that knows which update to expect of a part of its sums."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
@@ -123,8 +124,9 @@ class _Updates:
         self._norm = updated.norm
         return updated
 
+    @abstractmethod
     def _update(self, reduced: Reduced) -> Updated:
-        raise NotImplementedError
+        """Take the update."""
 
     def expected(self, reduced: Reduced, part: bool) -> Any:
         model, rules = self._model, self._rules
@@ -155,9 +157,8 @@ class _Updates:
         last = mx.where(mx.isfinite(last), last, norm)
         factor = (1.0 if most is None else mx.minimum(most / (last + 1e-6), 1.0)) / tokens
         if isinstance(optimizer, KernelAdam):
-            self._expect_moments(
-                optimizer, part.grads, factor, mx.square(mx.minimum(last / mx.maximum(norm, 1e-30), 1.0))
-            )
+            ratio = mx.minimum(last / mx.maximum(norm, 1e-30), 1.0)
+            self._expect_moments(optimizer, part.grads, factor, mx.square(ratio))
         else:
             self._update(Reduced(part.grads, part.totals, divisor=1.0 / factor))
 
