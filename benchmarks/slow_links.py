@@ -74,7 +74,11 @@ OF_GROUP = "MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_HOST_IP", "NCCL_P
 
 @dataclass(frozen=True)
 class Link:
-    """A cable: its rate as ``tc`` has it, what it lets through at once, and how long a frame is on the way."""
+    """A cable: its rate as ``tc`` has it, what it lets through at once, and how long a frame is on the way.
+
+    With ``burst`` of 64 KB at 100 Mbit/s, ``tc`` cuts what Linux sends in pieces of 64 KB into single frames, each by a
+    timer of the core that computes: 10 % of a core, which a real cable's adapter does not take.
+    """
 
     rate: str = ""
     burst: str = "64kb"
@@ -84,7 +88,7 @@ class Link:
 LINKS = {
     "none": Link(),
     "1gbit": Link("1gbit", "1mb"),
-    "100mbit": Link("100mbit"),
+    "100mbit": Link("100mbit", "256kb"),
     "20mbit": Link("20mbit", "64kb", 0.020),
 }
 NCCL = "nccl"  # two GPUs of this computer

@@ -107,9 +107,9 @@ def test_a_model_that_nobody_has(sick: Broken) -> None:
 def test_a_file_that_hangs_as_on_a_disk_of_a_network_that_is_gone(sick: Broken) -> None:
     os.mkfifo(sick.files("node2") / "data/more.jsonl")
     began = time.monotonic()
-    remedy, message = sick.finds(("stop", "answers", ("node2",)), options=["--timeout-s", "6"])
-    assert time.monotonic() - began < 40
-    assert message == "it stopped answering: reading its files, no answer for 6 s"
+    remedy, message = sick.finds(("stop", "answers", ("node2",)), options=["--timeout-s", "15"])
+    assert time.monotonic() - began < 100
+    assert message == "it stopped answering: reading its files, no answer for 15 s"
     assert "load average" in sick.type(remedy)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allhands.distributed.ring import wait_asleep
+from allhands.distributed.ring import receive_in_bulk, wait_asleep
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -45,7 +45,7 @@ def test_calls_on_the_rings_connections_wait_a_moment(pairs: tuple[Pair, Pair], 
     port = other.getsockname()[1]
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"], ["127.0.0.1:1"]]))
-    assert wait_asleep(hosts) == 2
+    assert sorted(wait_asleep(hosts)) == sorted([one.fileno(), other.fileno()])
     for end in (one, other):
         # A call that finds nothing ends as it did before, after a while in which the thread takes no time.
         assert 0.0009 < seconds_until_nothing_came(end) < 1.0
@@ -54,6 +54,24 @@ def test_calls_on_the_rings_connections_wait_a_moment(pairs: tuple[Pair, Pair], 
     assert os.read(one.fileno(), 1) == b"x"
 
 
+def test_what_is_large_wakes_seldom_and_what_is_short_comes_all_the_same(
+    pairs: tuple[Pair, Pair], tmp_path: Path
+) -> None:
+    (one, other), _ = pairs
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{other.getsockname()[1]}"], ["127.0.0.1:1"]]))
+    asleep = wait_asleep(hosts)
+    receive_in_bulk(asleep, True)
+    os.write(other.fileno(), bytes(1000))
+    began = time.perf_counter()
+    assert len(os.read(one.fileno(), 4000)) == 1000
+    assert 0.0009 < time.perf_counter() - began < 1.0
+    receive_in_bulk(asleep, False)
+    os.write(other.fileno(), bytes(1000))
+    assert len(os.read(one.fileno(), 4000)) == 1000
+    receive_in_bulk([2**20], True)  # closed meanwhile
+
+
 def test_without_a_ring_nothing_is_changed(pairs: tuple[Pair, Pair], tmp_path: Path) -> None:
-    assert wait_asleep(tmp_path / "none.json") == 0
+    assert wait_asleep(tmp_path / "none.json") == []
     assert not any(os.get_blocking(end.fileno()) for pair in pairs for end in pair)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 
 from allhands.distributed.capabilities import can, require_way
-from allhands.distributed.ring import Watch, reach_first, take_turns, wait_asleep
+from allhands.distributed.ring import Watch, reach_first, receive_in_bulk, take_turns, wait_asleep
 from allhands.errors import ConfigError, DistributedError
 from allhands.runtime.accelerator import nothing_computed
 from allhands.runtime.jit_cache import launch_directly
@@ -81,6 +81,7 @@ class ExchangeStream:
 
     Attributes:
         sent_bytes: that this process has been asked to send so far, over all groups.
+        asleep: sockets whose threads sleep until something comes.
     """
 
     def __init__(self, device: DeviceKind) -> None:
@@ -90,6 +91,7 @@ class ExchangeStream:
         self._used: mx.Stream | None = None
         self._thread = 0
         self.sent_bytes = 0
+        self.asleep: list[int] = []
 
     def restart(self, *, apart: bool) -> None:
         """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
@@ -267,8 +269,15 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     if hostfile := os.environ.get("MLX_HOSTFILE"):
-        wait_asleep(Path(hostfile))
+        communicator.exchange.asleep = wait_asleep(Path(hostfile))
     return moved_to(communicator, communicator.stream or mx.new_stream(mx.cpu))
+
+
+def expect_bulk(communicator: Communicator, bulk: bool) -> None:
+    """Something large comes while other things are computed, or is waited for: threads that sleep are woken seldom."""
+    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    if isinstance(world, MlxGroup):
+        receive_in_bulk(world.exchange.asleep, bulk)
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:

@@ -51,6 +51,7 @@ _AGREED = b"agreed"
 _PARTING_S = 1.0
 _TICK_S = 0.2
 _ASLEEP_US = 1000  # until a thread of MLX's ring looks for what is to be sent; Linux rounds up to its own tick
+_BULK_BYTES = 65536  # for which a thread is woken while something large comes: about 45 frames of Ethernet
 
 
 class BlockedError(DistributedError):
@@ -174,26 +175,41 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
     raise _missing(where, timeout_s, f"said nothing to rank 0 at {host}")
 
 
-def wait_asleep(hostfile: Path) -> int:
-    """Let the threads of this process's ring sleep until bytes come or can go; returns how many connections it has.
+def wait_asleep(hostfile: Path) -> list[int]:
+    """Let the threads of this process's ring sleep until bytes come or can go; returns the descriptors of its sockets.
 
     MLX has a call return at once, and asks again and again, in a thread for each: on a computer with few cores that
     takes a core from those that compute. A call that ends without bytes after a moment is the same to MLX.
     """
-    ports, found = {_address(host)[1] for host in _hosts(hostfile)}, 0
+    ports, found = {_address(host)[1] for host in _hosts(hostfile)}, list[int]()
     moment = struct.pack("ll", 0, _ASLEEP_US)
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
             # Not a socket, or not connected: not one of the ring's.
-            with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            with suppress(OSError), _socket_of(int(name)) as link:
                 internet = link.family in (socket.AF_INET, socket.AF_INET6)
                 if not internet or not ports & {link.getsockname()[1], link.getpeername()[1]}:
                     continue
                 for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     link.setsockopt(socket.SOL_SOCKET, direction, moment)
                 os.set_blocking(link.fileno(), True)
-                found += 1
+                found.append(int(name))
     return found
+
+
+def receive_in_bulk(descriptors: Sequence[int], bulk: bool) -> None:
+    """Wake threads that sleep once for many frames, or for each again, which is sooner.
+
+    A frame at a time, a core at 100 Mbit/s spends a twentieth of its time on waking a thread that has little to do.
+    What is shorter is there when the moment of :func:`wait_asleep` is over.
+    """
+    for descriptor in descriptors:
+        with suppress(OSError), _socket_of(descriptor) as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _BULK_BYTES if bulk else 1)
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
 
 
 class _Beside(threading.Thread):

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import exchanging_beside
+from allhands.distributed.backend import exchanging_beside, expect_bulk
 from allhands.distributed.packed import Begun, Packing
 from allhands.distributed.reduce import buckets, count_parts, whole_count
 from allhands.io.trees import flatten, number
@@ -131,12 +131,14 @@ class DelayedGradients(DataParallel):
             begun = self._sends.begin([arrays[i] for i in bucket], [self.left[i] for i in bucket])
             mx.async_eval(begun.arrays)
             self._begun.append((bucket, begun))
+        expect_bulk(self._exchanging.communicator, True)
 
     def _receive(self) -> None:
         """Wait for what is on its way."""
         if (sent := self._sent) is None:
             return
         self._exchanging.heartbeat("reduce")
+        expect_bulk(self._exchanging.communicator, False)
         sums = list(sent.grads)
         for bucket, begun in self._begun:
             found = begun.finish()

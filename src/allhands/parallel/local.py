@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import expect_bulk
 from allhands.distributed.codecs import GROUP
 from allhands.distributed.packed import Begun, Left, Packing
 from allhands.distributed.reduce import buckets, count_parts, whole_count
@@ -148,6 +149,7 @@ class LocalSteps(DataParallel):
             self._before = dict(self._trained())
         if self._sending is not None:  # travels while this computes
             self._begin_call(self._sending)
+            expect_bulk(self._exchanging.communicator, True)
         return super().gradients(passes, micro_batches)
 
     @property
@@ -156,6 +158,7 @@ class LocalSteps(DataParallel):
         return self._exchanging.size == 1 and self._rounds.is_mean
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
+        expect_bulk(self._exchanging.communicator, False)
         own = mine.num_targets
         # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
