@@ -178,19 +178,13 @@ def start_all_reduce(
         order.remove(lookups.index)
         order[:0] = [lookups.index] if lookups.besides else []
         # These are there before anything is computed.
-        with beside([lookups.ids], stream) as gathered:
-            gathered.append(communicator.all_gather(lookups.ids))
-        lookups = replace(lookups, ids=gathered[0])
+        lookups = replace(lookups, ids=_gathered(communicator, lookups.ids, stream))
         if shards is not None and shards.divided[lookups.index]:
             sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
     if shards is not None and packing is None:
         for bucket in buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
-            with together([arrays[i] for i in bucket], stream, communicator) as totals:
-                # Each by itself: those that are divided are large, and to put them together would be to copy them.
-                totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
+            _scatter_bucket(communicator, arrays, bucket, stream, shards, sums)
             computed = [arrays[bucket[-1]]]
-            for i, total in zip(bucket, totals, strict=True):
-                sums[i] = shards.shaped(i, total)
         order = [i for i in order if not shards.divided[i]]
     for bucket in buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         if packing is None:
@@ -200,13 +194,34 @@ def start_all_reduce(
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
     if shards is not None and packing is not None:
-        sums = [mx.contiguous(shards.part(i, sums[i])) if i in order else sums[i] for i in range(len(sums))]
+        sums = [mx.contiguous(shards.part(i, each)) if i in order else each for i, each in enumerate(sums)]
     if lookups is not None:
-        with beside([lookups.rows], stream) as gathered:
-            gathered.append(communicator.all_gather(lookups.rows))
         computed = [*computed[-1:], lookups.rows]
-        lookups = replace(lookups, rows=gathered[0])
+        lookups = replace(lookups, rows=_gathered(communicator, lookups.rows, stream))
     return PendingReduce(sums, computed, lookups, new)
+
+
+def _gathered(communicator: Communicator, array: mx.array, stream: Any) -> mx.array:
+    """Begin to gather an array of every rank."""
+    with beside([array], stream) as made:
+        made.append(communicator.all_gather(array))
+    return made[0]
+
+
+def _scatter_bucket(
+    communicator: Communicator,
+    arrays: Sequence[mx.array],
+    bucket: list[int],
+    stream: Any,
+    shards: Shards,
+    into: list[mx.array],
+) -> None:
+    """Begin to add up a bucket's arrays over ranks, of which each gets its part."""
+    with together([arrays[i] for i in bucket], stream, communicator) as totals:
+        # Each by itself: those that are divided are large, and to put them together would be to copy them.
+        totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
+    for i, total in zip(bucket, totals, strict=True):
+        into[i] = shards.shaped(i, total)
 
 
 def _sum_bucket(
@@ -346,21 +361,19 @@ def buckets(
     more beside the last of these. Before one of ``cuts`` half full is full.
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
+        some = [index for index in order if arrays[index].dtype == dtype and arrays[index].size]
         bucket: list[int] = []
-        filled = 0
-        left = sum(arrays[index].nbytes for index in order if arrays[index].dtype == dtype)
+        filled, left = 0, sum(arrays[index].nbytes for index in some)
         last = min(bucket_bytes, max(left, _TAPER * _ONE_CALL_BYTES)) // _TAPER
-        for index in order:
-            array = arrays[index]
-            if array.dtype != dtype or array.size == 0:
-                continue
+        for index in some:
+            more = arrays[index].nbytes
             room = last if tapering and left <= bucket_bytes else bucket_bytes
-            left -= array.nbytes
-            if bucket and (filled + array.nbytes > room or (index in cuts and 2 * filled >= room)):
+            left -= more
+            if bucket and (filled + more > room or (index in cuts and 2 * filled >= room)):
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(index)
-            filled += array.nbytes
+            filled += more
         if bucket:
             yield bucket
 

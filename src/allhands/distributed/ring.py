@@ -165,10 +165,7 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
                     came[other], caller.proved = (caller, conversation), True
         if len(came) == size - 1:
             callers.let_in_no_more()  # who is answered calls MLX here, at once
-            for caller, conversation in came.values():
-                with suppress(OSError):
-                    caller.say(conversation.sealed(LISTENER, _AGREED), deadline)
-            _part(callers, [caller for caller, _ in came.values()], deadline)
+            _agree(callers, list(came.values()), deadline)
             return
     absent = [other for other in words.values() if other not in came]
     where = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{' ...' * (len(absent) > 8)}"
@@ -276,6 +273,14 @@ def _unreached(peer: int, host: str, problem: str, proof: _Proof, timeout_s: flo
 
 def _missing(where: str, timeout_s: float, problem: str, hint: str = _HINT) -> DistributedError:
     return DistributedError(f"not there within {timeout_s:.0f} s: {problem}", where=where, hint=hint)
+
+
+def _agree(callers: Callers, came: Sequence[tuple[Caller, Handshake]], deadline: float) -> None:
+    """Answer all who have come."""
+    for caller, conversation in came:
+        with suppress(OSError):
+            caller.say(conversation.sealed(LISTENER, _AGREED), deadline)
+    _part(callers, [caller for caller, _ in came], deadline)
 
 
 def _part(callers: Callers, staying: Sequence[Caller], deadline: float) -> None:

@@ -121,14 +121,11 @@ class _Game:
         ends: list[tuple[int, int, int, Action]] = []
         order, free, now = count(), set(range(self._size)), 0
         while True:
-            # The last ranks first: what they end makes room for others. Where nobody can begin anything by the rules,
-            # which is so with a rest of micro-batches, whoever can begin something does.
-            for eager in (False, True):
-                for rank in sorted(free, reverse=True) if not (eager and ends) else ():
-                    if (action := self._next(rank, eager=eager)) is not None:
-                        free.remove(rank)
-                        self._lists[rank].append(action)
-                        heappush(ends, (now + _SECONDS[action.kind], next(order), rank, action))
+            # Where nobody can begin anything by the rules, which is so with a rest of micro-batches, whoever can begin
+            # something does.
+            begun = self._begun_by(free, eager=False) or ([] if ends else self._begun_by(free, eager=True))
+            for rank, action in begun:
+                heappush(ends, (now + _SECONDS[action.kind], next(order), rank, action))
             if not ends:
                 break
             now = ends[0][0]
@@ -143,18 +140,26 @@ class _Game:
             tuple(map(tuple, self._lists)), self._last + 1, 1 - work / now if now else 0.0, tuple(self._most)
         )
 
+    def _begun_by(self, free: set[int], *, eager: bool) -> list[tuple[int, Action]]:
+        """What free ranks begin, the last ranks first: what they end makes room for others."""
+        begun = [(rank, action) for rank in sorted(free, reverse=True) if (action := self._next(rank, eager=eager))]
+        for rank, action in begun:
+            free.remove(rank)
+            self._lists[rank].append(action)
+        return begun
+
     def _next(self, rank: int, *, eager: bool) -> Action | None:
         """What the rank begins now, if it can begin anything; ``eager``: whether or not it is its turn."""
-        returns = bool(self._to_return[rank]) and self._to_return[rank][0] in self._gradients
-        if returns and (self._split or eager or self._begun[rank] >= self._room(rank) or not self._to_do[rank]):
-            stage, batch = self._to_return[rank].popleft()
+        to_do, to_return = self._to_do[rank], self._to_return[rank]
+        full = self._split or eager or self._begun[rank] >= self._room(rank) or not to_do
+        if full and to_return and to_return[0] in self._gradients:
+            stage, batch = to_return.popleft()
             self._begun[rank] -= 1
             if self._split:
                 self._left[rank].append((stage, batch))
             return Action("inputs" if self._split else "backward", stage, batch)
-        here = bool(self._to_do[rank]) and self._to_do[rank][0] in self._activations
-        if here and (eager or self._may_begin(rank, self._to_do[rank][0][0])):
-            return self._begin(rank, *self._to_do[rank].popleft())
+        if to_do and to_do[0] in self._activations and (eager or self._may_begin(rank, to_do[0][0])):
+            return self._begin(rank, *to_do.popleft())
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
 
     def _may_begin(self, rank: int, stage: int) -> bool:
