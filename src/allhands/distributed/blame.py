@@ -138,17 +138,29 @@ def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict
     parts = parts if _are_ranks(names) else _causes(parts)
     if not parts:
         return None
-    odd: set[str] = set()
-    for part in parts:
-        right = _right(part, given)
-        odd |= {name for name in names if right is not None and part.values[name] != right}
-    rest = [name for name in names if name not in odd]
-    settled = bool(rest) and all(len({part.values[name] for name in rest}) == 1 for part in parts)
-    misfits = tuple(name for name in names if name in odd) if settled else ()
+    misfits = _misfits(parts, names, given)
     told = [_told(part, names, given) for part in parts]
     more = len(told) - _MOST_TOLD
     text = "; ".join(told[:_MOST_TOLD] + ([f"and {more} more"] if more > 0 else []))
     return BlameVerdict(f"{_title(names, misfits)}: {text}", _Remedy(parts, statements, misfits, given).hint(), misfits)
+
+
+def _misfits(parts: Sequence[_FactPart], names: Sequence[str], given: Circumstances) -> tuple[str, ...]:
+    """Those that differ from what is right, if without them all agree."""
+    odd = {
+        name
+        for part in parts
+        if (right := _right(part, given)) is not None
+        for name in names
+        if part.values[name] != right
+    }
+    rest = [name for name in names if name not in odd]
+    settled = bool(rest) and not any(_differ(part.values[name] for name in rest) for part in parts)
+    return tuple(name for name in names if name in odd) if settled else ()
+
+
+def _differ(values: Iterable[str]) -> bool:
+    return len(set(values)) > 1
 
 
 def init_command(names: Iterable[str], option: str = "") -> str:
@@ -168,21 +180,18 @@ def _parts(statements: Sequence[Statement]) -> list[_FactPart]:
     found = _versions(statements)
     flat = {one.name: _flatten({k: v for k, v in one.facts.items() if k != SOFTWARE}) for one in statements}
     explained: dict[str, list[_FactPart]] = {}
-    for key in sorted(
-        {key for facts in flat.values() for key in facts}, key=lambda key: (key.startswith("model."), key)
-    ):
-        values = {name: json.dumps(facts.get(key), sort_keys=True, default=str) for name, facts in flat.items()}
-        if len(set(values.values())) < 2:
+    for key in sorted(set[str]().union(*flat.values()), key=lambda key: (key.startswith("model."), key)):
+        facts = {name: of_one.get(key) for name, of_one in flat.items()}
+        values = {name: json.dumps(fact, sort_keys=True, default=str) for name, fact in facts.items()}
+        if not _differ(values.values()):
             continue
         section = key.partition(".")[0]
         if section not in explained:
             # Ranks of one computer have the same files, unless these have just been changed.
             explained[section] = [] if _are_ranks(list(flat)) else _sources(section, statements)
             found += explained[section]
-        if not (explained[section] and all(map(_is_sum, (facts.get(key) for facts in flat.values())))):
-            found.append(
-                _FactPart(section, "value", key, values, {n: _short(facts.get(key)) for n, facts in flat.items()})
-            )
+        if not (explained[section] and all(map(_is_sum, facts.values()))):
+            found.append(_FactPart(section, "value", key, values, {name: _short(fact) for name, fact in facts.items()}))
     return found
 
 
@@ -190,7 +199,7 @@ def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
     found: list[_FactPart] = []
     for name in MUST_BE_EQUAL:
         values = {one.name: str(one.facts.get(SOFTWARE, {}).get(name)) for one in statements}
-        if len(set(values.values())) > 1:
+        if _differ(values.values()):
             shown = {one.name: described(name, one.software) for one in statements}
             found.append(_FactPart(SOFTWARE, "version", name, values, shown))
     return found
@@ -199,15 +208,15 @@ def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
 def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
     """The files that differ of those that a section of the facts is made of, or else the programs that read them."""
     found: list[_FactPart] = []
-    for role in _MADE_OF.get(section, ()):
-        for key in sorted({key for one in statements for key in one.files if key.startswith(f"{role}/")}):
-            values = {one.name: one.files.get(key, _MISSING) for one in statements}
-            if len(set(values.values())) > 1:
-                shown = {name: value[:8] for name, value in values.items()}
-                found.append(_FactPart(role, "file", key.partition("/")[2], values, shown))
+    roles = _MADE_OF.get(section, ())
+    for key in sorted({key for one in statements for key in one.files if key.partition("/")[0] in roles}):
+        role, _, name = key.partition("/")
+        values = {one.name: one.files.get(key, _MISSING) for one in statements}
+        if _differ(values.values()):
+            found.append(_FactPart(role, "file", name, values, {n: value[:8] for n, value in values.items()}))
     for name in TOKEN_MAKERS if section == "data" and not found else ():
         values = {one.name: one.software.get(name, _MISSING) for one in statements}
-        if len(set(values.values())) > 1:
+        if _differ(values.values()):
             found.append(_FactPart(TOKENS, "version", name, values, {n: f"{name} {v}" for n, v in values.items()}))
     return found
 
@@ -250,22 +259,27 @@ def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
     for name in names:
         if part.values[name] != part.values[first]:
             others.setdefault(part.values[name], []).append(name)
-    groups = [(part.shown[group[0]], _listed(group)) for group in others.values()]
+    groups = list(others.values())
+    who = _listed([name for group in groups for name in group])
     if part.style == "version":
         made = " (other tokens of the same data)" if part.kind == TOKENS else ""
         own = part.shown[first].partition(" ")[2]
-        return ", ".join(f"{who} has {what}" for what, who in groups) + f", {first} {own}{made}"
+        return ", ".join(f"{_listed(group)} has {part.shown[group[0]]}" for group in groups) + f", {first} {own}{made}"
     if part.style == "file" and right is not None:
-        who = _listed([name for group in others.values() for name in group])
-        lacks = all(what == _MISSING for what, _ in groups)
-        if part.shown[first] == _MISSING:
-            return f"{who} has {part.key}, which {first} does not have"
-        return f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
-    if part.style == "value" and right is not None and not _are_ranks(names) and (words := _SUMS.get(part.key)):
-        return f"{words} of {_listed([name for group in others.values() for name in group])} differ from {first}'s"
-    if _are_ranks(names):  # of many only one each
-        groups = [(part.shown[group[0]], group[0]) for group in others.values()][:1]
-    return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in groups)
+        return _told_of_file(part, first, who, lacks=all(part.shown[group[0]] == _MISSING for group in groups))
+    ranks = _are_ranks(names)
+    if part.style == "value" and right is not None and not ranks and (words := _SUMS.get(part.key)):
+        return f"{words} of {who} differ from {first}'s"
+    shown = [(part.shown[group[0]], _listed(group)) for group in groups]
+    if ranks:  # of many only one each
+        shown = [(part.shown[groups[0][0]], groups[0][0])]
+    return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in shown)
+
+
+def _told_of_file(part: _FactPart, first: str, who: str, *, lacks: bool) -> str:
+    if part.shown[first] == _MISSING:
+        return f"{who} has {part.key}, which {first} does not have"
+    return f"{part.key} is missing on {who}" if lacks else f"{who}'s {part.key} differs from {first}'s"
 
 
 @dataclass(frozen=True)
