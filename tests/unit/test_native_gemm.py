@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from allhands.kernels import native
-from allhands.kernels.native_arrays import at
 from allhands.runtime.blas import native_library, preload_blas
+from allhands.runtime.native_calls import at
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
 Matrix = NDArray[Any]

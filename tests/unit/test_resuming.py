@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from test_checkpoints import RUN, flip, write
-from twins import run_ranks
 
 from allhands.checkpoints import RUN_NAME, checkpoint_path, checkpoints_in, find, find_latest
 from allhands.checkpoints import reading as checkpoint_reading
-from allhands.checkpoints.resuming import find_checkpoint, tell_kept_aside
+from allhands.checkpoints.resuming import find_checkpoint
 from allhands.cli.train import train
 from allhands.config.schema import build_config
 from allhands.errors import CheckpointError
@@ -55,17 +54,11 @@ def test_without_any_checkpoint_a_new_run_begins_and_says_so(tmp_path: Path) -> 
     assert chosen(tmp_path / "new", resume=None) == (None, "")
 
 
-@pytest.mark.parametrize("holder", [0, 2])
-def test_what_was_set_aside_is_named_on_whichever_computer_it_lies(holder: int, run: Path, tmp_path: Path) -> None:
-    places = [tmp_path / str(rank) / "run" for rank in range(3)]
-    shutil.copytree(run / "checkpoints", places[holder] / "checkpoints.4")
-    for rank in {0, 1, 2} - {holder}:
-        shorten(write(places[rank] / "checkpoints.7" / "step-0000300", 300).path)  # nothing to go on from
-    told = run_ranks(3, lambda communicator: tell_kept_aside(communicator, places[communicator.rank]))
-    where = " on the computer of rank 2" if holder else ""
-    kept = f"an earlier run's checkpoints, up to step 200, are kept{where}: to go on from them"
-    assert told[0] == [f"{kept} --resume {places[0] / 'checkpoints.4'}"]
-    assert run_ranks(2, lambda communicator: tell_kept_aside(communicator, places[1])) == [[], []]
+def test_what_was_set_aside_is_named(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints").rename(run / "checkpoints.4")
+    shutil.rmtree(run / "best")
+    shorten(write(run / "checkpoints.7" / "step-0000300", 300).path)  # nothing to go on from
+    assert chosen(run)[1].endswith(f"an earlier run's, up to step 200: --resume {run / 'checkpoints.4'}")
 
 
 @pytest.mark.parametrize("how", [shorten, lambda path: flip(path / "optimizer.safetensors", -1)])

@@ -124,21 +124,16 @@ def latest(
         CheckpointError: a directory cannot be read.
     """
     errors = [] if rejected is None else rejected
-    seen = [found for found in survey(run_dir, verify=False) if run_id is None or _may_be_of(run_id, found)]
+    seen = survey(run_dir, verify=False)
     errors += [found.error for found in seen if found.checkpoint is None and found.error is not None]
     for found in seen:
-        if found.checkpoint is None:
-            break
+        if found.checkpoint is None or run_id not in (None, found.checkpoint.run_id):
+            continue
         verified = look(found.path, verify=True) if verify and not found.error else found
         if verified is not None and verified.error is None:
             return verified.checkpoint
-        if verified is not None and verified.error is not None:
-            errors.append(verified.error)
+        errors += [verified.error] if verified is not None and verified.error is not None else []
     return None
-
-
-def _may_be_of(run_id: str, found: FoundCheckpoint) -> bool:
-    return found.checkpoint is None or found.checkpoint.run_id == run_id
 
 
 def quick_step(place: Path, run_id: str | None = None) -> int | None:

@@ -358,42 +358,39 @@ class PartExchange:
             lengths = [0 if name is None else files[name] for name, files in zip(names, sizes, strict=True)]
             own = names[self.communicator.rank]
             pieces = safetensors_pieces(tensors[own]) if own is not None else iter(())
-            found = self._received(delivery, names, gather_bytes(self.communicator, pieces, lengths))
-            parts = [
-                WrittenPart({**part.files, **files}, part.arrays) for part, files in zip(parts, found, strict=True)
-            ]
+            stored = self._received(delivery, names, gather_bytes(self.communicator, pieces, lengths))
+            for part, name, file in zip(parts, names, stored, strict=False):
+                if name is not None:
+                    part.files[name] = file
         if delivery is not None:
             delivery.collect = lambda progress: parts
         return delivery
 
     def _received(
         self, delivery: Delivery | None, names: Sequence[str | None], blocks: Iterable[list[memoryview]]
-    ) -> list[dict[str, StoredFile]]:
-        """Every rank's file of these names, written if this rank keeps files and can."""
+    ) -> list[StoredFile]:
+        """Every rank's file of these names, written if this rank keeps files and can; else none."""
         writers: list[_Writer] = []
         with ExitStack() as stack:
             for block in blocks:
                 self.busy()
                 if delivery is None or delivery.draft is None or delivery.problem is not None:
                     continue
+                place = delivery.draft.directory
                 try:
-                    if not writers:
-                        paths = [None if name is None else delivery.draft.directory / name for name in names]
-                        writers = [stack.enter_context(_Writer(path)) for path in paths]
+                    writers = writers or [stack.enter_context(_Writer(name and place / name)) for name in names]
                     for writer, piece in zip(writers, block, strict=True):
                         writer.add(piece)
                 except OSError as error:
                     delivery.problem = storage_error_of(error, delivery.draft.target)
-        if not writers:
-            return [{} for _ in names]
-        return [{} if n is None else {n: w.stored()} for n, w in zip(names, writers, strict=True)]
+        return [writer.stored() for writer in writers]
 
 
 class _Writer:
     """A private file that is written block by block; a context manager. ``None``: none."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def __init__(self, path: Path | str | None) -> None:
+        self._file = -1 if not path else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._digest, self._size = hashlib.sha256(), 0
 
     def __enter__(self) -> _Writer:

@@ -39,15 +39,13 @@ def require_place_of_run(config: TrainConfig) -> None:
         return
     directory = Path(config.adapter_path)
     place = directory.resolve()
-    for name, flag in ((config.model if pretraining(config) is None else None, "--model"), (config.data, "--data")):
-        source = Path(name) if name is not None else None
-        if source is None or not source.is_dir():
+    for name, flag in ((None if pretraining(config) else config.model, "--model"), (config.data, "--data")):
+        if name is None or not Path(name).is_dir():
             continue
-        inputs = source.resolve()
-        if place == inputs or inputs in place.parents:
-            what = "is the directory" if place == inputs else "lies in the directory"
-            raise _refused(directory, f"it {what} of {flag} {name}: what is trained would lie among what it is made of")
-        if flag == "--model" and place in inputs.parents and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN:
+        inputs = Path(name).resolve()
+        if place.is_relative_to(inputs):
+            raise _refused(directory, f"it is, or lies in, the directory of {flag} {name}, of which it is to be made")
+        if flag == "--model" and inputs.is_relative_to(place) and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN:
             raise _refused(directory, f"{flag} {name} lies in it, and would be set aside for the new run's")
     try:
         foreign = next(_foreign(directory), None)
@@ -65,15 +63,14 @@ def _foreign(directory: Path) -> Iterator[str]:
     """Names of what another program has left there."""
     names = {path.name for path in entries(directory)}
     yield from (name for name in _TRAINERS if name in names)
-    if "config.json" in names and any(name.endswith(".safetensors") and name.startswith("model") for name in names):
+    if "config.json" in names and any(directory.glob("model*.safetensors")):
         yield "config.json"
     if CONFIG_FILE in names and "peft_type" in _json(directory / CONFIG_FILE):
         yield CONFIG_FILE
     if METRICS_FILE in names and not _is_ours(directory / METRICS_FILE):
         yield METRICS_FILE
-    if names & {RUN_NAME, METRICS_FILE, CONFIG_FILE} or best_in(directory) is not None or _has_checkpoints(directory):
-        return
-    yield from (name for name in _REPLACED if name in names)
+    if not (names & {RUN_NAME, METRICS_FILE, CONFIG_FILE} or best_in(directory) or _has_checkpoints(directory)):
+        yield from (name for name in _REPLACED if name in names)
 
 
 def _json(path: Path) -> dict[str, Any]:

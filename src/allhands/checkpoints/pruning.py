@@ -47,13 +47,8 @@ def prune(
         whole = [found.checkpoint for found in seen if found.checkpoint is not None and found.error is None]
         oldest = min((it.step for it in whole[:keep_last]), default=0)
         kept = {*protected, *([written.step] if written else ())}
-        old = [
-            it
-            for found in seen
-            if (it := found.checkpoint) is not None
-            if it.step < oldest and it.step not in kept and not (keep_every and it.iteration % keep_every == 0)
-            if not found.path.is_symlink() and not others_in(found.path, it.files)
-        ]
+        old = [it for found in seen if (it := found.checkpoint) and it.step < oldest and it.step not in kept]
+        old = [it for it in old if _is_ours(it) and not (keep_every and it.iteration % keep_every == 0)]
         newest = _newest_whole(whole, written) if old else None
         removed = [it.path for it in old if newest is not None and it.path != newest.path]
         for path in removed:
@@ -61,6 +56,10 @@ def prune(
     except OSError as error:
         raise storage_error_of(error, directory) from error
     return removed
+
+
+def _is_ours(it: Checkpoint) -> bool:
+    return not it.path.is_symlink() and not others_in(it.path, it.files)
 
 
 def _newest_whole(candidates: list[Checkpoint], written: Checkpoint | None) -> Checkpoint | None:

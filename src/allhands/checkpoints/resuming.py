@@ -86,7 +86,9 @@ def find_checkpoint(
         start = "the beginning" if found is None else str(found.path)
         notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
     elif found is None and config.resume == AUTO and attempt == 1:
-        notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins")
+        kept = kept_aside(directory)
+        aside = f"; to go on from an earlier run's, up to step {kept[1]}: --resume {kept[0]}" if kept else ""
+        notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins{aside}")
     return found, notes
 
 
@@ -112,26 +114,6 @@ def date_of(checkpoint: Checkpoint) -> datetime | None:
         if starts := read_metrics(run_of(checkpoint.path)).starts:
             return datetime.fromtimestamp(starts[0].time)
     return None
-
-
-def tell_kept_aside(communicator: Communicator, directory: Path) -> list[str]:
-    """Where an earlier run's checkpoints were set aside, on any computer, if so; called on all ranks together.
-
-    For ``--resume auto`` that finds nothing: on another computer a person would not see them.
-    """
-    try:
-        kept = kept_aside(directory)
-    except CheckpointError:
-        kept = None
-    number, step = (int(kept[0].suffix[1:] or 0), kept[1]) if kept else (-1, -1)
-    everyone = numbers(communicator.all_gather(mx.array([float(number), float(step)])))
-    found = [(everyone[2 * rank + 1], -rank, int(everyone[2 * rank])) for rank in range(communicator.size)]
-    last, rank, number = max(found)
-    if last < 0:
-        return []
-    path = directory / f"{CHECKPOINTS}.{number}"
-    where = f" on the computer of rank {-rank}" if rank else ""
-    return [f"an earlier run's checkpoints, up to step {last:g}, are kept{where}: to go on from them --resume {path}"]
 
 
 def _asked_for(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -213,33 +214,42 @@ def share_history(
     """
     if restored is None or communicator.size == 1:
         return
-    lacks = newcomer
+    lacks, leads = newcomer, communicator.rank == 0
     with suppress(CheckpointError):  # it cannot be read
         lacks = newcomer and not _has_kept(directory, restored)
     if not numbers(communicator.all_sum(mx.array([float(lacks)])))[0]:
         return
-    problem: AllhandsError | OSError | None = None
-    try:
-        if lacks:
-            _make_way(directory, {run_id, restored.run_id})
-    except (AllhandsError, OSError) as error:
-        problem = error  # not before the others have theirs: all take part in handing out
-    problem = _take_over(communicator, directory, [METRICS_FILE], directory if lacks else None, problem)
-    best = _names(directory / BEST) if communicator.rank == 0 else []
+    staged = directory / BEST
+    files = [directory / METRICS_FILE, *entries(staged)] if leads else []
+    sizes = [(file.parent == staged, file.name, file.stat().st_size) for file in files if file.is_file()]
     with ExitStack() as stack:
-        staged: Path | None = None
-        try:
+
+        def prepare() -> None:
+            nonlocal staged
+            _make_way(directory, {run_id, restored.run_id})
+            staged = stack.enter_context(staging(staged, private=True))
+
+        # Nobody ends before the others have theirs: all take part in handing out.
+        problem = _error_of(prepare) if lacks else None
+        for of_best, name, size in hand_out_json(communicator, sizes):
+            place = staged if of_best else directory
+            pieces = hand_out_bytes(communicator, _read(place / name) if leads else (), size)
             if lacks and problem is None:
-                staged = stack.enter_context(staging(directory / BEST, private=True))
-        except (AllhandsError, OSError) as error:
-            problem = error
-        problem = _take_over(communicator, directory / BEST, best, staged, problem)
-        if isinstance(problem, OSError):
-            raise storage_error_of(problem, directory) from problem
+                problem = _error_of(partial(_write, place, name, pieces))
+            for _ in pieces:
+                pass
         if problem is not None:
-            raise problem
-        if staged is not None and any(staged.iterdir()):
+            raise storage_error_of(problem, directory) if isinstance(problem, OSError) else problem
+        if lacks and any(staged.iterdir()):
             publish(staged, directory / BEST, private=True)
+
+
+def _error_of(action: Callable[[], None]) -> AllhandsError | OSError | None:
+    try:
+        action()
+    except (AllhandsError, OSError) as error:
+        return error
+    return None
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
@@ -253,37 +263,6 @@ def _make_way(directory: Path, runs: set[str]) -> None:
     there = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
     if there and there.isdisjoint(runs):
         _set_all_aside(directory)
-
-
-def _names(directory: Path) -> list[str]:
-    return sorted(file.name for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
-
-
-def _take_over(
-    communicator: Communicator,
-    source: Path,
-    names: list[str],
-    target: Path | None,
-    problem: AllhandsError | OSError | None,
-) -> AllhandsError | OSError | None:
-    """Write rank 0's files of these names into ``target``, if one is given; what keeps this rank from it.
-
-    Called on all ranks together, each of which goes on to the end, whatever it cannot do.
-    """
-    leads = communicator.rank == 0
-    sizes: list[tuple[str, int]] = hand_out_json(
-        communicator, [(name, (source / name).stat().st_size) for name in names if leads and (source / name).is_file()]
-    )
-    for name, size in sizes:
-        pieces = hand_out_bytes(communicator, _read(source / name) if leads else (), size)
-        try:
-            if target is not None and problem is None:
-                _write(target, name, pieces)
-        except (AllhandsError, OSError) as error:
-            problem = error
-        for _ in pieces:
-            pass
-    return problem
 
 
 def _read(file: Path) -> Iterator[bytes]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.config.schema import ALIASES, TrainConfig, build_config
-from allhands.config.values import unique
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
+from allhands.io.strict_json import without_repeats
 
 MODEL_CHANNELS = ("model", "pretrained")
 SPLITS = {
@@ -91,7 +91,7 @@ def _place(name: str) -> str:
 
 def _object(text: str, source: str) -> dict[str, Any]:
     try:
-        content = json.loads(text, object_pairs_hook=unique)
+        content = json.loads(text, object_pairs_hook=without_repeats)
     except json.JSONDecodeError as error:
         raise ConfigError(f"it is not JSON: {error}", where=source, hint="write a JSON object") from None
     except ValueError as error:

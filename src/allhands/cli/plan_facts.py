@@ -273,7 +273,7 @@ def _model(config: TrainConfig, kind: str) -> _Model:
 
 
 def _fresh(fresh: Any, kind: str) -> _Model:
-    from allhands.model.shapes import count, find_shape, rows_for
+    from allhands.model.shapes import find_shape, num_parameters, rows_for
 
     numbers = fresh.numbers()
     if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
@@ -286,7 +286,7 @@ def _fresh(fresh: Any, kind: str) -> _Model:
     blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
     half = fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu")
     word = 2 if half else 4
-    return _Model({"tie_word_embeddings": shape.tied}, blocks, word * count(shape).total, 0, word)
+    return _Model({"tie_word_embeddings": shape.tied}, blocks, word * num_parameters(shape), 0, word)
 
 
 # --- a step -------------------------------------------------------------------------------------------

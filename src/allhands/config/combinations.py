@@ -16,33 +16,44 @@ def refuse_combinations(config: Any) -> None:
     Raises:
         ValueError: some do, or one is.
     """
-    if config.iters is not None and config.epochs is not None:
-        raise ValueError("--iters and --epochs: give one of the two")
-    if config.train_on != "assistant" and not config.mask_prompt:
-        raise ValueError("--train-on has an effect only with --mask-prompt: add it")
-    if config.packing and config.mask_prompt:
-        raise ValueError("--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt")
-    if config.isolate_documents and not config.packing:
-        raise ValueError("--isolate-documents has an effect only with --packing: add it")
-    if config.early_stopping_patience is not None and config.val_batches == 0:
-        raise ValueError("--early-stopping-patience needs validation: --val-batches is 0")
-    if config.test and config.test_batches == 0:
-        raise ValueError("--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all")
-    if config.lr_schedule is not None and config.lr_schedule.warmup and config.warmup_steps:
-        raise ValueError("warm-up is given twice: in --lr-schedule and as --warmup-steps")
-    if config.weight_decay is not None and config.optimizer == "adam":
-        raise ValueError("--weight-decay has no effect on adam: use --optimizer adamw")
-    if config.keep_last == 0 and (config.max_restarts or config.min_ranks):
-        raise ValueError("--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks")
-    if config.hosts is not None and config.hostfile is not None:
-        raise ValueError("--hosts and --hostfile: give one of the two")
-    if config.project_name is not None and not config.report_to:
-        raise ValueError("--project-name has an effect only with --report-to: add it")
-    unknown = set(config.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}
-    if unknown:
-        raise ValueError(f"optimizer_config: unknown optimizer {sorted(unknown)[0]!r}")
-    _refuse_rounds(config)
-    _refuse_stages(config)
+    c = config
+    unknown = sorted(set(c.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"})
+    for wrong, message in (
+        (c.iters is not None and c.epochs is not None, "--iters and --epochs: give one of the two"),
+        (c.train_on != "assistant" and not c.mask_prompt, "--train-on has an effect only with --mask-prompt: add it"),
+        (
+            c.packing and c.mask_prompt,
+            "--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt",
+        ),
+        (c.isolate_documents and not c.packing, "--isolate-documents has an effect only with --packing: add it"),
+        (
+            c.early_stopping_patience is not None and c.val_batches == 0,
+            "--early-stopping-patience needs validation: --val-batches is 0",
+        ),
+        (
+            c.test and c.test_batches == 0,
+            "--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all",
+        ),
+        (
+            c.lr_schedule is not None and c.lr_schedule.warmup and c.warmup_steps,
+            "warm-up is given twice: in --lr-schedule and as --warmup-steps",
+        ),
+        (
+            c.weight_decay is not None and c.optimizer == "adam",
+            "--weight-decay has no effect on adam: use --optimizer adamw",
+        ),
+        (
+            c.keep_last == 0 and (c.max_restarts or c.min_ranks),
+            "--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks",
+        ),
+        (c.hosts is not None and c.hostfile is not None, "--hosts and --hostfile: give one of the two"),
+        (c.project_name is not None and not c.report_to, "--project-name has an effect only with --report-to: add it"),
+        (unknown, f"optimizer_config: unknown optimizer {', '.join(unknown)}"),
+    ):
+        if wrong:
+            raise ValueError(message)
+    _refuse_rounds(c)
+    _refuse_stages(c)
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -66,30 +77,19 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     """Why so many ranks do not make up the pipelines that are asked for; ``None``: they do, or none is asked for."""
     if config.strategy != "pipeline":
         return None
-    stages = config.pp or num_ranks
+    stages, interleaved = config.pp or num_ranks, config.pp_schedule == "interleaved"
     if num_ranks == 1:
-        return ConfigError(
-            "a pipeline needs several ranks, and there is one",
-            where="--strategy pipeline",
-            hint="add a second computer (--hosts), or -n 2 to try it on this one",
-        )
+        what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
+        return ConfigError(what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one")
     if num_ranks % stages:
-        return ConfigError(
-            f"{num_ranks} ranks are not whole pipelines of {stages}",
-            where=f"--pp {stages}",
-            hint="take a number of stages that divides that of the ranks",
-        )
-    if config.pp_split == "auto":
-        return None
+        what = f"{num_ranks} ranks are not whole pipelines of {stages}"
+        return ConfigError(what, where=f"--pp {stages}", hint="take a number of stages that divides that of the ranks")
     each, rest = divmod(len(config.pp_split.split(",")), stages)
-    if not rest and (each > 1 if config.pp_schedule == "interleaved" else each == 1):
+    if config.pp_split == "auto" or (not rest and (each > 1 if interleaved else each == 1)):
         return None
-    needed = f"{2 * stages} numbers, two for each rank" if config.pp_schedule == "interleaved" else f"{stages} numbers"
-    return ConfigError(
-        f"these stages are not those of {stages} ranks",
-        where=f"--pp-split {config.pp_split}",
-        hint=f"give {needed}, or auto",
-    )
+    hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
+    what = f"these stages are not those of {stages} ranks"
+    return ConfigError(what, where=f"--pp-split {config.pp_split}", hint=hint)
 
 
 def require_stages(config: Any, num_ranks: int) -> None:
@@ -102,43 +102,33 @@ def require_stages(config: Any, num_ranks: int) -> None:
         raise problem
 
 
-def _refuse_late(config: Any) -> None:
-    """Refuse delayed gradients that there are not."""
-    if config.sync_delay > 1:
-        raise ValueError(
-            f"--sync-delay {config.sync_delay}: gradients that are exchanged in each step come one step late at most; "
-            "give 1, or add --sync-every with as many steps"
-        )
-    if config.sync_delay and config.strategy not in ("auto", "data"):
-        raise ValueError(
-            f"--sync-delay 1 delays the gradients of data parallelism: not with --strategy {config.strategy}; leave "
-            "one of the two out"
-        )
-
-
 def _refuse_rounds(config: Any) -> None:
-    if config.sync_every == 1:
+    every, parts, delay, strategy = config.sync_every, config.sync_fragments, config.sync_delay, config.strategy
+    if every == 1:
         names = ("outer_momentum", "outer_lr", "sync_fragments")
         _refuse_given(config, names, "--sync-every: add it, with 2 or more steps")
-        _refuse_late(config)
-    elif config.strategy != "auto":
-        what = {
-            "data": "sums gradients in each step",
-            "zero1": "divides one optimizer, and here each rank has its own",
-            "pipeline": "divides the model",
-        }
+        if delay > 1:
+            raise ValueError(
+                f"--sync-delay {delay}: gradients that are exchanged in each step come one step late at most; "
+                "give 1, or add --sync-every with as many steps"
+            )
+        if delay and strategy not in ("auto", "data"):
+            raise ValueError(
+                f"--sync-delay 1 delays the gradients of data parallelism: not with --strategy {strategy}; leave "
+                "one of the two out"
+            )
+    elif strategy != "auto":
         raise ValueError(
-            f"--sync-every {config.sync_every} is a strategy of its own: --strategy {config.strategy} "
-            f"{what[config.strategy]}; leave one of the two out"
+            f"--sync-every {every} is a strategy of its own, in which each rank has the whole model and its own "
+            f"optimizer between two rounds: not with --strategy {strategy}; leave one of the two out"
         )
-    if config.sync_fragments > config.sync_every:
+    if parts > every:
         raise ValueError(
-            f"--sync-fragments {config.sync_fragments} with --sync-every {config.sync_every}: one part is exchanged "
-            "after a step, so that there can be no more parts than steps"
+            f"--sync-fragments {parts} with --sync-every {every}: one part is exchanged after a step, so that there "
+            "can be no more parts than steps"
         )
-    if config.sync_delay > (most := config.sync_every // config.sync_fragments):
+    if delay > every // parts:
         raise ValueError(
-            f"--sync-delay {config.sync_delay}: an exchange is to be over when the next begins, which is after "
-            f"{most} {'step' if most == 1 else 'steps'} (--sync-every {config.sync_every} in "
-            f"{config.sync_fragments} {'part' if config.sync_fragments == 1 else 'parts'}): give no more than that"
+            f"--sync-delay {delay}: an exchange is to be over when the next begins: give at most {every // parts} "
+            f"(--sync-every {every} / --sync-fragments {parts})"
         )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 from pydantic import PlainSerializer, WrapValidator
 
 from allhands.io.paths import HomePath, expanded, written
+from allhands.io.strict_json import without_repeats
 
 
 def _local_path(value: Any, handler: Any) -> Any:
@@ -27,22 +28,10 @@ def parse_json(value: Any) -> Any:
     """Flags carry structured values as JSON; a bare word stays a word."""
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
-            return json.loads(value, object_pairs_hook=unique)
+            return json.loads(value, object_pairs_hook=without_repeats)
         except json.JSONDecodeError as error:
             raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
     return value
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(text, object_pairs_hook=unique)``, which would take the last of equal keys without a word.
-
-    Raises:
-        ValueError: a key stands twice in one object.
-    """
-    for index, (key, _) in enumerate(pairs):
-        if key in (earlier for earlier, _ in pairs[:index]):
-            raise ValueError(f"{key} is given twice: keep one of them")
-    return dict(pairs)
 
 
 def parse_size(value: Any) -> Any:

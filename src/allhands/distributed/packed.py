@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from allhands.distributed.backend import Communicator, MlxGroup
 from allhands.distributed.codecs import GROUP, Codec, Route
 from allhands.runtime.blas import native_library
+from allhands.runtime.native_calls import at
 
 # MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
 _RAISED = 2.0**60
@@ -199,11 +199,6 @@ def _library() -> ctypes.CDLL | None:
     return native_library() if mx.default_device().type == mx.DeviceType.cpu else None
 
 
-def _at(array: mx.array) -> ctypes.c_void_p:
-    """Where the numbers of an evaluated array in rows are."""
-    return ctypes.c_void_p(np.asarray(array).ctypes.data)
-
-
 def _added_natively(
     library: ctypes.CDLL, codec: Codec, everyone: mx.array, row: mx.array, mine: int
 ) -> tuple[mx.array, mx.array]:
@@ -213,7 +208,7 @@ def _added_natively(
     everyone, row = mx.contiguous(everyone), mx.contiguous(row)
     mx.eval(everyone, row, total, left)
     sizes = ctypes.c_ssize_t(row.size // GROUP), ctypes.c_int(ranks), ctypes.c_ssize_t(stride)
-    places = _at(everyone), ctypes.c_int(mine), _at(row), _at(total), _at(left)
+    places = at(everyone), ctypes.c_int(mine), at(row), at(total), at(left)
     library.allhands_unpack(ctypes.c_int(codec.bits), *sizes, *places)
     return total, left
 
@@ -230,12 +225,12 @@ def pack(codec: Codec, row: mx.array) -> mx.array:
         groups, row = row.size // GROUP, mx.contiguous(row)
         words = mx.zeros((groups * (GROUP * codec.bits // 32 + 2),), dtype=mx.int32)
         mx.eval(row, words)
-        library.allhands_pack(ctypes.c_int(codec.bits), ctypes.c_ssize_t(groups), _at(row), _at(words))
+        library.allhands_pack(ctypes.c_int(codec.bits), ctypes.c_ssize_t(groups), at(row), at(words))
         return words
     step = _BLOCK if mx.default_device().type == mx.DeviceType.cpu else row.size
     blocks: list[tuple[mx.array, ...]] = []
-    for at in range(0, row.size, step):
-        blocks.append(_quantised(codec, row[at : at + step]))
+    for start in range(0, row.size, step):
+        blocks.append(_quantised(codec, row[start : start + step]))
         if step < row.size:
             mx.eval(blocks[-1])
     return mx.concatenate([each for kind in zip(*blocks, strict=True) for each in kind])

@@ -35,7 +35,7 @@ def read_object(content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = Fa
         if not _is_flat(text, most_depth):
             return None
         found = json.loads(
-            text, parse_constant=_refuse, parse_int=_integer, parse_float=_number, object_pairs_hook=_without_repeats
+            text, parse_constant=_refuse, parse_int=_integer, parse_float=_number, object_pairs_hook=without_repeats
         )
         if not halves and _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode("utf-8")
@@ -72,11 +72,16 @@ def _number(text: str) -> float:
     return value
 
 
-def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(text, object_pairs_hook=...)``, which would take the last of equal names without a word.
+
+    Raises:
+        ValueError: a name stands twice in one object.
+    """
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} comes twice")
+            raise ValueError(f"{name} is given twice: keep one of them")
         found[name] = value
     return found
 

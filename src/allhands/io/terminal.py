@@ -1,4 +1,4 @@
-"""A person's terminal: whether there is one, and lines that it breaks between words and never in a number."""
+"""A person's terminal: whether there is one, and lines that it breaks between words."""
 
 from __future__ import annotations
 
@@ -18,16 +18,9 @@ if TYPE_CHECKING:
 # which may go through mpirun, hands its output over.
 _OURS = "ALLHANDS_RANK"
 _RELAYED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
-_GAPS = re.compile(r" +")
 _TRAILING = re.compile(r"[ \t]+(?=\r?\n)")
-_GAP = re.compile(r" {2,}")
-# No break between a number and its unit or the word that it belongs to: "182 MB", "19.9 %", "step 60", "12 of 16 GB".
-_HELD = re.compile(r"(?<=\d) (?=(?:[A-Za-z]{1,3}|%|tokens?|steps?|samples?|examples?|ranks?|cores?)(?:[^A-Za-z]|$))")
-_HELD_BEFORE = re.compile(r"(?<=[A-Za-z]) (?=[-+]?\d)")
 _NO = ("", "0", "false", "no")
 _WIDTH_OF_FILES = 80
-_BLANK = "\x00"
-_FIELD_SHARE = 0.5  # of the width: what stands between wide gaps stays whole where that leaves so much of a row used
 
 
 def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
@@ -89,7 +82,7 @@ class _Trimmed:
 
 @cache
 def _careful_console() -> type[Console]:
-    """A console that breaks plain text as :func:`fitted` does: rich's own parts numbers from their units."""
+    """A console that breaks plain text as :func:`fitted` does: what is copied from rich's own has ends of lines."""
     from rich.console import Console
 
     class Careful(Console):
@@ -142,8 +135,7 @@ def fitted(text: str, width: int) -> str:
     """``text`` with rows filled up to ``width``, so that a terminal breaks it between words.
 
     A row that would be broken in a word gets blanks up to its end, and no end of line: the terminal goes on below, and
-    what is copied from it, a command for instance, is still one line. Fields that stand two blanks apart stay whole
-    where they can, and a number stays with its unit. A word longer than a row is broken, as there is no other way.
+    what is copied from it, a command for instance, is still one line. A word longer than a row is broken.
     """
     return "\n".join("".join(_rows(line, width)) for line in text.split("\n"))
 
@@ -154,37 +146,18 @@ def broken(text: str, width: int) -> str:
 
 
 def _rows(line: str, width: int) -> list[str]:
-    if len(line) < width or width < 2:
-        return [line]
     rows: list[str] = []
-    rest = line
-    while len(rest) >= width:
-        place = _break(rest, width)
-        if place is None:  # one word, whose end the next row holds
-            whole = max(width, len(rest.split(" ", 1)[0]) // width * width)
-            rows += [rest[at : at + width] for at in range(0, whole, width)]
-            rest = rest[whole:]
-        else:
-            rows.append(rest[:place].ljust(width))
-            rest = rest[place:].lstrip(" ")
-    return [*rows, rest] if rest else rows
-
-
-def _break(rest: str, width: int) -> int | None:
-    """Where the row ends: the last wide gap that leaves enough, or the last one that parts no number from its unit.
-
-    The last column stays empty, so that there is a blank between two words when what is shown is copied.
-    """
-    width -= 1
-    wide = [found.start() for found in _GAP.finditer(rest) if _FIELD_SHARE * width <= found.start() <= width]
-    if wide:
-        return wide[-1]
-    held = _HELD_BEFORE.sub(_BLANK, _HELD.sub(_BLANK, rest))
-    for text in (held, rest):
-        gaps = [found.start() for found in _GAPS.finditer(text) if found.start() <= width]
-        if gaps := [place for place in gaps if rest[:place].strip()]:
-            return gaps[-1]
-    return None
+    while len(line) >= width > 1:
+        # The last column stays empty, so that there is a blank between two words when what is shown is copied.
+        place = line.rfind(" ", 0, width)
+        if line[: place + 1].strip():
+            rows.append(line[:place].ljust(width))
+            line = line[place:].lstrip(" ")
+        else:  # one word, whose end the next row holds
+            whole = max(width, len(line.split(" ", 1)[0]) // width * width)
+            rows += [line[at : at + width] for at in range(0, whole, width)]
+            line = line[whole:]
+    return [*rows, line] if line or not rows else rows
 
 
 def echo(text: str) -> None:

@@ -23,18 +23,15 @@ from allhands.kernels.instances import give_form, mix_in
 from allhands.kernels.native_arrays import (
     FORWARD_ONLY,
     Array,
-    at,
     available,
-    call,
     floats,
     forward_only,
     new,
-    pointers,
 )
 from allhands.kernels.native_experts import NativeExperts
 from allhands.kernels.native_products import AdaptedLinear, Linear
 from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, give_selection, selection_of
-from allhands.runtime.blas import native_library
+from allhands.runtime.native_calls import at, call, call_checked, pointers
 
 _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 
@@ -105,14 +102,16 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float, *, frozen: bool = False,
     def forward(x: mx.array, weight: mx.array) -> mx.array:
         values, factor = floats(x), floats(weight)
         out, room = new(*x.shape)
-        native_library().allhands_norm(at(values), at(factor), ctypes.c_float(eps), at(room), *sizes)  # type: ignore[union-attr]
+        call("allhands_norm", at(values), at(factor), ctypes.c_float(eps), at(room), *sizes)
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
         views = [floats(each) for each in (*primals, cotangent)]
         made = [new(*primal.shape) for primal in (primals if trained else primals[:1])]
         outputs = [at(room) for _, room in made]
-        call("allhands_norm_back", *map(at, views), ctypes.c_float(eps), *outputs, *[None] * (2 - len(made)), *sizes)
+        call_checked(
+            "allhands_norm_back", *map(at, views), ctypes.c_float(eps), *outputs, *[None] * (2 - len(made)), *sizes
+        )
         return tuple(array for array, _ in made)
 
     if frozen:
@@ -195,7 +194,9 @@ def attention(
     cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
-        call("allhands_attention", pointers(inputs), pointers(outputs), ctypes.c_float(scale), sizes, at(starts))
+        call_checked(
+            "allhands_attention", pointers(inputs), pointers(outputs), ctypes.c_float(scale), sizes, at(starts)
+        )
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         views = [_widened(floats(each), width) for each in (q, k, v)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.runtime.blas import native_library
+from allhands.runtime.native_calls import at, call
 
 Array = NDArray[Any]
 FORWARD_ONLY = "_native_forward_only"
@@ -89,7 +90,7 @@ class Unwritten:
     def _grow(self, size: int) -> None:
         ones = mx.ones((size,))
         # The native code must not know an address that is free, and somebody else's soon.
-        native_library().allhands_leave_out(at(np.asarray(ones)))  # type: ignore[union-attr]
+        call("allhands_leave_out", at(np.asarray(ones)))
         self.ones, self._factors = ones, {}
 
     def _factor(self, height: int, width: int) -> mx.array:
@@ -103,22 +104,6 @@ class Unwritten:
 
 
 _unwritten = Unwritten()
-
-
-def at(array: Array | None) -> ctypes.c_void_p:
-    """Where its values are."""
-    return ctypes.c_void_p(None if array is None else array.ctypes.data)
-
-
-def pointers(arrays: Sequence[Array | None]) -> Any:
-    """Where each one's values are, as an array in C."""
-    return (ctypes.c_void_p * len(arrays))(*map(at, arrays))
-
-
-def call(name: str, *arguments: Any) -> None:
-    """Call what returns 0 where memory is short."""
-    if getattr(native_library(), name)(*arguments) == 0:
-        raise MemoryError(name)
 
 
 def multiply(
@@ -142,16 +127,16 @@ def multiply(
     integers = [ctypes.c_int(each) for each in (*forms, height, columns, inner)]
     factors = (at(x), ctypes.c_int(x.shape[1]), at(y), ctypes.c_int(y.shape[1]))
     beta = ctypes.c_float(1.0 if into is not None and add else 0.0)
-    native_library().cblas_sgemm(*integers, ctypes.c_float(scale), *factors, beta, at(out), ctypes.c_int(columns))  # type: ignore[union-attr]
+    call("cblas_sgemm", *integers, ctypes.c_float(scale), *factors, beta, at(out), ctypes.c_int(columns))
     return out
 
 
 def gate(gate: Array, up: Array, into: Array) -> None:
     """``silu(gate) * up``, element-wise."""
-    native_library().allhands_gated(*map(at, (gate, up, into)), ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+    call("allhands_gated", *map(at, (gate, up, into)), ctypes.c_ssize_t(gate.size))
 
 
 def gate_back(gate: Array, up: Array, cotangent: Array, in_gate: Array, in_up: Array) -> None:
     """The gradients of :func:`gate`, written to the last two."""
     pointers = map(at, (gate, up, cotangent, in_gate, in_up))
-    native_library().allhands_gated_back(*pointers, ctypes.c_ssize_t(gate.size))  # type: ignore[union-attr]
+    call("allhands_gated_back", *pointers, ctypes.c_ssize_t(gate.size))

@@ -7,7 +7,7 @@ Here the places are sorted by expert, each expert is one product, and what is ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,73 +23,49 @@ from allhands.kernels.packed import rows_of
 from allhands.kernels.selection import BY_RULE, PLAIN, SELECTION, KernelSelection, selection_of
 
 
-class _Layer(Protocol):
-    """A linear layer of each expert.
+class _Layer:
+    """A linear layer of each expert: a dense one, or one in few bits, of which one expert's at a time is made dense.
 
     Attributes:
         outputs: features of its results.
         trained: its arrays that want a gradient.
     """
 
-    outputs: int
-    trained: list[mx.array]
+    def __init__(self, layer: Any) -> None:
+        self._layer, self.outputs = layer, int(layer.output_dims)
+        dense, frozen = isinstance(layer, SwitchLinear), vars(layer)["_no_grad"]
+        self._whole = floats(layer.weight) if dense else None
+        self.trained: list[mx.array] = [layer.weight] if dense and "weight" not in frozen else []
+
+    def _weight(self, expert: int) -> Array:
+        return floats(rows_of(self._layer, expert).dense()) if self._whole is None else self._whole[expert]
 
     def run(self, x: Array, expert: int, into: Array) -> None:
         """The product of (n, in) rows with one expert's (out, in) weight, transposed."""
-        ...
-
-    def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        """The gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
-        ...
-
-
-class _Dense:
-    def __init__(self, layer: SwitchLinear) -> None:
-        self._weight = floats(layer.weight)
-        self.outputs = layer.output_dims
-        frozen: set[str] = getattr(layer, "_no_grad")  # noqa: B009 - MLX has no other way to ask
-        self.trained = [] if "weight" in frozen else [layer.weight]
-
-    def run(self, x: Array, expert: int, into: Array) -> None:
-        multiply(x, self._weight[expert], right=True, into=into, add=False)
-
-    def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        if grads:
-            multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
-        return multiply(cotangent, self._weight[expert])
-
-
-class _Coded:
-    """Of weights in few bits, of which one expert's at a time is made dense."""
-
-    def __init__(self, layer: QuantizedSwitchLinear) -> None:
-        self._layer: Any = layer
-        self.outputs = layer.output_dims
-        self.trained: list[mx.array] = []
-
-    def _weight(self, expert: int) -> Array:
-        return floats(rows_of(self._layer, expert).dense())
-
-    def run(self, x: Array, expert: int, into: Array) -> None:
         multiply(x, self._weight(expert), right=True, into=into, add=False)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
+        """The gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
+        if grads:
+            multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
         return multiply(cotangent, self._weight(expert))
 
 
-class _AdaptedExperts:
-    def __init__(self, layer: LoRASwitchLinear, below: _Layer) -> None:
-        self._below, self._scale, self.outputs = below, float(layer.scale), below.outputs
-        self.trained = [layer.lora_a, layer.lora_b]
+class _AdaptedExperts(_Layer):
+    """The same below an adapter."""
+
+    def __init__(self, layer: LoRASwitchLinear) -> None:
+        super().__init__(layer.linear)
+        self._scale, self.trained = float(layer.scale), [layer.lora_a, layer.lora_b]
         self._a, self._b = map(floats, self.trained)
 
     def run(self, x: Array, expert: int, into: Array) -> None:
-        self._below.run(x, expert, into)
+        super().run(x, expert, into)
         inner = multiply(x, self._a[expert], right=True)
         multiply(inner, self._b[expert], right=True, into=into, scale=self._scale)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        in_x = self._below.back(x, cotangent, expert, ())
+        in_x = super().back(x, cotangent, expert, ())
         towards = multiply(cotangent, self._b[expert], scale=self._scale)
         multiply(towards, self._a[expert], into=in_x)
         multiply(towards, x, left=True, into=grads[0][expert], add=False)
@@ -103,16 +79,16 @@ def _layer_of(layer: Any) -> _Layer | None:
     if "bias" in layer:
         return None
     if type(layer) is SwitchLinear:
-        return _Dense(layer) if layer.weight.dtype == mx.float32 else None
+        return _Layer(layer) if layer.weight.dtype == mx.float32 else None
     if type(layer) is QuantizedSwitchLinear:
-        return _Coded(layer) if layer.mode == "affine" else None
+        return _Layer(layer) if layer.mode == "affine" else None
     # Where something is dropped, allhands.model.dropout has put a class of its own.
     if type(layer) is not LoRASwitchLinear or type(layer.dropout) is not nn.Dropout:
         return None
     if not layer.lora_a.dtype == layer.lora_b.dtype == mx.float32 or (below := _layer_of(layer.linear)) is None:
         return None
     # Weights below an adapter that are trained with it: not by this.
-    return None if below.trained else _AdaptedExperts(layer, below)
+    return None if below.trained else _AdaptedExperts(layer)
 
 
 class NativeExperts(SwitchGLU):

@@ -17,9 +17,9 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.instances import give_form
-from allhands.kernels.native_arrays import Array, at, available, call, floats, forward_only, multiply, new, rows
+from allhands.kernels.native_arrays import Array, available, floats, forward_only, multiply, new, rows
 from allhands.kernels.selection import PLAIN, selection_of
-from allhands.runtime.blas import native_library
+from allhands.runtime.native_calls import at, call, call_checked
 
 _LEAST_GROUP = 16
 _BLOCK_BYTES = 1 << 18  # that are unpacked at a time: what is made of them stays in the processor's cache
@@ -72,7 +72,7 @@ def multiply_codes(
     offset = first * x.itemsize
     source = ctypes.c_void_p(x.ctypes.data + (offset if back else 0))
     target = ctypes.c_void_p(to.ctypes.data + (0 if back else offset))
-    call("allhands_coded_product", source, tokens, *map(at, held), sizes, int(back), int(add), target)
+    call_checked("allhands_coded_product", source, tokens, *map(at, held), sizes, int(back), int(add), target)
 
 
 def coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
@@ -103,7 +103,7 @@ def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     sizes = (ctypes.c_int * 3)(outputs, groups * group, group)
     out, room = new(outputs, groups * group)
     views = [np.asarray(each) for each in (codes, scales, biases)]
-    native_library().allhands_decode(*map(at, views), sizes, at(room))  # type: ignore[union-attr]
+    call("allhands_decode", *map(at, views), sizes, at(room))
     return out
 
 

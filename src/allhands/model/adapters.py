@@ -22,10 +22,10 @@ from allhands.io.names import CONFIG_FILE
 from allhands.io.paths import meant
 from allhands.io.trees import flatten
 from allhands.model.beyond import fails, use_of
-from allhands.model.unfit import ANOTHER_MODEL, difference, remedy, remedy_of_new
 
 DEFAULT_ADAPTER_LAYERS = 16
 ADAPTER_LEAVES = frozenset({"lora_a", "lora_b", "m"})
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -200,20 +200,34 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
             f"adapter weights: {reason}", where=str(path), hint=meant(path, "check --resume-adapter-file")
         ) from None
     trained = trained_weights(model)
-    wanted = {name: tuple(value.shape) for name, value in trained.items()}
-    there = {name: tuple(value.shape) for name, value in loaded.items()}
-    if found := difference(wanted, there):
-        problem, name = found
+    wanted, there = ({name: tuple(value.shape) for name, value in each.items()} for each in (trained, loaded))
+    if problem := _difference(wanted, there):
         if tested:
             raise unfit(problem, path.parent)
-        hint = (remedy_of_new if new else remedy)(wanted, there, name)
-        raise ModelError(problem, where=str(path), hint=f"{hint} (--resume-adapter-file)")
+        options = "--model, --fine-tune-type, --num-layers and --lora-parameters (see adapter_config.json)"
+        if new:
+            options = "--tokenizer, --vocabulary, --shape and its numbers (--layers, --dims, ...)"
+        hint = f"use the options that the file of --resume-adapter-file was made with: {options}"
+        raise ModelError(problem, where=str(path), hint=hint)
     model.load_weights([(n, v.astype(trained[n].dtype)) for n, v in loaded.items()], strict=False)
+
+
+def _difference(wanted: Shapes, there: Shapes) -> str | None:
+    """The first difference between what is trained here and what a file holds."""
+    # Shapes first: where they differ, it is another model, whatever else is to be said.
+    for name, shape in wanted.items():
+        if there.get(name, shape) != shape:
+            return f"{name} has shape {there[name]} in the file, {shape} here"
+    if missing := sorted(wanted.keys() - there.keys()):
+        return f"{missing[0]} is trained here but not in the file"
+    extra = sorted(there.keys() - wanted.keys())
+    return f"{extra[0]} is in the file but not trained here" if extra else None
 
 
 def unfit(problem: str, directory: Path) -> ModelError:
     """That the adapter in ``directory`` belongs to another model, in the words of all commands that put one on."""
-    return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=ANOTHER_MODEL)
+    hint = "use the model that the adapter was trained on (see adapter_config.json)"
+    return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=hint)
 
 
 def adapter_config(

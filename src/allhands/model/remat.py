@@ -67,19 +67,19 @@ class _Call:
         outputs: list[mx.array] = []
         try:
             self._install(weights)
-            args, kwargs = _put_together(self._given, inputs)
+            args, kwargs = self._given(inputs, ())
             result = self._function(self.layer, *args, **kwargs)
             parts = _Parts(outputs, floating_only=True, passed_on=inputs)
             self._made = parts.take_apart((result, args, kwargs))
         finally:
-            _put_together(self._given, self.inputs)
+            self._given(self.inputs, ())
             self._install(self.weights)
         # A block that passes on what it was given makes nothing, and MLX ends the process where a function does.
         return outputs or [mx.zeros(())]
 
     def result(self, outputs: Sequence[mx.array]) -> Any:
         """What the block returns, made of ``outputs``; its arguments are as it leaves them."""
-        return _put_together(self._made, outputs, self.inputs)[0]
+        return self._made(outputs, self.inputs)[0]
 
     def _install(self, weights: Sequence[mx.array]) -> None:
         self.layer.update(unflatten(zip(self._names, weights, strict=True)))
@@ -113,55 +113,53 @@ def _called_at_once(call: _Call) -> list[mx.array]:
 
 # --- arrays in nested values ------------------------------------------------------------------------------
 
-
-class _Slot:
-    """Stands for an array: its number among those that were found, or among those that a block was given."""
-
-    def __init__(self, number: int, *, passed_on: bool = False) -> None:
-        self.number, self.passed_on = number, passed_on
-
-
-class _Filled:
-    """Stands for a list, dictionary or object that keeps its identity while its contents are replaced."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-        self.contents: Any = None
+# Gives a nested value again: of the arrays that were found in it, and of those that a block was given and passes on.
+_Builder = Callable[[Sequence[mx.array], Sequence[mx.array]], Any]
 
 
 class _Parts:
-    """Takes nested values apart into ``arrays`` and what is needed to put them together again."""
+    """Takes nested values apart into ``arrays`` and functions that put them together again.
+
+    Lists, dictionaries and objects keep their identity: they are filled in place, each where it is met first.
+    """
 
     def __init__(self, arrays: list[mx.array], *, floating_only: bool, passed_on: Sequence[mx.array] = ()) -> None:
         self._arrays = arrays
         self._floating_only = floating_only
         self._passed_on = {id(array): number for number, array in enumerate(passed_on)}
-        self._seen: dict[int, _Filled] = {}
+        self._seen: set[int] = set()
 
-    def take_apart(self, value: Any) -> Any:
+    def take_apart(self, value: Any) -> _Builder:
         if isinstance(value, mx.array):
             return self._array(value)
         if isinstance(value, tuple):
-            made = [self.take_apart(each) for each in cast("tuple[Any, ...]", value)]
-            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-        if not _is_filled(value):
-            return value
-        if id(value) not in self._seen:
-            filled = self._seen[id(value)] = _Filled(value)
-            if isinstance(value, list):
-                filled.contents = [self.take_apart(each) for each in cast("list[Any]", value)]
-            else:
-                named: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
-                filled.contents = {name: self.take_apart(each) for name, each in named.items()}
-        return self._seen[id(value)]
+            members = [self.take_apart(each) for each in cast("tuple[Any, ...]", value)]
+            kind = type(value) if hasattr(value, "_fields") else lambda *parts: parts
+            return lambda *of: kind(*(build(*of) for build in members))
+        if not _is_filled(value) or id(value) in self._seen:
+            return lambda *_: value
+        self._seen.add(id(value))
+        is_list = isinstance(value, list)
+        held: Any = value if isinstance(value, list | dict) else vars(value)
+        names = range(len(held)) if is_list else list(held)
+        builders = {name: self.take_apart(held[name]) for name in names}
 
-    def _array(self, array: mx.array) -> Any:
-        if id(array) in self._passed_on:
-            return _Slot(self._passed_on[id(array)], passed_on=True)
+        def fill(*of: Sequence[mx.array]) -> Any:
+            made = {name: build(*of) for name, build in builders.items()}
+            held.clear()
+            held.extend(made.values()) if is_list else held.update(made)
+            return value
+
+        return fill
+
+    def _array(self, array: mx.array) -> _Builder:
+        if (number := self._passed_on.get(id(array))) is not None:
+            return lambda _, passed_on: passed_on[number]
         if self._floating_only and not mx.issubdtype(array.dtype, mx.floating):
-            return array
+            return lambda *_: array
         self._arrays.append(array)
-        return _Slot(len(self._arrays) - 1)
+        place = len(self._arrays) - 1
+        return lambda arrays, _: arrays[place]
 
 
 def _is_filled(value: Any) -> bool:
@@ -169,33 +167,3 @@ def _is_filled(value: Any) -> bool:
     if isinstance(value, list | dict):
         return True
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | nn.Module)
-
-
-def _put_together(parts: Any, arrays: Sequence[mx.array], passed_on: Sequence[mx.array] = ()) -> Any:
-    """The value that was taken apart, with ``arrays`` in it; lists, dictionaries and objects are filled in place."""
-    done: set[int] = set()
-
-    def made(part: Any) -> Any:
-        if isinstance(part, _Slot):
-            return (passed_on if part.passed_on else arrays)[part.number]
-        if isinstance(part, tuple):
-            values = [made(each) for each in cast("tuple[Any, ...]", part)]
-            return type(part)(*values) if hasattr(part, "_fields") else tuple(values)
-        if not isinstance(part, _Filled):
-            return part
-        if id(part) not in done:
-            done.add(id(part))
-            _fill(part, made)
-        return part.original
-
-    return made(parts)
-
-
-def _fill(part: _Filled, made: Callable[[Any], Any]) -> None:
-    if isinstance(part.original, list):
-        part.original[:] = [made(each) for each in part.contents]
-        return
-    held: dict[Any, Any] = part.original if isinstance(part.original, dict) else vars(part.original)
-    values = {name: made(each) for name, each in part.contents.items()}
-    held.clear()
-    held.update(values)

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from allhands.errors import ConfigError
-from allhands.io.formatting import format_count
 
 Family = Literal["llama", "qwen3", "mixtral"]
 FAMILIES: tuple[str, ...] = get_args(Family)
@@ -209,77 +208,13 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
     return {"kv_heads": heads, "head_dim": dims // heads, "init_std": math.sqrt(2 / (5 * dims)), **values}
 
 
-# --- counting -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Count:
-    """Parameters of a shape.
-
-    Attributes:
-        total: all of them; what is tied counts once.
-        embedding: of the embedding, and of the output layer where it is another one.
-        layer: of one layer, all experts included.
-        active: of those that a token meets: all but the experts that do not compute it.
-        multiplied: of the matrices that a token is multiplied with, the output layer included.
-    """
-
-    total: int
-    embedding: int
-    layer: int
-    active: int
-    multiplied: int
-
-
-def count(shape: Shape) -> Count:
-    """How many parameters the model of a shape has."""
-    table = shape.vocabulary * shape.dims
-    embedding = table if shape.tied else 2 * table
+def num_parameters(shape: Shape) -> int:
+    """Parameters of the model of a shape; what is tied counts once."""
     attention = 2 * shape.dims * shape.head_dim * (shape.heads + shape.kv_heads)
     norms = 2 * shape.dims + (2 * shape.head_dim if shape.family == "qwen3" else 0)
-    mlp, router = 3 * shape.dims * shape.mlp_dims, shape.dims * shape.experts
-    layer = attention + norms + router + mlp * (shape.experts or 1)
-    matrices = attention + router + mlp * (shape.experts_per_token or 1)
-    return Count(
-        total=embedding + shape.layers * layer + shape.dims,
-        embedding=embedding,
-        layer=layer,
-        active=embedding + shape.layers * (matrices + norms) + shape.dims,
-        multiplied=shape.layers * matrices + table,
-    )
-
-
-def flops_per_token(shape: Shape, tokens: int | None = None) -> int:
-    """Floating-point operations of training on one token, forward and backward, a multiply-add being two.
-
-    By the usual convention (PaLM, arXiv:2204.02311, appendix B): 6 for each parameter of a matrix that the token is
-    multiplied with, and 12 for each place, layer and number of its query heads, as if a token looked at the whole text.
-
-    Args:
-        tokens: length of the texts; ``block_size`` if None.
-    """
-    places = shape.block_size if tokens is None else tokens
-    return 6 * count(shape).multiplied + 12 * shape.layers * shape.heads * shape.head_dim * places
-
-
-def describe(shape: Shape) -> list[str]:
-    """The shape in words, a line for each thing."""
-    number = count(shape)
-    heads = f"{shape.heads} heads of {shape.head_dim}"
-    if shape.kv_heads < shape.heads:
-        heads += f", {shape.kv_heads} of keys and values"
-    mlp = f"{shape.experts} experts of {shape.mlp_dims}, {shape.experts_per_token} a token" if shape.experts else ""
-    output = "also the output layer" if shape.tied else "and an output layer of its own"
-    lines = [
-        f"{shape.family}: {shape.layers} layers of {shape.dims}; {heads}; {mlp or f'MLP of {shape.mlp_dims}'}",
-        f"vocabulary of {shape.vocabulary}, {output}; texts of up to {shape.block_size} tokens",
-        f"{format_count(number.total)} parameters: {format_count(number.embedding)} embedding, "
-        f"{format_count(number.layer)} a layer",
-    ]
-    if number.active != number.total:
-        lines.append(f"{format_count(number.active)} of them compute a token")
-    operations = flops_per_token(shape) / 1e9
-    return [*lines, f"{operations:.3g} GFLOP to train on a token, in texts of {shape.block_size}"]
+    mlp = 3 * shape.dims * shape.mlp_dims * (shape.experts or 1) + shape.dims * shape.experts
+    tables = (1 if shape.tied else 2) * shape.vocabulary * shape.dims
+    return tables + shape.layers * (attention + norms + mlp) + shape.dims
 
 
 # --- config.json --------------------------------------------------------------------------------------

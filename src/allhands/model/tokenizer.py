@@ -231,28 +231,18 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
 
 def _unread(path: Path, error: Exception) -> ModelError:
     """What is wrong with the files of a tokenizer that cannot be loaded."""
-    if (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
-        return ModelError(
-            "tokenizer.json is missing, and vocab.json alone does not say how texts are cut",
-            where=str(path),
-            hint='put a tokenizer_config.json there that names its class, as {"tokenizer_class": "GPT2Tokenizer"}, '
-            "with merges.txt; or save it from transformers with save_pretrained, which writes tokenizer.json",
-        )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return ModelError(
             "tokenizer.json is missing, which says how texts are cut",
             where=str(path),
-            hint="copy tokenizer.json of the same model there",
-        )
-    if isinstance(error, StrictDataclassError):
-        return ModelError(
-            f"Transformers, which reads the tokenizer, does not accept the config: {' '.join(str(error).split())}",
-            where=str(path / "config.json"),
-            hint="correct that value, or fetch config.json of a conversion that Transformers can read",
+            hint="copy tokenizer.json of the same model there, or save it from transformers with save_pretrained",
         )
     hint = "fetch the model again; --trust-remote-code if it brings its own code and you trust it"
     if isinstance(error, AttributeError) and str(error).startswith("module "):  # which no file of it can mend
         hint = "look for newer versions: pip install -U mlx-lm transformers"
     elif isinstance(error, ImportError):
         hint = "install the package that is named there"
-    return ModelError(f"the tokenizer cannot be loaded: {first_line(error)}", where=str(path), hint=hint)
+    elif isinstance(error, StrictDataclassError):
+        hint = "correct that value in config.json, or fetch it of a conversion that Transformers can read"
+    said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+    return ModelError(f"the tokenizer cannot be loaded: {said}", where=str(path), hint=hint)

@@ -47,7 +47,7 @@ class CausalLM:
 
     def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
         inputs, _, _, *documents = arrays
-        return inputs, _kept_apart(num_layers, documents[0] if documents else None)
+        return inputs, _kept_apart(num_layers, documents)
 
     def cpu_gradient(self, model: Any) -> GradFunction | None:
         parts = split(model)
@@ -78,35 +78,26 @@ def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFu
     return partial(_eager_loss, parts) if cpu_native else partial(_split_loss, parts, with_grad)
 
 
-def _plain_loss(
-    model: Any, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
-) -> mx.array:
-    logits = model(inputs) if documents is None else model(inputs, **_kept_apart(len(model.layers), documents))
+def _plain_loss(model: Any, *batch: mx.array) -> mx.array:
+    inputs, positions, targets, *documents = batch
+    logits = model(inputs, **_kept_apart(len(model.layers), documents))
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
 
 
-def _kept_apart(num_layers: int, documents: mx.array | None) -> dict[str, Any]:
-    """Further arguments of a model for rows of several documents."""
-    return {} if documents is None else {"cache": caches_for(num_layers, documents)}
+def _kept_apart(num_layers: int, documents: Sequence[mx.array]) -> dict[str, Any]:
+    """Further arguments of a model for rows of several documents; none where there are no numbers of documents."""
+    return {"cache": caches_for(num_layers, documents[0])} if documents else {}
 
 
-def _rows(
-    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None
-) -> mx.array:
+def _rows(parts: SplitModel, *batch: mx.array) -> mx.array:
     """(N, D) hidden states at the trained places."""
+    inputs, positions, targets, *documents = batch
     hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
     return rows_at(hidden.reshape(-1, hidden.shape[-1]), positions, targets)
 
 
-def _split_loss(
-    parts: SplitModel,
-    with_grad: bool,
-    inputs: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    documents: mx.array | None = None,
-) -> mx.array:
-    rows = _rows(parts, inputs, positions, targets, documents)
+def _split_loss(parts: SplitModel, with_grad: bool, *batch: mx.array) -> mx.array:
+    rows, targets = _rows(parts, *batch), batch[2]
     trained, selection = parts.head_is_trained, parts.selection
     if isinstance(head := parts.head_product(), PackedProduct):  # of a model that computes when it is called
         how: Any = {"train_weight": False, "selection": selection}
@@ -117,75 +108,62 @@ def _split_loss(
     return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
-def _eager_loss(
-    parts: SplitModel, inputs: mx.array, positions: mx.array, targets: mx.array, documents: mx.array | None = None
-) -> mx.array:
-    rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
-    weight = parts.head_product()
-    return eager_linear_cross_entropy(
-        rows, weight, targets, train_weight=False, with_grad=False, selection=parts.selection
-    )[0]
+def _eager_loss(parts: SplitModel, *batch: mx.array) -> mx.array:
+    rows, weight = _rows(parts, *batch).astype(mx.float32), parts.head_product()
+    how: Any = {"train_weight": False, "with_grad": False, "selection": parts.selection}
+    return eager_linear_cross_entropy(rows, weight, batch[2], **how)[0]
 
 
-def _eager_gradient(
-    model: nn.Module,
-    parts: SplitModel,
-    inputs: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    documents: mx.array | None = None,
-) -> tuple[mx.array, Any]:
+def _eager_gradient(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tuple[mx.array, Any]:
     """Forward through the body, loss and its gradient at the head, then backward through the body.
 
     The backward graph is built before the head's gradient is known, with a buffer in its place that is
     filled in between. So the forward pass is evaluated outside of ``mx.vjp``'s tracing, in which everything,
     the activations of frozen layers too, would be kept.
     """
-    names, values = zip(*flatten(model.trainable_parameters()), strict=True)
     if native.available():
-        return _gradient_at_once(model, parts, names, (inputs, positions, targets, documents))
+        return _gradient_at_once(model, parts, *batch)
+    trained = dict(flatten(model.trainable_parameters()))
 
     def body(*arrays: mx.array) -> mx.array:
-        model.update(unflatten(list(zip(names, arrays, strict=True))))
-        return _rows(parts, inputs, positions, targets, documents)
+        model.update(unflatten(zip(trained, arrays, strict=True)))
+        return _rows(parts, *batch)
 
     weight = parts.head_weight().astype(mx.float32)
-    grad_rows = mx.zeros((len(positions), weight.shape[-1]))
+    grad_rows = mx.zeros((len(batch[1]), weight.shape[-1]))
     mx.eval(grad_rows)
-    (rows,), grads = mx.vjp(body, list(values), [grad_rows])
-    model.update(unflatten(list(zip(names, values, strict=True))))
+    (rows,), grads = mx.vjp(body, list(trained.values()), [grad_rows])
+    model.update(unflatten(trained.items()))
     mx.eval(rows)
     loss, grad, grad_weight = eager_linear_cross_entropy(
-        rows, weight, targets, train_weight=parts.head_is_trained, selection=parts.selection
+        rows, weight, batch[2], train_weight=parts.head_is_trained, selection=parts.selection
     )
     np.asarray(grad_rows)[...] = np.asarray(grad)
-    result = dict(zip(names, grads, strict=True))
+    result = dict(zip(trained, grads, strict=True))
     if grad_weight is not None:
         name = parts.head_weight_name(model)
         result[name] = result[name] + grad_weight
-    return loss, unflatten(list(result.items()))
+    return loss, unflatten(result.items())
 
 
-def _gradient_at_once(
-    model: nn.Module, parts: SplitModel, names: Sequence[str], batch: tuple[Any, ...]
-) -> tuple[mx.array, Any]:
+def _gradient_at_once(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tuple[mx.array, Any]:
     """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
-    inputs, positions, targets, documents = batch
-    values = [value for _, value in flatten(model.trainable_parameters())]
+    trained = dict(flatten(model.trainable_parameters()))
     head = parts.head_product()
 
     def loss(*arrays: mx.array) -> mx.array:
-        model.update(unflatten(list(zip(names, arrays, strict=True))))
+        model.update(unflatten(zip(trained, arrays, strict=True)))
         # In which a CPU computes anyway; NumPy knows no other.
-        rows = _rows(parts, inputs, positions, targets, documents).astype(mx.float32)
-        trained, selection = parts.head_is_trained, parts.selection
+        rows = _rows(parts, *batch).astype(mx.float32)
+        train_weight = parts.head_is_trained
         # Where it is not trained, the values alone count.
-        weight = parts.head_weight().astype(mx.float32) if trained else None
-        return eager_loss(rows, weight, targets, values=head, train_weight=trained, selection=selection)
+        weight = parts.head_weight().astype(mx.float32) if train_weight else None
+        how: Any = {"train_weight": train_weight, "selection": parts.selection}
+        return eager_loss(rows, weight, batch[2], values=head, **how)
 
     try:
-        (total,), grads = mx.vjp(loss, values, [mx.ones(())])
+        (total,), grads = mx.vjp(loss, list(trained.values()), [mx.ones(())])
     finally:
-        model.update(unflatten(list(zip(names, values, strict=True))))
+        model.update(unflatten(trained.items()))
     # A copy, because the original holds on to the whole forward pass.
-    return mx.array(total.item()), unflatten(list(zip(names, grads, strict=True)))
+    return mx.array(total.item()), unflatten(zip(trained, grads, strict=True))

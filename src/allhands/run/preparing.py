@@ -19,7 +19,6 @@ import psutil
 
 from allhands.checkpoints import Checkpoint, run_name
 from allhands.checkpoints.resuming import (
-    AUTO,
     Restored,
     date_of,
     find_checkpoint,
@@ -27,7 +26,6 @@ from allhands.checkpoints.resuming import (
     receive,
     restore_weights,
     seen_date,
-    tell_kept_aside,
 )
 from allhands.checkpoints.rundir import kept_as
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
@@ -190,8 +188,6 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
         restored = _restored(restored, model, surroundings, divided=bool(stages))
-    elif config.train and config.resume == AUTO:
-        notes += tell_kept_aside(communicator, directory)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()

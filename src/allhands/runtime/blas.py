@@ -30,13 +30,6 @@ from pathlib import Path
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
 RENAMED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 PREFIX = "scipy_"
-# Names of OpenBLAS's kernels by the widest instructions that they use, in bits; all others have 128. A processor has
-# those whose flags it shows in /proc/cpuinfo.
-_KERNELS = {
-    512: frozenset({"skylakex", "cooperlake", "sapphirerapids"}),
-    256: frozenset({"haswell", "zen", "excavator", "steamroller", "piledriver", "bulldozer", "sandybridge"}),
-}
-_FLAGS = {512: frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}), 256: frozenset({"avx2", "fma"})}
 # What multiplies large matrices beside OpenBLAS, as allhands_prepare says it.
 _WAYS = ("", " and our AVX-512", " and AMX")
 # glibc's mallopt parameters, <malloc.h>.
@@ -52,7 +45,7 @@ class BlasStatus:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
         reason: one sentence for people; with ``"slow"`` it says what to do.
         library: path of the loaded library, if any.
-        held_back: what keeps OpenBLAS from this processor's widest instructions, or this computer from the code of
+        held_back: what may slow OpenBLAS down, or keeps this computer from the code of
             ``allhands.runtime.native`` that it should have, and what to do, if anything does.
         native: the loaded code of ``allhands.runtime.native``, if any. The one that was loaded, whatever the cache's
             directory is by now: a second copy would know nothing of OpenBLAS.
@@ -125,47 +118,18 @@ def preload_blas() -> BlasStatus:
     kernels = _kernels(handle)
     what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
-    asked = os.environ.get("OPENBLAS_CORETYPE")
     held_back: str | None = None
-    if asked and not way:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        held_back = kernels_held_back(asked, kernels, flags_of_full_width(cpuinfo))
+    if not way and (asked := os.environ.get("OPENBLAS_CORETYPE")):
+        held_back = (
+            f"OPENBLAS_CORETYPE={asked} chooses how matrix products are computed, which may take twice as long as by "
+            "what this processor has: unset it unless something else here needs it"
+        )
     if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
         held_back = (
             f"native operations could not be made ({found}): training may take twice as long, and computes other last "
             "bits than with them; see to that and start again"
         )
     return BlasStatus("fast", reason, library, ours, held_back)
-
-
-def flags_of_full_width(cpuinfo: str) -> frozenset[str]:
-    """Flags in the text of /proc/cpuinfo, less those of AVX-512 where that is no faster than AVX2.
-
-    AMD's Zen 4 (family 25) computes 512 bits in two halves: 105 GFLOP/s with either on a core of an EPYC.
-    """
-    lines = [line.partition(":") for line in cpuinfo.splitlines()]
-    facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # the first of each name
-    flags = frozenset((facts.get("flags") or facts.get("Features") or "").split())
-    in_halves = facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
-    return frozenset(flag for flag in flags if not flag.startswith("avx512")) if in_halves else flags
-
-
-def kernels_held_back(asked: str, kernels: str, flags: frozenset[str]) -> str | None:
-    """What to say where OpenBLAS was ``asked`` by OPENBLAS_CORETYPE for ``kernels`` narrower than the processor allows.
-
-    Settings of clusters and of containers carry that variable on from programs with an older OpenBLAS.
-
-    Args:
-        flags: of the processor, see :func:`flags_of_full_width`.
-    """
-    able = next((bits for bits, needed in _FLAGS.items() if needed <= flags), 128)
-    used = next((bits for bits, names in _KERNELS.items() if kernels.lower() in names), 128)
-    if used >= able:
-        return None
-    return (
-        f"OPENBLAS_CORETYPE={asked} keeps matrix products to {used}-bit instructions where this processor has {able}: "
-        "they may take twice as long; unset it unless something else here needs it"
-    )
 
 
 def _kernels(handle: ctypes.CDLL) -> str:

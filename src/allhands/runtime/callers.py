@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, cast
 
 MEETING_KEY = "ALLHANDS_MEETING_KEY"  # a secret of the person's, for all ranks of a job
@@ -168,9 +167,7 @@ class Callers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for caller in self.all():
             self.drop(caller)
         for server in self._servers:
@@ -322,9 +319,7 @@ class Call:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     def begin(self, key: bytes, deadline: float) -> Handshake:

@@ -31,12 +31,16 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
-from allhands.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from allhands.errors import ConfigError, in_our_words
+from allhands.io.strict_json import without_repeats
 from allhands.runtime.memory import memory_limit
 
 VARIABLE = "ALLHANDS_FAULTS"
@@ -58,25 +62,41 @@ _AFTER_ALL: tuple[Point, ...] = ("save", "validate")
 _CHUNK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class PlannedFault:
+class PlannedFault(BaseModel):
     """One entry of a schedule.
 
     Attributes:
         step: optimizer updates done, at least.
+        at: where it happens; unless given where its kind does.
         write: which file operation of a save, from 1.
         attempt: only in this start of the job; ``None`` for any.
     """
 
-    rank: int
-    step: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    rank: int = Field(ge=0)
+    step: int = Field(ge=0)
     kind: FaultKind
     at: Point = "step"
-    write: int = 1
-    attempt: int | None = None
-    seconds: float = 1.0
+    write: int = Field(1, ge=1)
+    attempt: int | None = Field(None, ge=1)
+    seconds: float = Field(1.0, ge=0)
     text: str = "an exception on purpose"
-    code: int = 1
+    code: int = Field(1, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _where_its_kind_happens(cls, values: Any) -> Any:
+        return {"at": _ONLY_AT.get(str(values.get("kind")), "step"), **values} if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> PlannedFault:
+        if (only := _ONLY_AT.get(self.kind, self.at)) != self.at:
+            raise ValueError(f"{self.kind} happens at {only} only, not at {self.at}")
+        for name, (key, wanted) in _BELONGS.items():
+            if name in self.model_fields_set and getattr(self, key) != wanted:
+                raise ValueError(f"{name} goes with {key} {wanted} only")
+        return self
 
 
 @dataclass(frozen=True)
@@ -158,10 +178,9 @@ def already_fired() -> str | None:
     path = _path()
     if path is None:
         return None
-    planned, before = read_schedule(path), fired(path)
-    if not before:
+    if not (before := fired(path)):
         return None
-    count = f"{len(before)} of {len(planned)} failures on purpose"
+    count = f"{len(before)} of {len(read_schedule(path))} failures on purpose"
     return f"{count} happened before and will not again: remove {_notes(path)} to rehearse once more"
 
 
@@ -194,31 +213,24 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
         ConfigError: it cannot be read, or does not make sense.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        return tuple(_SCHEDULE.validate_python(json.loads(path.read_text("utf-8"), object_pairs_hook=without_repeats)))
     except OSError as error:
         raise _wrong(path, f"cannot be read: {error.strerror or error}") from None
-    except _Repeated as error:
-        raise _wrong(path, f"has {error.args[0]!r} twice in one entry") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"entry {part}: " if isinstance(part, int) else f"{part} " for part in first["loc"])
+        raise _wrong(path, f"{place}{in_our_words(first['msg'])}") from None
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"is no JSON: {error}") from None
-    if not isinstance(entries, list):
-        raise _wrong(path, "is not a list of failures")
-    return tuple(_planned(path, index, entry) for index, entry in enumerate(cast("list[Any]", entries)))
 
 
 def fired(path: Path) -> list[FiredFault]:
     """The failures of the schedule at ``path`` that have happened, in that order."""
-    notes = (note for note in _notes(path).glob("*") if note.name.isdecimal())
-    found = (_note(note) for note in notes)
-    return sorted((fault for fault in found if fault), key=lambda fault: fault.time)
-
-
-def _note(path: Path) -> FiredFault | None:
-    """What a note says; nothing if its writer was killed over it."""
-    try:
-        return FiredFault(index=int(path.name), **json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        return None
+    found: list[FiredFault] = []
+    for note in _notes(path).glob("*"):
+        with suppress(ValueError, TypeError):  # its writer was killed over it
+            found.append(FiredFault(index=int(note.name), **json.loads(note.read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda fault: fault.time)
 
 
 class _Schedule:
@@ -246,16 +258,16 @@ class _Schedule:
         """Note that it happens now; false if it has happened before."""
         note = _notes(self._path) / str(index)
         note.parent.mkdir(exist_ok=True)
-        try:
-            descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return False
         facts = {"time": time.time(), "kind": fault.kind, "rank": fault.rank, "step": step, "pid": os.getpid()}
         try:
-            os.write(descriptor, json.dumps(facts).encode())
-        finally:
-            os.close(descriptor)
+            with note.open("x", encoding="utf-8") as file:
+                json.dump(facts, file)
+        except FileExistsError:
+            return False
         return True
+
+
+_SCHEDULE = TypeAdapter(list[PlannedFault])
 
 
 @cache
@@ -275,60 +287,6 @@ def _path() -> Path | None:
 
 def _notes(path: Path) -> Path:
     return path.with_name(f"{path.name}.fired")
-
-
-class _Repeated(Exception):
-    """A key is there twice: JSON's readers take the last one without a word."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for index, (key, _) in enumerate(pairs):
-        if key in dict(pairs[:index]):
-            raise _Repeated(key)
-    return dict(pairs)
-
-
-def _planned(path: Path, index: int, entry: object) -> PlannedFault:
-    if not isinstance(entry, dict):
-        raise _wrong(path, f"entry {index} is not an object")
-    values = cast("dict[str, Any]", entry)
-    problem = _problem(values)
-    if problem:
-        raise _wrong(path, f"entry {index}: {problem}")
-    values.setdefault("at", _ONLY_AT.get(values["kind"], "step"))
-    return PlannedFault(**values)
-
-
-def _problem(values: dict[str, Any]) -> str | None:
-    """What is wrong with one entry."""
-    known = [field.name for field in fields(PlannedFault)]
-    if unknown := sorted(set(values) - set(known)):
-        return f"{unknown[0]!r} is none of {', '.join(known)}"
-    if missing := [name for name in ("rank", "step", "kind") if name not in values]:
-        return f"{missing[0]!r} is missing"
-    for name, choices in (("kind", get_args(FaultKind)), ("at", get_args(Point))):
-        if name in values and values[name] not in choices:
-            return f"{name} {values[name]!r} is none of {', '.join(choices)}"
-    for name, least in (("rank", 0), ("step", 0), ("write", 1), ("attempt", 1), ("code", 0)):
-        if name in values and not (type(values[name]) is int and values[name] >= least):
-            return f"{name} {values[name]!r} is not a whole number from {least}"
-    if "seconds" in values and not (type(values["seconds"]) in (int, float) and values["seconds"] >= 0):
-        return f"seconds {values['seconds']!r} is not a time"
-    if not isinstance(values.get("text", ""), str):
-        return f"text {values['text']!r} is not a text"
-    return _misplaced(values)
-
-
-def _misplaced(values: dict[str, Any]) -> str | None:
-    """What does not go together in one entry."""
-    only = _ONLY_AT.get(values["kind"])
-    if only and values.get("at", only) != only:
-        return f"{values['kind']} happens at {only} only, not at {values['at']}"
-    given = {"at": only or "step", **values}
-    for name, (key, wanted) in _BELONGS.items():
-        if name in values and given[key] != wanted:
-            return f"{name} goes with {key} {wanted} only"
-    return None
 
 
 def _wrong(path: Path, problem: str) -> ConfigError:

@@ -59,7 +59,6 @@ _TRIM_AGAIN_S = 86400.0
 # ELF: <elf.h>, little-endian, 64 bits: the only one for which MLX has wheels.
 _ELF64 = b"\x7fELF\x02\x01"
 _HEADER = struct.Struct("<16s2H I 3Q I 6H")
-_SEGMENT = struct.Struct("<2I 6Q")
 _STRING_TABLE = struct.pack("<I", 3)
 
 
@@ -258,7 +257,7 @@ def _whole(path: Path) -> bool:
 
 
 def _is_whole_elf(descriptor: int) -> bool:
-    """Whether the header, all segments and all section headers, which stand last, lie within the file."""
+    """Whether the tables of segments and of sections, which stand after all contents, lie within the file."""
     size = os.fstat(descriptor).st_size
     start = os.pread(descriptor, 4096, 0)
     if not start.startswith(_ELF64):
@@ -267,11 +266,6 @@ def _is_whole_elf(descriptor: int) -> bool:
     segments, sections, segment_bytes, count, section_bytes, number, names = (*fields[5:7], *fields[9:14])
     if sections + number * section_bytes > size or segments + count * segment_bytes > size:
         return False
-    table = os.pread(descriptor, count * segment_bytes, segments)
-    for index in range(count):
-        segment = _SEGMENT.unpack_from(table, index * segment_bytes)
-        if segment[0] and segment[2] + segment[5] > size:
-            return False
     # Where the length was kept and the contents were not, this is zero.
     return not number or os.pread(descriptor, 4, sections + names * section_bytes + 4) == _STRING_TABLE
 

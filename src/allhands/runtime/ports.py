@@ -52,35 +52,31 @@ def cannot_listen(error: Exception, address: str, port: int, settings: PortSetti
     Args:
         error: what binding the port, or looking for the address, has raised.
     """
-    given = settings or PortSettings()
+    given, words = settings or PortSettings(), _words(error)
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OverflowError):
         return PortTrouble("a port is a number from 0 to 65535", f"choose {given.port}")
     if isinstance(error, socket.gaierror | UnicodeError):
         return PortTrouble(f"{address} is no name or address that is known here", f"give {given.address}")
-    if number == errno.EADDRNOTAVAIL:
-        return PortTrouble(f"{address} is no address of this computer", f"give {given.address}")
-    if number == errno.EADDRINUSE and port == 0:
-        return PortTrouble("no port is free", "end what keeps thousands of connections: ss -s")
-    if number == errno.EADDRINUSE:
+    if number == errno.EADDRINUSE and port:
         user = user_of(port)
-        told = f": {user}" if user else ""
-        return PortTrouble(f"another program listens there already{told}", _end_it(user, port, given))
-    if number in _FORBIDDEN:
-        first = _first_free()
-        if number == errno.EACCES and 0 < port < first:
-            return PortTrouble(
-                f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher"
-            )
-        return PortTrouble(
-            f"the system forbids it ({_words(error)})", "look at the rules of the sandbox, container or SELinux"
-        )
-    if number in _NO_ROOM:
-        return PortTrouble(f"the system has no room for it ({_words(error)})", "close files, or allow more: ulimit -n")
-    if number == errno.EAFNOSUPPORT:
-        family = "IPv6" if ":" in address else "IPv4"
-        return PortTrouble(f"this computer has no {family}", f"give {given.address}")
-    return PortTrouble(f"{_words(error)}", f"choose {given.port}, or {given.address}")
+        found = "end it" if user else f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port})"
+        told = f"another program listens there already{f': {user}' if user else ''}"
+        return PortTrouble(told, f"{found}, or choose {given.port}")
+    if number == errno.EACCES and 0 < port < (first := _first_free()):
+        return PortTrouble(f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher")
+    known = {
+        errno.EADDRNOTAVAIL: (f"{address} is no address of this computer", f"give {given.address}"),
+        errno.EADDRINUSE: ("no port is free", "end what keeps thousands of connections: ss -s"),
+        errno.EAFNOSUPPORT: (f"this computer has no {'IPv6' if ':' in address else 'IPv4'}", f"give {given.address}"),
+        **dict.fromkeys(
+            _FORBIDDEN, (f"the system forbids it ({words})", "look at the rules of the sandbox, container or SELinux")
+        ),
+        **dict.fromkeys(
+            _NO_ROOM, (f"the system has no room for it ({words})", "close files, or allow more: ulimit -n")
+        ),
+    }
+    return PortTrouble(*known.get(number or 0, (words, f"choose {given.port}, or {given.address}")))
 
 
 def user_of(port: int) -> str | None:
@@ -96,12 +92,6 @@ def user_of(port: int) -> str | None:
                 if one.pid:
                     break
     return found
-
-
-def _end_it(user: str | None, port: int, given: PortSettings) -> str:
-    if user is None:
-        return f"look for it (ss -ltnp 'sport = :{port}', or lsof -iTCP:{port}), or choose {given.port}"
-    return f"end it, or choose {given.port}"
 
 
 def _first_free() -> int:

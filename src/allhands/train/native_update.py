@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +17,8 @@ import mlx.optimizers as optim
 import numpy as np
 
 from allhands.io.trees import flatten, part_of, unflatten
-from allhands.kernels.native_arrays import Array, at, available, floats, new, pointers
-from allhands.runtime.blas import native_library
+from allhands.kernels.native_arrays import Array, available, floats, new
+from allhands.runtime.native_calls import at, call, pointers
 from allhands.train.optimizers import KernelAdam
 
 Named = tuple[str, mx.array]
@@ -52,7 +51,7 @@ class NativeUpdate:
             gradients = [floats(array) for _, array in group]
             where = _Where(gradients)
             parts = np.empty(where.num_parts)
-            _call("allhands_squares", *where.arguments, pointers(gradients), at(parts))
+            call("allhands_squares", *where.arguments, pointers(gradients), at(parts))
             total += float(parts.sum())
         return math.sqrt(total)
 
@@ -91,7 +90,7 @@ class NativeUpdate:
         views = [floats(array) for array in chain(*read)] + [view for _, view in chain(*made)]
         where = _Where(views[: len(group)])
         kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
-        _call("allhands_adam", ctypes.c_int(expected), *where.arguments, pointers(views), at(kept), at(numbers))
+        call("allhands_adam", ctypes.c_int(expected), *where.arguments, pointers(views), at(kept), at(numbers))
         self._model.update(unflatten(list(zip(names, (weight for weight, _ in made[0]), strict=True))))
         if not expected:
             for home, (first, _), (second, _) in zip(homes, *made[1:], strict=True):
@@ -125,7 +124,3 @@ class _Where:
     def arguments(self) -> tuple[ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]:
         """The first of each call."""
         return ctypes.c_int(len(self._sizes)), at(self._sizes), at(self._starts)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    getattr(native_library(), name)(*arguments)

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.tuner.lora import LoRAEmbedding
 
+from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels
 from allhands.kernels.instances import give_form
 
@@ -40,24 +41,6 @@ def make_deterministic(model: nn.Module) -> int:
     return changed
 
 
-def look_up(table: mx.array, ids: mx.array) -> mx.array:
-    """``table[ids]``, with a gradient that is always the same.
-
-    The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded once to the table's
-    type. So its gradient depends on these rows and their order alone, not on other tokens or their places. For N ids
-    and rows of D values this takes log2(N) passes over (N, D) float32, of which it holds a few at a time, beside the
-    gradient itself. On an NVIDIA GPU a kernel adds them one after the other instead, in one pass.
-
-    Args:
-        table: (V, ...) of any float type.
-        ids: of any shape and integer type; negative ones count from the end, as elsewhere in MLX.
-
-    Returns:
-        ``ids.shape`` + (...) rows.
-    """
-    return _look_up(table, ids)
-
-
 def _rows(table: mx.array, ids: mx.array) -> mx.array:
     return kernels.take_rows(table, ids) if _by_kernels(table) else table[ids]
 
@@ -72,8 +55,14 @@ def _gradient(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array,
     return add_in_order(table, ids, cotangent), mx.zeros_like(ids)
 
 
-_look_up: Any = mx.custom_function(_rows)
-_look_up.vjp(_gradient)
+# ``table[ids]`` with a gradient that is always the same: (V, ...) of any float type, and integers of any shape, whose
+# negative ones count from the end -> ``ids.shape`` + (...).
+#
+# The rows of one token are added in float32, as a tree over their order in ``ids``, and rounded once to the table's
+# type. So its gradient depends on these rows and their order alone, not on other tokens or their places. For N ids
+# and rows of D values this takes log2(N) passes over (N, D) float32, of which it holds a few at a time, beside the
+# gradient itself. On an NVIDIA GPU a kernel adds them one after the other instead, in one pass.
+look_up = with_vjp(_rows, _gradient)
 
 
 def _rows_apart(table: mx.array, ids: mx.array, _rows_of: mx.array) -> mx.array:
@@ -86,8 +75,7 @@ def _gradient_apart(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.
     return mx.zeros_like(table), mx.zeros_like(ids), cotangent
 
 
-_look_up_apart: Any = mx.custom_function(_rows_apart)
-_look_up_apart.vjp(_gradient_apart)
+_look_up_apart = with_vjp(_rows_apart, _gradient_apart)
 
 
 def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False) -> mx.array:
@@ -167,7 +155,7 @@ class Apart:
 
 
 class OrderedEmbedding(nn.Embedding):
-    """:class:`mlx.nn.Embedding` with :func:`look_up`.
+    """:class:`mlx.nn.Embedding` with :data:`look_up`.
 
     Attributes:
         apart: for a gradient in the rows that are looked up, if somebody wants that.
@@ -196,7 +184,7 @@ class RowsEmbedding(nn.Embedding):
 
 
 class OrderedLoRAEmbedding(LoRAEmbedding):
-    """mlx_lm's LoRAEmbedding with :func:`look_up`."""
+    """mlx_lm's LoRAEmbedding with :data:`look_up`."""
 
     tables = frozenset({"lora_a"})
 
@@ -207,7 +195,7 @@ class OrderedLoRAEmbedding(LoRAEmbedding):
 
 
 class OrderedDoRAEmbedding(DoRAEmbedding):
-    """mlx_lm's DoRAEmbedding with :func:`look_up`."""
+    """mlx_lm's DoRAEmbedding with :data:`look_up`."""
 
     tables = frozenset({"lora_a", "m"})
 

@@ -230,7 +230,8 @@ class Product:
         fits = _is_plain(base_of(self.layers[0])) and ops.fuses_swiglu(x, self._selection)
         if not (fits and self._is_dense(x[:, : x.shape[1] // 2])):
             return self(ops.swiglu(x, self._selection))
-        return _adapted_swiglu(x, self._dense(), *self._factors(x.dtype))
+        a, b = self._factors(x.dtype)
+        return _adapted(x, self._dense(), a, b, of_swiglu=True)
 
     @property
     def _weight(self) -> Any:
@@ -300,35 +301,23 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
     return a, _together(second)
 
 
-def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
-    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``."""
+def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array, *, of_swiglu: bool = False) -> mx.array:
+    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``.
+
+    With ``of_swiglu`` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept.
+    """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        inner = x @ a
-        # The small product first: the large one then adds to it as it ends, without a pass of its own.
-        return mx.addmm(inner @ b, x, dense(x).T), inner
-
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
-        (x, a, b), cotangent = primals, cotangents[0]
-        inner = cotangent @ b.T
-        return mx.addmm(inner @ a.T, cotangent, dense(cotangent)), x.T @ inner, outputs[1].T @ cotangent
-
-    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
-    return function(x, a, b)[0]
-
-
-def _adapted_swiglu(x: mx.array, dense: Dense, a: mx.array, b: mx.array) -> mx.array:
-    """:func:`_adapted` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept."""
-
-    def forward(x: mx.array, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        y = kernels.swiglu(x)
+        y = kernels.swiglu(x) if of_swiglu else x
         inner = y @ a
+        # The small product first: the large one then adds to it as it ends, without a pass of its own.
         return mx.addmm(inner @ b, y, dense(y).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        dx, y = kernels.swiglu_vjp(x, mx.addmm(inner @ a.T, cotangent, dense(cotangent)), again=True)
+        dy = mx.addmm(inner @ a.T, cotangent, dense(cotangent))
+        dx, y = kernels.swiglu_vjp(x, dy, again=True) if of_swiglu else (dy, x)
         return dx, y.T @ inner, outputs[1].T @ cotangent
 
     function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]

@@ -40,21 +40,15 @@ def plain_swiglu(x: mx.array) -> mx.array:
 _swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent)[0])
 
 
-def swiglu_product(x: mx.array, weight: mx.array) -> mx.array:
-    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
-
-    (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
-    """
-    return _swiglu_product(x, weight)
-
-
 def _swiglu_product_vjp(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
     x, weight = primals
     dx, y = kernels.swiglu_vjp(x, cotangent @ weight, again=True)
     return dx, cotangent.T @ y
 
 
-_swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swiglu_product_vjp)
+# ``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
+# (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
+swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swiglu_product_vjp)
 
 
 def rope_split(
@@ -176,12 +170,6 @@ def product_with(dense: Callable[[mx.array], mx.array]) -> Callable[[mx.array], 
     return with_vjp(lambda x: x @ dense(x).T, lambda _x, cotangent, _y: cotangent @ dense(cotangent))
 
 
-def trained_product(x: mx.array, weight: mx.array) -> mx.array:
-    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it.
-
-    MLX's own comes transposed. (N, K), (M, K) -> (N, M).
-    """
-    return _trained_product(x, weight)
-
-
-_trained_product = with_vjp(lambda x, weight: x @ weight.T, lambda primals, c, _: (c @ primals[1], c.T @ primals[0]))
+# ``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it; MLX's own
+# comes transposed. (N, K), (M, K) -> (N, M).
+trained_product = with_vjp(lambda x, weight: x @ weight.T, lambda primals, c, _: (c @ primals[1], c.T @ primals[0]))
