@@ -16,9 +16,9 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from allhands.data.calls import called_function
+from allhands.data.calls import called_function, parsed_arguments
 from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
 from allhands.data.values import quoted
 
@@ -184,10 +184,10 @@ class _Marker:
 
     def _argument(self, index: int, value: Any, depth: int) -> Any:
         if isinstance(value, dict) and depth:
-            fields = list(cast(dict[str, Any], value).items())[:_FIELDS]
+            fields = list(value.items())[:_FIELDS]
             return {self._word("argument", index, key): self._argument(index, item, depth - 1) for key, item in fields}
         if isinstance(value, list) and depth:
-            return [self._argument(index, item, depth - 1) for item in cast(list[Any], value)[:_ITEMS]]
+            return [self._argument(index, item, depth - 1) for item in value[:_ITEMS]]
         if isinstance(value, str):
             return self._spaced("argument", index, value)
         if isinstance(value, int | float) and not isinstance(value, bool) and len(self.parts) < _MANY:
@@ -198,7 +198,7 @@ class _Marker:
 
     def tool(self, tool: Any) -> Any:
         """A tool with a marker for its name; what its parameters are does not matter to a template."""
-        function = called_function(cast(dict[str, Any], tool))
+        function = called_function(tool)
         bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
         marked = {key: bare.get(key, value) for key, value in function.items()}
         marked["name"] = self._word("tool", -1, str(function.get("name", "")))
@@ -208,15 +208,6 @@ class _Marker:
 def _is_said(key: str, value: str) -> bool:
     """Whether what stands under a key that no form of chats knows is words, not an id, a date or a name."""
     return key not in _BESIDE_WORDS and len(value) >= _SURE and len(value.split()) > _FEW_WORDS
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call as the object that their JSON is; as they stand if it is none."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return cast(Any, value) if isinstance(value, dict) else arguments
 
 
 def lost_markers(text: str, marked: Marked) -> frozenset[int]:

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
@@ -226,10 +226,10 @@ class Intake:
             name for name in self._wanted if name not in self._found and reach(value, name) is not MISSING
         )
         if isinstance(value, dict) and len(self.columns) < _MANY_COLUMNS:
-            for name, inner in cast(dict[str, Any], value).items():
+            for name, inner in value.items():
                 self.columns.setdefault(name)
                 if isinstance(inner, dict):
-                    self.columns.update(dict.fromkeys(f"{name}.{key}" for key in cast(dict[str, Any], inner)))
+                    self.columns.update(dict.fromkeys(f"{name}.{key}" for key in inner))
 
     def _check_columns(self) -> None:
         typed = self.options.column_flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.errors import DataError
@@ -75,9 +75,7 @@ def _state(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(state, dict):
         return None
-    found = cast("dict[str, Any]", state)
+    found = state
     files = found.get("_data_files")
-    is_list = isinstance(files, list) and all(
-        isinstance(entry, dict) and "filename" in entry for entry in cast("list[Any]", files)
-    )
+    is_list = isinstance(files, list) and all(isinstance(entry, dict) and "filename" in entry for entry in files)
     return found if is_list else None

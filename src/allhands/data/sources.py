@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from allhands.data.hub import HUB_NAME, load_hub
 from allhands.data.reading import (
@@ -252,7 +252,7 @@ def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
     except DataError as error:
         error.hint = meant(name, error.hint or "check the name")
         raise
-    parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
+    parts = {options.hub_split: loaded} if options.hub_split else loaded
     return [
         Source(where, split_of_part(part), partial(_hub_rows, rows, where), options.limit)
         for part, rows in parts.items()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
-from allhands.data.other_types import way_from
 from allhands.data.reading import file_type, notes_of, read_hint, read_records, unread_hint
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
@@ -70,7 +69,7 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
     if not required:
         return None
     there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
-    other = next((way for name in names if name.split(".")[0] == split and (way := way_from(data_dir / name))), None)
+    other = next((unread_hint(data_dir / name) for name in names if name.split(".")[0] == split), None)
     raise DataError(
         f"{split}.jsonl is missing; the folder holds {there}",
         where=str(data_dir),

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -347,7 +347,7 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(manifest, dict):
         return None
-    values = cast("dict[str, Any]", manifest)
+    values = manifest
     whole = values.pop("sha256", None) == _sum(values)
     return values if whole and values.get("format") == FORMAT and values.get("key") == path.name else None
 
