@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.heard import Unheard
@@ -172,9 +172,9 @@ class View:
         unheard: what the record holds and the tokens do not.
     """
 
-    tokens: NDArray[np.int32]
-    trained: NDArray[np.bool_]
-    answer: NDArray[np.bool_] | None
+    tokens: Int32s
+    trained: Bools
+    answer: Bools | None
     dates: tuple[str, ...] = ()
     unheard: tuple[Unheard, ...] = ()
 

@@ -9,8 +9,8 @@ from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Bools, Int32s, Ints
 from allhands.data.heard import Unheard
 from allhands.errors import AllhandsError, DataError, ModelError
 
@@ -69,8 +69,8 @@ class Encoded:
         closed: whether an end-of-text token was put after what the tokenizer made of the text.
     """
 
-    tokens: NDArray[np.int32]
-    offsets: NDArray[np.int64] | None
+    tokens: Int32s
+    offsets: Ints | None
     closed: bool
 
 
@@ -168,7 +168,7 @@ class Encoder:
         return Encoded(tokens, None if offsets is None else offsets[int(doubled) :], closed)
 
 
-def _as_array(offsets: list[Span]) -> NDArray[np.int64]:
+def _as_array(offsets: list[Span]) -> Ints:
     flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
     return flat.reshape(-1, 2)
 
@@ -183,7 +183,7 @@ def _not_text(text: str, error: Exception) -> DataError:
     )
 
 
-def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> NDArray[np.bool_]:
+def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> Bools:
     """(L,) bool: the targets among the tokens; never the first, since nothing predicts it."""
     length = len(encoded.tokens)
     mask = np.ones(length, dtype=np.bool_)
@@ -197,7 +197,7 @@ def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> NDArray[np.bool_
     return mask
 
 
-def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
     """(L,) bool: the tokens that lie inside a span.
 
     A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy" carries the
@@ -219,7 +219,7 @@ def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) 
     return mask
 
 
-def _ranges(offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
     """Where each token begins and ends, both in ascending order.
 
     Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A token that
@@ -231,7 +231,7 @@ def _ranges(offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.i
     return np.where(offsets[:, 1] < before, before, np.minimum(offsets[:, 0], before)), ends
 
 
-def pieces_of_text(text: str, offsets: NDArray[np.int64]) -> list[str]:
+def pieces_of_text(text: str, offsets: Ints) -> list[str]:
     """The part of ``text`` that each token stands for; joined, they are the text.
 
     The first of several tokens that make up one character has the character, the others nothing.

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.encoding import Encoded, pieces_of_text
 from allhands.data.records import Message, Record
 from allhands.errors import DataError
@@ -38,8 +36,8 @@ class Explained:
         cut: the text of the tokens that were cut off.
     """
 
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    tokens: Int32s
+    mask: Bools
     truncated: int
     pieces: tuple[tuple[str, bool], ...]
     cut: str

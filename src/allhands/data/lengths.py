@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from allhands.data.arrays import Array
 
 Unit = Literal["tokens", "characters"]
 
@@ -46,9 +47,7 @@ class LengthSummary:
     unit: Unit
 
     @classmethod
-    def of(
-        cls, lengths: NDArray[Any] | Sequence[int], limit: int | None = None, unit: Unit = "tokens"
-    ) -> LengthSummary:
+    def of(cls, lengths: Array | Sequence[int], limit: int | None = None, unit: Unit = "tokens") -> LengthSummary:
         """The figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
         values = np.asarray(lengths, dtype=np.int64).reshape(-1)
         if not values.size:
@@ -102,9 +101,7 @@ def percent(part: int, whole: int) -> str:
     return "<0.1%" if share < 0.1 else ">99.9%" if share > 99.9 else f"{share:.1f}%"
 
 
-def bars(
-    lengths: NDArray[Any] | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False
-) -> list[str]:
+def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False) -> list[str]:
     """A histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
 
     A range ends at the limit, so that what stands below the rule is exactly what is too long.

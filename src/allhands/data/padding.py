@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Ints
 from allhands.data.order import GlobalOrder, micro_batches
 from allhands.runtime.sizing import Sizing
 
@@ -51,7 +51,7 @@ class Padding:
     rows: int | None
 
 
-def estimate_padding(work: NDArray[np.int64], tokens: int, options: Cutting) -> Padding:
+def estimate_padding(work: Ints, tokens: int, options: Cutting) -> Padding:
     """Padding and batches of an epoch on one process.
 
     Args:
@@ -73,7 +73,7 @@ def estimate_padding(work: NDArray[np.int64], tokens: int, options: Cutting) -> 
     return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)
 
 
-def _padding(work: NDArray[np.int64], padded: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
+def _padding(work: Ints, padded: Ints, parts: list[Ints]) -> float:
     """Share of the places of ``parts`` that hold no example."""
     places = sum(int(padded[part].max()) * len(part) for part in parts)
     return 1 - sum(int(work[part].sum()) for part in parts) / places if places else 0.0

@@ -16,8 +16,8 @@ from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Bools, Int8s, Ints
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
@@ -29,7 +29,6 @@ from allhands.data.splitting import (
     TEST,
     TRAIN,
     VALID,
-    Ints,
     SplitShare,
     assign,
     check_fractions,
@@ -190,7 +189,7 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
     outcome.row_lengths = spool.lengths[split != NONE]
 
 
-def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> None:
+def _record_removed(intake: Intake, keeper: Ints, keep: Bools) -> None:
     spool = intake.spool
     for row in np.flatnonzero(~keep).tolist():
         reason = f"duplicate of {spool.where(int(keeper[row]))}"
@@ -205,9 +204,7 @@ def _default(intake: Intake) -> SplitShare:
 # --- writing ----------------------------------------------------------------------------------------
 
 
-def _write_splits(
-    staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: PrepareOutcome
-) -> None:
+def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome) -> None:
     """One file a split that has rows. Their order depends on the contents and the seed, or is that of the sources."""
     place = shuffled(spool.hashes("content"), options.seed) if options.shuffle else np.arange(len(spool))
     for number, name in enumerate(SPLITS):
@@ -223,7 +220,7 @@ def _write_splits(
                     file.writelines(spool.row(row) for row in rows[np.argsort(place[rows], kind="stable")].tolist())
 
 
-def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
+def _notes(intake: Intake, split: Int8s, alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
     options = intake.options
     carried = carried_splits(intake.sources, options)
@@ -241,7 +238,7 @@ def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: Prepar
         yield "there is no train.jsonl: all rows that are left are held out"
 
 
-def _held_out_rows(intake: Intake, split: NDArray[np.int8], alone: bool, carried: set[str]) -> Iterator[str]:
+def _held_out_rows(intake: Intake, split: Int8s, alone: bool, carried: set[str]) -> Iterator[str]:
     """Where held-out splits are other than was asked for."""
     options, spool = intake.options, intake.spool
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
@@ -261,7 +258,7 @@ def _held_out_rows(intake: Intake, split: NDArray[np.int8], alone: bool, carried
                 yield f"{name} has no {kind} rows: both kinds are split as one"
 
 
-def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> Iterator[str]:
+def _sizes(options: PrepareOptions, split: Int8s, carried: bool) -> Iterator[str]:
     """What was asked for, and what was taken where nothing was."""
     shares = (("valid", VALID, "validation", options.valid), ("test", TEST, "testing", options.test))
     asked = [f"{share} for {purpose}" for _, _, purpose, share in shares if share is not None]
@@ -289,7 +286,7 @@ def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:
+def _torn_keys(spool: Spool, split: Int8s) -> int:
     """Keys whose kept rows are in more than one split."""
     kept = split != NONE
     pairs = np.unique(np.stack([spool.hashes("key")[kept], split[kept].astype(np.uint64)]), axis=1)

@@ -22,10 +22,8 @@ from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from allhands.data.answers import AnswerFinder
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import Explained, token_texts
@@ -60,8 +58,8 @@ class Rendered:
         unheard: what the record holds and the tokens do not, because the chat template leaves it out.
     """
 
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    tokens: Int32s
+    mask: Bools
     truncated: int
     dates: tuple[str, ...] = ()
     unheard: tuple[Unheard, ...] = ()

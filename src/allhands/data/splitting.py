@@ -11,17 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Hashes, Int8s, Ints
 from allhands.data.order import mix
 from allhands.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
 # Numbers of the splits in the arrays; a row whose source says nothing has NONE.
 NONE, TRAIN, VALID, TEST = -1, 0, 1, 2
-
-Ints = NDArray[np.int64]
-Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def _flags(valid: SplitShare | None, test: SplitShare | None) -> str:
     return " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
 
 
-def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: WantedSplit, seed: int) -> NDArray[np.int8]:
+def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: int) -> Int8s:
     """The split of every row.
 
     Rows that their source puts into valid or test stay there, and undecided rows of the same group follow
@@ -209,7 +206,7 @@ def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: WantedSp
     return np.where(given == NONE, chosen[group], np.where(given == TRAIN, _held(chosen, fixed)[group], given))
 
 
-def _held(chosen: NDArray[np.int8], fixed: NDArray[np.int8]) -> NDArray[np.int8]:
+def _held(chosen: Int8s, fixed: Int8s) -> Int8s:
     """Where the rows given as train go: with their group, unless given rows hold the group to valid or test."""
     return np.where(fixed == NONE, chosen, np.int8(TRAIN))
 
@@ -232,12 +229,12 @@ def _fill(sizes: Ints, target: int, stay: int) -> Ints:
     return np.asarray(taken, dtype=np.int64)
 
 
-def canonical_order(given: NDArray[np.int8], contents: Hashes) -> Ints:
+def canonical_order(given: Int8s, contents: Hashes) -> Ints:
     """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided, each by hash."""
     return np.lexsort((contents, -given.astype(np.int64)))
 
 
-def keepers(labels: Ints, given: NDArray[np.int8], contents: Hashes) -> Ints:
+def keepers(labels: Ints, given: Int8s, contents: Hashes) -> Ints:
     """(n,) for each row the one of its group that stays when duplicates are dropped: the first in canonical order."""
     order = canonical_order(given, contents)
     _, first, group = np.unique(labels[order], return_index=True, return_inverse=True)

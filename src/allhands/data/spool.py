@@ -7,9 +7,8 @@ import struct
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from allhands.data.splitting import Hashes
+from allhands.data.arrays import Bools, Hashes, Int8s, Ints
 
 # Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the row as it is written,
 # of its words (equal for exact duplicates), of what holds rows together in one split; tokens or characters; number of
@@ -78,16 +77,16 @@ class Spool:
         return np.ascontiguousarray(self._table[name])
 
     @property
-    def given(self) -> NDArray[np.int8]:
+    def given(self) -> Int8s:
         """(rows,) split that the source gives."""
         return np.ascontiguousarray(self._table["given"])
 
     @property
-    def preferences(self) -> NDArray[np.bool_]:
+    def preferences(self) -> Bools:
         """(rows,) whether it is a preference or a rating."""
         return np.ascontiguousarray(self._table["preference"])
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """(rows,) tokens or characters."""
         return np.ascontiguousarray(self._table["length"])

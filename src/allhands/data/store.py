@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Array
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
 from allhands.errors import ModelError, StorageError
@@ -181,7 +181,7 @@ class _Appended:
         self._digest = hashlib.sha256()
         self._size = 0
 
-    def append(self, array: NDArray[Any]) -> None:
+    def append(self, array: Array) -> None:
         data = np.ascontiguousarray(array, dtype=self._dtype).tobytes()
         self._stream.write(data)
         self._digest.update(data)
@@ -330,7 +330,7 @@ def _report(values: dict[str, Any]) -> TokenSetReport:
     return TokenSetReport(**fields)
 
 
-def _map(file: Path, facts: dict[str, Any]) -> NDArray[Any]:
+def _map(file: Path, facts: dict[str, Any]) -> Array:
     if file.stat().st_size != facts["bytes"]:
         raise ValueError(f"{file} is torn")
     dtype = np.dtype(facts["dtype"])

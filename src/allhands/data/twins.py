@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Int8s
 from allhands.data.duplicates import NearIndex
 from allhands.data.outcome import Duplicates, Twin
 from allhands.data.splitting import NONE, SPLITS, Groups, canonical_order
@@ -68,7 +68,7 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
     return Twins(exact, near, families, pairs)
 
 
-def report_duplicates(spool: Spool, twins: Twins, split: NDArray[np.int8]) -> Duplicates:
+def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
     """What to report: all that was found, and what of it is now in two splits."""
     labels = twins.near.labels()
     kept = np.flatnonzero(split != NONE)
