@@ -67,7 +67,7 @@ class Rendering:
         moment: whose date a chat template writes that writes the current one.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Any
     mask_prompt: bool
     train_on: TrainOn
     max_seq_length: int | None
@@ -77,14 +77,8 @@ class Rendering:
 
     def renderer(self) -> Renderer:
         """The renderer that does it."""
-        limit = self.max_seq_length or 1 << 40
-        return Renderer(
-            self.tokenizer,
-            mask_prompt=self.mask_prompt,
-            max_seq_length=limit,
-            train_on=self.train_on,
-            moment=self.moment,
-        )
+        options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
+        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length or 1 << 40, **options)
 
     @property
     def masks(self) -> bool:
@@ -93,13 +87,9 @@ class Rendering:
 
     def facts(self) -> dict[str, Any]:
         """What its results depend on besides the records, as JSON values."""
-        return {
-            "tokenizer": tokenizer_facts(self.tokenizer, self.moment),
-            "files": self.files,
-            "mask_prompt": self.mask_prompt,
-            "train_on": self.train_on,
-            "max_seq_length": self.max_seq_length,
-        }
+        names = ("files", "mask_prompt", "train_on", "max_seq_length")
+        facts = {name: getattr(self, name) for name in names}
+        return {"tokenizer": tokenizer_facts(self.tokenizer, self.moment), **facts}
 
 
 def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
@@ -266,9 +256,7 @@ def _with_helpers(
     from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
 
     assert rendering.reload is not None
-    task = _Task(
-        *rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length, rendering.moment
-    )
+    task = replace(rendering, tokenizer=None)
     workers = num_helpers()
     with ExitStack() as stack:
         pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
@@ -296,7 +284,7 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="allhands-watch", daemon=True).start()
 
 
-def _submitted(pool: Any, task: _Task, chunk: list[Record]) -> Any:
+def _submitted(pool: Any, task: Rendering, chunk: list[Record]) -> Any:
     try:
         return pool.submit(_render, task, chunk)
     except (BrokenExecutor, OSError):
@@ -311,26 +299,16 @@ def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Resul
     return alone.render_many(chunk)
 
 
-@dataclass(frozen=True)
-class _Task:
-    make: Callable[..., Tokenizer]
-    arguments: tuple[Any, ...]
-    mask_prompt: bool
-    train_on: TrainOn
-    max_seq_length: int | None
-    moment: datetime
-
-
-def _render(task: _Task, chunk: list[Record]) -> Sequence[Result]:
+def _render(task: Rendering, chunk: list[Record]) -> Sequence[Result]:
     """In a helper: render one chunk."""
     return _helpers_renderer(task).render_many(chunk)
 
 
 @lru_cache(maxsize=1)
-def _helpers_renderer(task: _Task) -> Renderer:
-    tokenizer = task.make(*task.arguments)
-    options = (task.mask_prompt, task.train_on, task.max_seq_length)
-    return Rendering(tokenizer, *options, moment=task.moment).renderer()
+def _helpers_renderer(task: Rendering) -> Renderer:
+    assert task.reload is not None
+    make, arguments = task.reload
+    return replace(task, tokenizer=make(*arguments)).renderer()
 
 
 def num_helpers() -> int:
