@@ -103,22 +103,13 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
     if not names:
         raise ConfigError("no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)")
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
-    _check_hub_options(options, bool(hub))
+    for flag in ("hub_split", "hub_config", "streaming"):
+        if getattr(options, flag) and not hub:
+            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
+            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
     # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
     local = {name: _local(name, options) for name in names if name not in hub}
     found = [source for name in names for source in local.get(name) or _hub_sources(hub[name], options)]
-    _check_found(found, options)
-    return found
-
-
-def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
-    for flag in ("hub_split", "hub_config", "streaming"):
-        if getattr(options, flag) and not any_hub:
-            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
-            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
-
-
-def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     if options.documents != "auto" and not any(source.kind == "text" for source in found):
         hint = "it concerns .txt and .md files; leave it out"
         raise ConfigError("no plain text file is named", where="--documents", hint=hint)
@@ -128,9 +119,7 @@ def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
         if place in seen:
             raise ConfigError("it is named twice", where=source.name, hint="name each file once, directories included")
         seen.add(place)
-
-
-# Files and directories
+    return found
 
 
 def _local(name: str, options: SourceOptions) -> list[Source]:
@@ -138,7 +127,10 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
     if name and os.path.isdir(path):
         return _directory(path, options)
     if not name or not os.path.exists(path):
-        raise _missing(name, path)
+        hint = (
+            f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
+        )
+        raise DataError("no such file or directory", where=name, hint=meant(path, hint))
     if file_type(path) is None:
         raise DataError("files of this type cannot be read", where=name, hint=unread_hint(path))
     return _file(path, (path.parent.name,), options)
@@ -147,33 +139,32 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
     kind, notes = file_type(path), tuple(RowProblem(str(path), 0, note) for note in notes_of(path))
+
+    def source(name: str, split: str | None, only: str | None = None) -> Source:
+        read = partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
+        return Source(name, split, read, options.limit, kind, notes)
+
     if keys := splits_in(path):
-        return [
-            Source(name, split_called(key), _reader(path, options, name, key), options.limit, kind, notes)
-            for key in keys
-            for name in [f"{path}[{key}]"]
-        ]
+        return [source(f"{path}[{key}]", split_called(key), key) for key in keys]
     stem = unpacked_name(path).rpartition(".")[0]
     # The cache of the datasets library calls a file after what it was made from, too: json-train.arrow.
     stems = [stem, re.sub(r"^.*?-(?=[a-z])", "", stem)] if kind == "arrow" else [stem]
-    split = next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
-    return [Source(str(path), split, _reader(path, options, str(path)), options.limit, kind, notes)]
-
-
-def _reader(path: Path, options: SourceOptions, name: str, only: str | None = None) -> Callable[[], Iterator[Item]]:
-    return partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
+    return [
+        source(
+            str(path), next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
+        )
+    ]
 
 
 def _directory(root: Path, options: SourceOptions) -> list[Source]:
     files, skipped = _walk(root)
     if any(file_type(path) != "text" for path in files):
-        about = [path for path in files if file_type(path) == "text" and path.stem.lower() in _ABOUT_DATA]
-        files = [path for path in files if path not in about]
-        skipped += [_skip(path, "it describes the data") for path in about]
+        about = {path: "it describes the data" for path in files if path.stem.lower() in _ABOUT_DATA}
+        files, skipped = [path for path in files if path not in about], skipped | about
     if not files:
-        there = ", ".join(Path(problem.source).name for problem in skipped[:10]) or "nothing"
+        there = ", ".join(path.name for path in [*skipped][:10]) or "nothing"
         message = f"the directory has no file that can be read; it holds {there}"
-        hints = {unread_hint(Path(problem.source)) for problem in skipped if Path(problem.source).suffix}
+        hints = {unread_hint(path) for path in skipped if path.suffix}
         hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
         raise DataError(message, where=str(root), hint=hint)
     sources: list[Source] = []
@@ -181,55 +172,39 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
         found = _file(path, (root.name, *path.relative_to(root).parts[:-1]), options)
         saved = saved_split(path.parent) if found[0].split is None else None
         sources += [replace(source, split=saved) for source in found] if saved else found
-    return [replace(sources[0], skipped=(*sources[0].skipped, *skipped)), *sources[1:]]
+    problems = (RowProblem(str(path), 0, f"skipped: {why}") for path, why in skipped.items())
+    return [replace(sources[0], skipped=(*sources[0].skipped, *problems)), *sources[1:]]
 
 
-def _skip(path: Path, why: str) -> RowProblem:
-    return RowProblem(str(path), 0, f"skipped: {why}")
-
-
-def _walk(root: Path) -> tuple[list[Path], list[RowProblem]]:
-    """The files below a directory that can be read, sorted, and the rest."""
+def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The files below a directory that can be read, sorted; and the rest, with the reasons."""
     files: list[Path] = []
-    skipped: list[RowProblem] = []
+    skipped: dict[Path, str] = {}
 
     def stop(error: OSError) -> None:
         hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
         raise DataError(f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint)
 
     for folder, folders, names in os.walk(root, onerror=stop):
-        for name in sorted(folders):
-            path = Path(folder, name)
-            if why := "hidden" if name.startswith(".") else "a link to a directory" if path.is_symlink() else None:
-                folders.remove(name)
-                skipped.append(_skip(path, why))
+        for path in [Path(folder, name) for name in sorted(folders)]:
+            if path.name.startswith(".") or path.is_symlink():
+                folders.remove(path.name)
+                skipped[path] = "hidden" if path.name.startswith(".") else "a link to a directory"
         saved = saved_files(Path(folder))
-        for path in (Path(folder, name) for name in names):
-            if path.name in (REPORT, LEFT_OUT, LENGTHS):
-                continue
-            why = _why_skipped(path)
-            if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
-                why = "state.json does not name it"
-            skipped.append(_skip(path, why)) if why else files.append(path)
+        for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT, LENGTHS)]:
+            if path.name.startswith("."):
+                skipped[path] = "hidden"
+            elif not path.is_file():
+                skipped[path] = "not a file, or a link to nothing"
+            elif (kind := file_type(path)) is None:
+                skipped[path] = "files of this type cannot be read"
+            elif why := why_no_data(path.name):
+                skipped[path] = why
+            elif saved is not None and kind == "arrow" and path not in saved:
+                skipped[path] = "state.json does not name it"
+            else:
+                files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
-
-
-def _why_skipped(path: Path) -> str | None:
-    if path.name.startswith("."):
-        return "hidden"
-    if not path.is_file():
-        return "not a file, or a link to nothing"
-    if file_type(path) is None:
-        return "files of this type cannot be read"
-    return why_no_data(path.name)
-
-
-def _missing(name: str, path: Path) -> DataError:
-    given = path
-    while path.parent != path and not os.path.isdir(path.parent):
-        path = path.parent
-    hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
-    return DataError("no such file or directory", where=name, hint=meant(given, hint))
 
 
 # The Hub
