@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -74,9 +75,6 @@ class Encoded:
     closed: bool
 
 
-_NOTHING = Encoded(np.empty(0, dtype=np.int32), None, closed=False)
-
-
 class Encoder:
     """Encodes drafts with one tokenizer, one at a time or many at once on all cores; the result is the same."""
 
@@ -92,43 +90,34 @@ class Encoder:
             ModelError: offsets are wanted and the tokenizer has none.
         """
         try:
-            if offsets:
-                return self._framed(draft, self._with_offsets().encode(draft.text, add_special_tokens=draft.framed))
-            return self._framed(draft, self._tokenizer.encode(draft.text, add_special_tokens=draft.framed))
+            encoder = self._with_offsets() if offsets else self._tokenizer
+            return self._framed(draft, encoder.encode(draft.text, add_special_tokens=draft.framed))
         except (TypeError, UnicodeError) as error:
-            raise _not_text(draft.text, error) from error
+            bad = next((f" (\\u{ord(c):04x})" for c in draft.text if 0xD800 <= ord(c) <= 0xDFFF), "")
+            why = f"the example cannot be encoded, it has half a surrogate pair{bad}"
+            message = why if bad else f"it cannot be encoded: {error}"
+            raise DataError(message, hint="write the whole character, or remove it") from error
 
     def encode_many(self, drafts: Sequence[Draft], *, offsets: bool) -> list[Encoded | AllhandsError]:
         """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
-        if not drafts or self._backend is None or not (offsets or self._backend_is_all):
-            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
-        results: list[Encoded | AllhandsError] = [_NOTHING] * len(drafts)
-        for framed in (False, True):
-            places = [i for i, draft in enumerate(drafts) if draft.framed == framed]
-            encoded = self._batch([drafts[i] for i in places], framed, offsets)
-            for i, result in zip(places, encoded, strict=True):
-                results[i] = result
-        return results
-
-    def _batch(self, drafts: Sequence[Draft], framed: bool, offsets: bool) -> list[Encoded | AllhandsError]:
-        if not drafts:
-            return []
-        try:
+        results: dict[int, Encoded | AllhandsError] = {}
+        if drafts and self._backend is not None and (offsets or self._backend_is_all):
             backend = self._with_offsets()
             run = backend.encode_batch if offsets else backend.encode_batch_fast
-            encodings = run([draft.text for draft in drafts], add_special_tokens=framed)
-        except (TypeError, UnicodeError):  # one of them is no text; which one shows when they come one by one
-            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
-        return [
-            self._framed(draft, encoding if offsets else encoding.ids)
-            for draft, encoding in zip(drafts, encodings, strict=True)
-        ]
-
-    def _encoded_or_error(self, draft: Draft, *, offsets: bool) -> Encoded | AllhandsError:
-        try:
-            return self.encode(draft, offsets=offsets)
-        except AllhandsError as error:
-            return error
+            for framed in (False, True):
+                places = [i for i, draft in enumerate(drafts) if draft.framed == framed]
+                # If one of them is no text, which one shows when they come one by one.
+                with suppress(TypeError, UnicodeError):
+                    encodings = run([drafts[i].text for i in places], add_special_tokens=framed) if places else []
+                    for i, found in zip(places, encodings, strict=True):
+                        results[i] = self._framed(drafts[i], found if offsets else found.ids)
+        for i in range(len(drafts)):
+            if i not in results:
+                try:
+                    results[i] = self.encode(drafts[i], offsets=offsets)
+                except AllhandsError as error:
+                    results[i] = error
+        return [results[i] for i in range(len(drafts))]
 
     def _with_offsets(self) -> Any:
         """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
@@ -157,7 +146,10 @@ class Encoder:
     def _framed(self, draft: Draft, found: Any) -> Encoded:
         """Tokens with one begin-of-text token at most, and an end-of-text token where the draft wants them."""
         ids: list[int] = found if isinstance(found, list) else found.ids
-        offsets = None if isinstance(found, list) else _as_array(found.offsets)
+        offsets = None
+        if not isinstance(found, list):
+            flat = chain.from_iterable(found.offsets)
+            offsets = np.fromiter(flat, dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
         if not draft.framed:
             return Encoded(np.asarray(ids, dtype=np.int32), offsets, closed=False)
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
@@ -166,21 +158,6 @@ class Encoder:
         closed = eos is not None and ids[-1:] != [eos]
         tokens = np.asarray([*ids[doubled:], eos] if closed else ids[doubled:], dtype=np.int32)
         return Encoded(tokens, None if offsets is None else offsets[int(doubled) :], closed)
-
-
-def _as_array(offsets: list[Span]) -> Ints:
-    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
-    return flat.reshape(-1, 2)
-
-
-def _not_text(text: str, error: Exception) -> DataError:
-    bad = next((f" (\\u{ord(c):04x})" for c in text if 0xD800 <= ord(c) <= 0xDFFF), "")
-    return DataError(
-        f"the example cannot be encoded, it has half a surrogate pair{bad}"
-        if bad
-        else f"it cannot be encoded: {error}",
-        hint="write the whole character, or remove it",
-    )
 
 
 def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> Bools:
