@@ -73,23 +73,19 @@ class LengthSummary:
         """The figures that matter most, in one sentence without a full stop."""
         if not self.count:
             return "no examples"
-        if self.count == 1:
-            text = f"1 example of {self.max:,} {self.unit}"
-        else:
-            text = (
-                f"{self.count:,} examples: median {_number(self.median)} {self.unit}, 90% up to {self.p90:,}, "
-                f"longest {self.max:,}"
-            )
-        return text if self.limit is None else f"{text}; {self._over()}"
-
-    def _over(self) -> str:
+        text = f"1 example of {self.max:,} {self.unit}"
+        if self.count > 1:
+            median = f"{self.median:,.1f}".removesuffix(".0")
+            text = f"{self.count:,} examples: median {median} {self.unit}, 90% up to {self.p90:,}, longest {self.max:,}"
+        if self.limit is None:
+            return text
         if not self.over_limit:
-            return f"none is over the limit of {self.limit:,}"
-        verb = "is" if self.over_limit == 1 else "are"
-        loses = "loses" if self.over_limit == 1 else "lose"
+            return f"{text}; none is over the limit of {self.limit:,}"
+        verb, loses = ("is", "loses") if self.over_limit == 1 else ("are", "lose")
+        over, lost = percent(self.over_limit, self.count), percent(self.lost_tokens, self.total)
         return (
-            f"{self.over_limit:,} ({percent(self.over_limit, self.count)}) {verb} over the limit of {self.limit:,} "
-            f"and {loses} {self.lost_tokens:,} {self.unit} ({percent(self.lost_tokens, self.total)} of all)"
+            f"{text}; {self.over_limit:,} ({over}) {verb} over the limit of {self.limit:,} "
+            f"and {loses} {self.lost_tokens:,} {self.unit} ({lost} of all)"
         )
 
 
@@ -129,7 +125,7 @@ def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 
         for name, count in zip(names, counts, strict=True)
     ]
     if limit is not None:
-        lines.insert(sum(low <= limit for low in edges[:-1]), _rule(limit, width, ascii))
+        lines.insert(sum(low <= limit for low in edges[:-1]), f" limit {limit:,} ".center(width, "-" if ascii else "─"))
     return lines
 
 
@@ -167,13 +163,3 @@ def _bar(columns: float, ascii: bool) -> str:
         return "#" * max(1, round(columns))
     whole, eighth = divmod(max(1, round(8 * columns)), 8)
     return "█" * whole + _EIGHTHS[eighth].strip()
-
-
-def _rule(limit: int, width: int, ascii: bool) -> str:
-    text = f" limit {limit:,} "
-    return text.center(width, "-" if ascii else "─")
-
-
-def _number(value: float) -> str:
-    """With one decimal place where there is something in it."""
-    return f"{value:,.1f}".removesuffix(".0")
