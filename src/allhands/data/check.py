@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from allhands.data.arrays import Bools
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
 from allhands.data.lengths import LengthSummary
@@ -343,11 +343,7 @@ class _Tally:
             yield "weights-unused"
         if examiner.opens_otherwise(record):
             yield _OPENED_OTHERWISE
-        ends = tokens if answer is None else tokens[answer][-1:]
-        if (answer is None or len(ends)) and not examiner.stops.intersection(ends.tolist()):
-            name = None if answer is None else examiner.special.get(int(ends[0]))
-            self._texts["end"].update([name] if name else [])
-            yield "end-not-eos" if name else "no-end-of-turn"
+        yield from self._ending(tokens, answer)
         if (bos := examiner.bos) is not None and np.any((tokens[1:] == bos) & (tokens[:-1] == bos)):
             yield "bos-twice"
         if size is not None and tokens.max(initial=-1) >= size:
@@ -355,6 +351,14 @@ class _Tally:
         if rendered.dates:
             self._texts["dates"].update(rendered.dates)
             yield "dated"
+
+    def _ending(self, tokens: Int32s, answer: Bools | None) -> Iterator[str]:
+        examiner = self._examiner
+        ends = tokens if answer is None else tokens[answer][-1:]
+        if (answer is None or len(ends)) and not examiner.stops.intersection(ends.tolist()):
+            name = None if answer is None else examiner.special.get(int(ends[0]))
+            self._texts["end"].update([name] if name else [])
+            yield "end-not-eos" if name else "no-end-of-turn"
 
     def _words(self, record: Record, rendered: Rendered, answer: Bools | None, text: str) -> Iterator[str]:
         for name, found in self._examiner.tokens_in(text).items():
@@ -428,6 +432,10 @@ class _Tally:
             yield self._finding("no-split", "note", _Hits())
         elif self.name == "train" and number < options.batch_size:
             yield self._finding("few-examples", "harms", _Hits(), examples=number, batch_size=options.batch_size)
+        yield from self._about_answers(total)
+
+    def _about_answers(self, total: int) -> Iterator[DataFinding]:
+        options = self._options
         key, count = self._answers.most_common(1)[0] if self._answers else (b"", 0)
         if count >= _SAME_ANSWERS and count > _SAME_ANSWER_SHARE * total:
             yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))

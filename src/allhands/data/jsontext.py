@@ -148,12 +148,9 @@ def _rows_under_keys(text: _Text, only: str | None, found: list[str], *, first: 
     """
     text.position += 1
     while (char := text.skip_blank()) and char != "}":
-        key, is_broken = text.take()
-        if is_broken or text.skip_blank() != ":":
-            yield with_rest(key if isinstance(key, RowProblem) else text.problem("expected ':'"))
+        if isinstance(name := text.take_key(), RowProblem):
+            yield with_rest(name)
             return
-        text.position += 1
-        name = str(key.value) if isinstance(key, Row) else ""
         if text.skip_blank() == "[" and name.lower() in ROW_KEYS and text.after() == "{":
             found.append(name)
             if len(found) > 1 and only is None:
@@ -277,6 +274,14 @@ class _Text:
                     text = self.text[start:end]
                     bad = None if text.isascii() else not_utf8(self.text[:end], self.name, line, start)
                     return bad or checked_value(value, text, self.name, line), False
+
+    def take_key(self) -> str | RowProblem:
+        """The key of an object at the position, which moves behind the colon."""
+        key, is_broken = self.take()
+        if is_broken or self.skip_blank() != ":":
+            return key if isinstance(key, RowProblem) else self.problem("expected ':'")
+        self.position += 1
+        return str(key.value) if isinstance(key, Row) else ""
 
     def resume(self) -> bool:
         """Move from a broken value to the next line that begins like its own, or to the line that closes the list.

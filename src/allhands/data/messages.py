@@ -116,25 +116,31 @@ def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = 
     if not isinstance(value, dict):
         place.fail(f"{what} is {type_name(value)}, it must be an object", "give it a role and a content")
     message = _translated(without_nulls(value), what, place, sharegpt=sharegpt)
-    role, reasoning = message.get("role"), None
-    if role is None:
-        place.fail(f"{what} has no role; its keys are {key_list(message)}", 'name the keys "role" and "content"')
-    known = _OTHER_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
-    if known is None:
-        place.fail(f"{what} has the unknown role {reprlib.repr(role)}", f"a role is one of {', '.join(ROLES)}")
-    message["role"] = known
-    if known == "assistant":
+    role, reasoning = _role(message, what, place), None
+    message["role"] = role
+    if role == "assistant":
         message = _with_parts_apart(message, what, place)
     message = with_tool_calls(message, what, place, padded=padded)
-    if known == "assistant":
+    if role == "assistant":
         message, reasoning = _with_one_reasoning(message, what, place)
     # An answer that only calls tools or thinks has no words; every template takes "" but not every one takes null.
     wordless = message.get("tool_calls") or reasoning
     content = "" if wordless and message.get("content") is None else message.get("content")
     message["content"] = _content(content, f"the content of {what}", place)
-    if known == "assistant" and not (wordless or message["content"].strip()):
+    if role == "assistant" and not (wordless or message["content"].strip()):
         place.fail(f"{what} is an empty answer: there is nothing to learn", DELETE)
     return message if len(message) == 2 else as_json(message, what, place)
+
+
+def _role(message: Message, what: str, place: ValuePlace) -> str:
+    """The usual name of a message's role."""
+    role = message.get("role")
+    if role is None:
+        place.fail(f"{what} has no role; its keys are {key_list(message)}", 'name the keys "role" and "content"')
+    known = _OTHER_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+    if known is None:
+        place.fail(f"{what} has the unknown role {reprlib.repr(role)}", f"a role is one of {', '.join(ROLES)}")
+    return known
 
 
 def _content(value: Any, what: str, place: ValuePlace) -> str:

@@ -83,18 +83,7 @@ def prepare(
         StorageError: it cannot be written.
     """
     check_output(out, [source.name for source in sources], options.force)
-    named, notes = {source.split for source in sources}, list[str]()
-    if not options.resplit and named and not named & {None, "train"}:
-        # Somebody who names nothing but a test.jsonl wants to train on it.
-        words = " and ".join(sorted(map(str, named)))
-        notes = [f"the sources bring no train split, only {words}: all of their rows are split anew"]
-        sources = [replace(source, split=None) for source in sources]
-    for split, share in (("valid", options.valid), ("test", options.test)):
-        if share is not None and split in carried_splits(sources, options):
-            name = next(source.name for source in sources if source.split == split)
-            hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
-            raise ConfigError(f"the sources have a {split} split of their own: {name}", where=f"--{split}", hint=hint)
-    check_fractions(options.valid, options.test)
+    sources, notes = _checked_splits(sources, options)
     with staging(out) as staged, TemporaryFile(dir=staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
         left_out = LeftOut(left_out_file)
         intake = Intake(sources, options, Spool(cast(BinaryIO, file)), left_out, measure, progress)
@@ -120,6 +109,23 @@ def prepare(
             check_output(out, [source.name for source in sources], options.force)
             publish(staged, out)
     return outcome
+
+
+def _checked_splits(sources: Sequence[Source], options: PrepareOptions) -> tuple[Sequence[Source], list[str]]:
+    """The sources, without their splits if those would leave nothing to train on; and what to say about it."""
+    named, notes = {source.split for source in sources}, list[str]()
+    if not options.resplit and named and not named & {None, "train"}:
+        # Somebody who names nothing but a test.jsonl wants to train on it.
+        words = " and ".join(sorted(map(str, named)))
+        notes = [f"the sources bring no train split, only {words}: all of their rows are split anew"]
+        sources = [replace(source, split=None) for source in sources]
+    for split, share in (("valid", options.valid), ("test", options.test)):
+        if share is not None and split in carried_splits(sources, options):
+            name = next(source.name for source in sources if source.split == split)
+            hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
+            raise ConfigError(f"the sources have a {split} split of their own: {name}", where=f"--{split}", hint=hint)
+    check_fractions(options.valid, options.test)
+    return sources, notes
 
 
 def check_output(out: Path, names: Sequence[str], force: bool) -> None:
@@ -171,8 +177,16 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
     split = np.full(len(spool), NONE, dtype=np.int8)
     split[rows] = assign(labels, keys[rows], given, wanted, options.seed)
     outcome.duplicates = report_duplicates(spool, twins, split)
+    _write_splits(staged, spool, split, options, outcome)
+    outcome.notes.extend(_notes(intake, split, carried, default, alone=np.unique(labels).size == len(rows)))
+    assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
+    outcome.row_lengths = spool.column("length")[split != NONE]
+
+
+def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome) -> None:
+    """One file a split that has rows."""
     # The order depends on the contents and the seed, or is that of the sources.
-    place = shuffled(contents, options.seed) if options.shuffle else np.arange(len(spool))
+    place = shuffled(spool.column("content"), options.seed) if options.shuffle else np.arange(len(spool))
     for number, name in enumerate(SPLITS):
         for is_preference, counts in ((False, outcome.kept), (True, outcome.preference)):
             chosen = np.flatnonzero((split == number) & (spool.column("preference") == is_preference))
@@ -182,17 +196,25 @@ def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, prog
                 folder.mkdir(exist_ok=True)
                 with (folder / f"{name}.jsonl").open("wb") as file:
                     file.writelines(spool.row(row) for row in chosen[np.argsort(place[chosen], kind="stable")].tolist())
-    outcome.notes.extend(_notes(intake, split, carried, default, alone=np.unique(labels).size == len(rows)))
-    assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
-    outcome.row_lengths = spool.column("length")[split != NONE]
 
 
 def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
     options = intake.options
-    total, held = int(np.count_nonzero(split != NONE)), 0
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
+    yield from _sizes(options, split, carried, default, alone)
+    if options.split_by is not None:
+        yield f"rows with the same {options.split_by} are in one split"
+    if options.split_by == BY_SOURCE and BY_SOURCE in intake.columns:
+        yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
+    if not np.any(split == TRAIN):
+        yield "there is no train.jsonl: all rows that are left are held out"
+
+
+def _sizes(options: PrepareOptions, split: Int8s, carried: set[str], default: SplitShare, alone: bool) -> Iterator[str]:
+    """The sizes that were asked for or taken, where they are others, and if little is left to train on."""
+    total, held = int(np.count_nonzero(split != NONE)), 0
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got, target = int(np.count_nonzero(split == number)), (share or default).rows(total)
         if share is not None or (got and not carried):
@@ -208,9 +230,3 @@ def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare,
             f"{part} of the rows are held out, and never trained on: --valid 0 --test 0 trains on all; "
             "of long texts, --documents blank-line makes a row of each paragraph"
         )
-    if options.split_by is not None:
-        yield f"rows with the same {options.split_by} are in one split"
-    if options.split_by == BY_SOURCE and BY_SOURCE in intake.columns:
-        yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
-    if not np.any(split == TRAIN):
-        yield "there is no train.jsonl: all rows that are left are held out"

@@ -321,17 +321,7 @@ _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "share
 
 def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
     """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
-    beside = ("system", "tools", "input", "history")
-    # "input" is a common name, and means something beside an instruction only.
-    instructed = parts.name("prompt") == "instruction"
-    for part in beside:
-        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
-        is_mapped = parts.mapped(part)
-        taken = part in _TAKES.get(shape, beside) or (part == "system" and is_mapped and shape != "text")
-        if is_mapped and not parts.names_it(part):
-            yield f"the mapped column {quoted(parts.name(part))} is not there"
-        elif not taken and parts.get(part) and (part != "input" or is_mapped or instructed):
-            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
+    yield from _unused_parts(parts, shape)
     for key in unread_keys(parts, shape):
         if key in (*REASONING_KEYS, *CONTEXT_KEYS):
             yield f"{quoted(key)} {_NOT_TRAINED if key in REASONING_KEYS else _LEFT_OUT}"
@@ -343,3 +333,17 @@ def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
         question = shape in ("preference", "sharegpt") and other in ("chat", "sharegpt")
         if not question and not used.issuperset(map(parts.name, needs)) and all(map(parts.has, needs)):
             yield f"read as {shape}, so its columns of the shape {other} are not used"
+
+
+def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
+    beside = ("system", "tools", "input", "history")
+    # "input" is a common name, and means something beside an instruction only.
+    instructed = parts.name("prompt") == "instruction"
+    for part in beside:
+        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
+        is_mapped = parts.mapped(part)
+        taken = part in _TAKES.get(shape, beside) or (part == "system" and is_mapped and shape != "text")
+        if is_mapped and not parts.names_it(part):
+            yield f"the mapped column {quoted(parts.name(part))} is not there"
+        elif not taken and parts.get(part) and (part != "input" or is_mapped or instructed):
+            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"

@@ -103,13 +103,22 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
     if not names:
         raise ConfigError("no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)")
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
-    for flag in ("hub_split", "hub_config", "streaming"):
-        if getattr(options, flag) and not hub:
-            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
-            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
     # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
+    _check_hub_options(options, bool(hub))
     local = {name: _local(name, options) for name in names if name not in hub}
     found = [source for name in names for source in local.get(name) or _hub_sources(hub[name], options)]
+    _check_found(found, options)
+    return found
+
+
+def _check_hub_options(options: SourceOptions, any_hub: bool) -> None:
+    for flag in ("hub_split", "hub_config", "streaming"):
+        if getattr(options, flag) and not any_hub:
+            hint = "name a dataset as OWNER/NAME or hf://OWNER/NAME, or leave the option out"
+            raise ConfigError("no Hub dataset is named", where=f"--{flag.replace('_', '-')}", hint=hint)
+
+
+def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
     if options.documents != "auto" and not any(source.kind == "text" for source in found):
         hint = "it concerns .txt and .md files; leave it out"
         raise ConfigError("no plain text file is named", where="--documents", hint=hint)
@@ -119,7 +128,6 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
         if place in seen:
             raise ConfigError("it is named twice", where=source.name, hint="name each file once, directories included")
         seen.add(place)
-    return found
 
 
 def _local(name: str, options: SourceOptions) -> list[Source]:

@@ -84,6 +84,11 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
             return saved
         found = [folder / name for name in _entries(folder)]
     files = [path for path in found if file_type(path) is not None and path.is_file() and not why_no_data(path.name)]
+    _check_parts(files)
+    return files
+
+
+def _check_parts(files: Sequence[Path]) -> None:
     # No part of train-00000-of-00002.parquet and its like may be missing: it would be half the data.
     series: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
     for part in filter(None, (_PART.match(path.name) for path in files)):
@@ -97,7 +102,6 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
             message = f"of the {count} parts {before}...-of-{count}{after} these numbers are missing: {numbers}"
             hint = "fetch what is missing; or, if the rest is enough, rename the files, without -of-: "
             raise DataError(message, where=str(files[0].parent), hint=f"{hint}{before or 'train-'}1{after}")
-    return files
 
 
 def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:

@@ -86,32 +86,24 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: S
     table = _TableLines(file, name, options.max_row_bytes)
     for _ in range(separator.lines):
         next(table, None)
-    reader, header, empty = csv.reader(table, delimiter=separator.delimiter, strict=True), list[str](), True
-    while True:
-        table.quotes, table.bad, first = 0, None, table.number + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            break
-        except csv.Error as error:
+    header, empty = list[str](), True
+    for first, cells in table.rows(separator.delimiter):
+        if isinstance(cells, csv.Error):
             hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
-            problem = RowProblem(name, first, f"not a row of a table: {error} (to line {table.number})", hint)
+            problem = RowProblem(name, first, f"not a row of a table: {cells} (to line {table.number})", hint)
             # With an odd number of quotes nobody knows whether the next line is inside a field.
             is_rest, empty = table.quotes % 2 == 1 or not header, False
             yield with_rest(problem) if is_rest else problem
             if is_rest:
                 return
-            continue
-        if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
-            continue
-        if header:
+        elif header:
             empty = False
             yield table.bad or _table_item(cells, header, name, first)
-            continue
-        header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-        if problem := table.bad or _twice(header, name, first):
-            yield with_rest(problem)
-            return
+        else:
+            header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+            if problem := table.bad or _twice(header, name, first):
+                yield with_rest(problem)
+                return
     if header and empty:
         yield RowProblem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
 
@@ -123,6 +115,21 @@ class _TableLines:
         self.number, self.quotes = 0, 0
         self.bad: RowProblem | None = None
         self._lines, self._name = lines(file, limit), name
+
+    def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | csv.Error]]:
+        """The first line of each row that is not blank, and its fields, or what is wrong with it."""
+        reader = csv.reader(self, delimiter=delimiter, strict=True)
+        while True:
+            self.quotes, self.bad, first = 0, None, self.number + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield first, error
+            else:
+                if self.bad or len(cells) > 1 or "".join(cells).strip():
+                    yield first, cells
 
     def __iter__(self) -> Iterator[str]:
         return self
