@@ -22,6 +22,7 @@ from allhands.data.values import (
     without_nulls,
 )
 
+Json = dict[str, Any]
 # Roles of messages whose words are a call.
 CALL_ROLES = ("function_call", "tool_call")
 _CALL_KEYS = ("tool_calls", "function_call", "tool_call")
@@ -32,13 +33,13 @@ _CALL_HINT = 'write {"type": "function", "function": {"name": "...", "arguments"
 _NULLABLE = ("default", "const", "example")
 
 
-def called_function(call: dict[str, Any]) -> dict[str, Any]:
+def called_function(call: Json) -> Json:
     """The part of a tool call or a tool that has a name: itself, or what is under ``function``."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
-def with_tool_calls(message: dict[str, Any], what: str, place: ValuePlace, *, padded: bool) -> dict[str, Any]:
+def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool) -> Json:
     """A message whose calls, if it has any, are a list under ``tool_calls``, whatever they were called.
 
     Args:
@@ -61,7 +62,7 @@ def with_tool_calls(message: dict[str, Any], what: str, place: ValuePlace, *, pa
     return rest | {"tool_calls": found[first]}
 
 
-def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list[dict[str, Any]]:
+def _calls_under(value: Any, what: str, place: ValuePlace, padded: bool) -> list[Json]:
     """The calls that stand under one key; none if there is only padding."""
     value = _decoded(value)
     calls = [_decoded(call) for call in value] if isinstance(value, list) else [value]
@@ -88,7 +89,7 @@ def _is_void(value: Any) -> bool:
     return value is None or value == ""
 
 
-def _usual_call(call: dict[str, Any], what: str, place: ValuePlace, padded: bool) -> dict[str, Any]:
+def _usual_call(call: Json, what: str, place: ValuePlace, padded: bool) -> Json:
     """A call as ``{"function": {"name": ..., "arguments": ...}}``, with the other keys that it has."""
     call = without_nulls(call)
     inner = _decoded(call.get("function"))
@@ -130,7 +131,7 @@ def _unpadded(value: Any, kept: Collection[str] = ()) -> Any:
     return [_unpadded(item, kept) for item in value] if isinstance(value, list) else value
 
 
-def without_foreign_nulls(messages: list[dict[str, Any]], tools: list[Any]) -> list[dict[str, Any]]:
+def without_foreign_nulls(messages: list[Json], tools: list[Any]) -> list[Json]:
     """The messages without arguments that are null and that the called tool does not have.
 
     Tables give each call the arguments of all others, as nulls.
@@ -140,7 +141,7 @@ def without_foreign_nulls(messages: list[dict[str, Any]], tools: list[Any]) -> l
         schema = function.get("parameters")
         known[str(function.get("name"))] = schema.get("properties") if isinstance(schema, dict) else None
 
-    def cleared(call: dict[str, Any]) -> dict[str, Any]:
+    def cleared(call: Json) -> Json:
         function = called_function(call)
         arguments, fields = function.get("arguments"), known.get(function.get("name"))
         if not isinstance(fields, dict) or not isinstance(arguments, dict):
@@ -154,7 +155,7 @@ def without_foreign_nulls(messages: list[dict[str, Any]], tools: list[Any]) -> l
     ]
 
 
-def _spoken(calls: list[dict[str, Any]]) -> list[Any]:
+def _spoken(calls: list[Json]) -> list[Any]:
     """Names and arguments of calls, however they are written."""
     return [(function["name"], _decoded(function["arguments"])) for function in map(called_function, calls)]
 
@@ -215,7 +216,7 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
     return (kept if kept == tools else _unpadded(tools)) or None
 
 
-def as_tool(one: dict[str, Any]) -> dict[str, Any]:
+def as_tool(one: Json) -> Json:
     """A tool, or a function's description as one."""
     return one if isinstance(one.get("function"), dict) else {"type": "function", "function": dict(one)}
 

@@ -27,7 +27,7 @@ from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
 from allhands.data.render import ChatTemplate, Rendered, Renderer, TrainOn, has_chat_template, is_untrained
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
-from allhands.data.token_roles import own_tokens
+from allhands.data.token_roles import own_tokens, stop_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
 from allhands.runtime.sizing import Sizing
 
@@ -168,8 +168,7 @@ class Examiner:
         same: Any = {"max_seq_length": WHOLE, "moment": datetime.now()}
         self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
         self._answers = Renderer(tokenizer, mask_prompt=True, **same)
-        stops = getattr(tokenizer, "eos_token_ids", None)  # a set, or of a bare tokenizer the one token
-        self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
+        self.stops = stop_tokens(tokenizer)
         # Where it is the end-of-text token too, two of them say nothing.
         self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
         self.special = special_tokens(tokenizer)

@@ -52,7 +52,7 @@ class Form:
         same = not words and all(one is call for one, call in zip(written, calls, strict=True))
         return message if same else {**message, **words, "tool_calls": written}
 
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, call: Message) -> Message:
         function = called_function(call)
         arguments = function.get("arguments")
         if self.strings:

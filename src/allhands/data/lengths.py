@@ -142,17 +142,10 @@ def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
         power = 10 ** (len(str(least)) - 1)
         step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
         ends = list(range((shortest - 1) // step * step, longest + step, step))
+    ends = sorted({*ends, *([] if limit is None else [limit])})
     first = max((end for end in ends if end < shortest), default=-1)
-    last = min(end for end in ends if end >= longest)
-    inner = {end for end in ends if first < end < last}
-    if limit is not None and first < limit < shortest:
-        first = limit
-    elif limit is not None and longest <= limit < last:
-        last = limit
-    elif limit is not None and shortest <= limit < longest:
-        # In the place of the nearest end: a range of a few lengths beside the limit would say nothing.
-        inner = inner - {min(inner, key=lambda end: abs(end - limit), default=limit)} | {limit}
-    return [end + 1 for end in (first, *sorted(inner), last)]
+    last = next(end for end in ends if end >= longest)
+    return [end + 1 for end in (first, *(end for end in ends if first < end < last), last)]
 
 
 def _bar(columns: float, ascii: bool) -> str:
