@@ -49,17 +49,20 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
     prompt, completion = found["prompt"], found["completion"]
     if prompt and completion:
         about = (prompt, completion, *_ABOUT)
-        others = [key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value]
-        unused = f'; join "{others[0]}" to it first, or it is ignored' if others else ""
+        others = (key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value)
+        unused = next((f'; join "{key}" to it first, or it is ignored' for key in others), "")
         return f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}{unused}"
     for part in ("chat", "text"):
         if column := found[part]:
             return f"name the column: {part}_feature: {quoted(column)}"
-    is_prose = any(len(key.split()) > 4 or key.endswith((".", "?", "!")) for key in row)
-    if source.lower().endswith((".csv", ".tsv")) and is_prose:
+    if source.lower().endswith((".csv", ".tsv")) and any(map(_is_prose, row)):
         names = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
         return f"the first row seems to be data: write a line above it, {names} (with the file's own separator)"
     return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
+
+
+def _is_prose(name: str) -> bool:
+    return len(name.split()) > 4 or name.endswith((".", "?", "!"))
 
 
 def nearest(row: Mapping[str, Any], wanted: Mapping[str, str]) -> str:

@@ -102,22 +102,25 @@ class Encoder:
         """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
         results: dict[int, Encoded | AllhandsError] = {}
         if drafts and self._backend is not None and (offsets or self._backend_is_all):
-            backend = self._with_offsets()
-            run = backend.encode_batch if offsets else backend.encode_batch_fast
             for framed in (False, True):
-                places = [i for i, draft in enumerate(drafts) if draft.framed == framed]
                 # If one of them is no text, which one shows when they come one by one.
                 with suppress(TypeError, UnicodeError):
-                    encodings = run([drafts[i].text for i in places], add_special_tokens=framed) if places else []
-                    for i, found in zip(places, encodings, strict=True):
-                        results[i] = self._framed(drafts[i], found if offsets else found.ids)
-        for i in range(len(drafts)):
-            if i not in results:
-                try:
-                    results[i] = self.encode(drafts[i], offsets=offsets)
-                except AllhandsError as error:
-                    results[i] = error
+                    results |= self._batch({i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets)
+        for i in {*range(len(drafts))} - results.keys():
+            try:
+                results[i] = self.encode(drafts[i], offsets=offsets)
+            except AllhandsError as error:
+                results[i] = error
         return [results[i] for i in range(len(drafts))]
+
+    def _batch(self, drafts: dict[int, Draft], framed: bool, offsets: bool) -> dict[int, Encoded]:
+        backend = self._with_offsets()
+        run = backend.encode_batch if offsets else backend.encode_batch_fast
+        encodings = run([draft.text for draft in drafts.values()], add_special_tokens=framed) if drafts else []
+        return {
+            i: self._framed(draft, found if offsets else found.ids)
+            for (i, draft), found in zip(drafts.items(), encodings, strict=True)
+        }
 
     def _with_offsets(self) -> Any:
         """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""

@@ -225,8 +225,7 @@ def _sizes(options: PrepareOptions, split: Int8s, carried: set[str], default: Sp
             yield f"{name} has {got} rows where {target} were wanted: {why}"
         held += got if share is None and not carried else 0
     if held >= LARGE_PART * total:
-        part = "half" if 2 * held == total else f"{held} of {total}"
         yield (
-            f"{part} of the rows are held out, and never trained on: --valid 0 --test 0 trains on all; "
+            f"{held} of {total} rows are held out, and never trained on: --valid 0 --test 0 trains on all; "
             "of long texts, --documents blank-line makes a row of each paragraph"
         )

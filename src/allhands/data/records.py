@@ -280,12 +280,15 @@ def recognise(parts: Parts) -> Shape:
         for shape, needs in NEEDS.items():
             used = (*needs, *_QUESTIONS) if shape == "preference" else needs
             if all(map(there, needs)) and (not mapped or any(p in mapped and there(p) for p in used)):
-                if shape != "chat":
-                    return shape
-                if parts.has("chosen") and parts.has("rejected") and asks_only(parts.get("chat")):
-                    return "preference"
-                return "sharegpt" if is_sharegpt(parts.get("chat")) else "chat"
+                return _by_messages(parts) if shape == "chat" else shape
     _fail_on_columns(parts, sorted(mapped))
+
+
+def _by_messages(parts: Parts) -> Shape:
+    """The shape of a record with messages, by those messages."""
+    if parts.has("chosen") and parts.has("rejected") and asks_only(parts.get("chat")):
+        return "preference"
+    return "sharegpt" if is_sharegpt(parts.get("chat")) else "chat"
 
 
 def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:

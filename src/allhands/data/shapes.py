@@ -165,20 +165,12 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
 def _preference(parts: Parts) -> Example:
     place = parts.place
     chosen, rejected = _answers(parts, "chosen"), _answers(parts, "rejected")
-    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
     if chosen == rejected:
+        names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
         place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
     tools, prompt, differs = tools_part(parts), _question(parts), False
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        # Two whole conversations: the question is what both begin with and go on from with an answer.
-        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
-        ends = range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1)
-        end = next((end for end in ends if chosen[end]["role"] == rejected[end]["role"] == "assistant"), None)
-        if end is None:
-            lonely = prompt is None and len(chosen) == len(rejected) == 1
-            what = "have no question before them" if lonely else "do not answer the same question"
-            hint = "give the question as prompt (or prompt_feature), or let both begin with the same messages"
-            place.fail(f"{names} {what}", hint)
+        end = _shared(parts, chosen, rejected, prompt)
         words = {message["content"].strip() for message in chosen[:end]}
         differs = any(message["content"].strip() not in words for message in prompt or ())
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
@@ -189,6 +181,19 @@ def _preference(parts: Parts) -> Example:
     seen = dict.fromkeys([*suspicions([*prompt, *chosen]), *suspicions([*prompt, *rejected])])
     warnings = (PROMPT_DIFFERS,) * differs
     return Example("preference", None, found, (*seen, *warnings, *_unused(parts, "preference")))
+
+
+def _shared(parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None) -> int:
+    """How many messages are the question of two whole conversations: both go on from it with an answer."""
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+    for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
+        if chosen[end]["role"] == rejected[end]["role"] == "assistant":
+            return end
+    lonely = prompt is None and len(chosen) == len(rejected) == 1
+    what = "have no question before them" if lonely else "do not answer the same question"
+    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
+    hint = "give the question as prompt (or prompt_feature), or let both begin with the same messages"
+    parts.place.fail(f"{names} {what}", hint)
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
@@ -310,9 +315,13 @@ def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
         called = bool(calls)
         if called and index + 1 < len(messages) and messages[index + 1]["role"] not in TOOL_ROLES:
             yield UNANSWERED_CALL
-        arguments = [called_function(call).get("arguments") for call in calls]
-        if any(isinstance(each, str) and each.strip() and parsed_arguments(each) is each for each in arguments):
+        if not all(_has_object(called_function(call).get("arguments")) for call in calls):
             yield ARGUMENTS_NOT_JSON
+
+
+def _has_object(arguments: Any) -> bool:
+    """Whether arguments are an object or the JSON of one; none at all will do as well."""
+    return not isinstance(arguments, str) or not arguments.strip() or parsed_arguments(arguments) is not arguments
 
 
 # The parts that each shape takes besides those that make it.

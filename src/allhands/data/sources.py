@@ -200,19 +200,22 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
                 skipped[path] = "hidden" if path.name.startswith(".") else "a link to a directory"
         saved = saved_files(Path(folder))
         for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT, LENGTHS)]:
-            if path.name.startswith("."):
-                skipped[path] = "hidden"
-            elif not path.is_file():
-                skipped[path] = "not a file, or a link to nothing"
-            elif (kind := file_type(path)) is None:
-                skipped[path] = "files of this type cannot be read"
-            elif why := why_no_data(path.name):
+            why = _why_skipped(path)
+            if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
+                why = "state.json does not name it"
+            if why:
                 skipped[path] = why
-            elif saved is not None and kind == "arrow" and path not in saved:
-                skipped[path] = "state.json does not name it"
             else:
                 files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
+
+
+def _why_skipped(path: Path) -> str | None:
+    if path.name.startswith("."):
+        return "hidden"
+    if not path.is_file():
+        return "not a file, or a link to nothing"
+    return "files of this type cannot be read" if file_type(path) is None else why_no_data(path.name)
 
 
 # The Hub
