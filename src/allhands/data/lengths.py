@@ -142,7 +142,7 @@ def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
         power = 10 ** (len(str(least)) - 1)
         step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
         ends = list(range((shortest - 1) // step * step, longest + step, step))
-    ends = sorted({*ends, *([] if limit is None else [limit])})
+    ends = sorted({*ends} if limit is None else {*ends, limit})
     first = max((end for end in ends if end < shortest), default=-1)
     last = next(end for end in ends if end >= longest)
     return [end + 1 for end in (first, *(end for end in ends if first < end < last), last)]
