@@ -56,8 +56,8 @@ def test_what_was_asked_for_comes_before_what_is_usual(tmp_path: Path) -> None:
     code, screen = run(tmp_path, texts(range(60)), "--valid", "59")
     assert code == 0
     assert report_of(tmp_path / "out")["kept"] == {"train": 1, "valid": 59, "test": 0}
-    assert "test has 0 rows, 3 were wanted: there are too few rows" in screen
-    assert "asked for: 59 rows for validation" in screen
+    assert "test has 0 rows where 3 were wanted: there are too few rows" in screen
+    assert "59 rows are kept for valid (--valid; seed 0)" in screen
     assert "5%" not in screen
 
 
@@ -66,9 +66,9 @@ def test_tiny_sets_go_on_and_the_reason_is_true(tmp_path: Path, count: int, kept
     code, screen = run(tmp_path, texts(range(count)))
     assert code == 0
     assert list(report_of(tmp_path / "out")["kept"].values()) == kept
-    assert screen.count("1 was wanted: there are too few rows") == kept.count(0)
-    assert ("5% of the rows, at least one, are kept for validation" in screen) == (kept[1] > 0)
-    assert ("as many for testing (--valid, --test; seed 0)" in screen) == (kept[2] > 0)
+    assert screen.count("where 1 were wanted: there are too few rows") == kept.count(0)
+    assert ("5% of the rows, at least one, are kept for valid (" in screen) == (kept[1] > 0)
+    assert ("5% of the rows, at least one, are kept for test (" in screen) == (kept[2] > 0)
     assert "belong together" not in screen
 
 
@@ -81,8 +81,8 @@ def test_where_rows_belong_together_that_is_the_reason(tmp_path: Path) -> None:
 
 def test_one_size_that_was_asked_for_is_said(tmp_path: Path) -> None:
     _, screen = run(tmp_path, texts(range(60)), "--valid", "0.1")
-    assert "asked for: 0.1 of the rows for validation (seed 0)" in screen
-    assert "5% of the rows, at least one, are kept for testing (--test; seed 0)" in screen
+    assert "0.1 of the rows are kept for valid (--valid; seed 0)" in screen
+    assert "5% of the rows, at least one, are kept for test (--test; seed 0)" in screen
     assert "are valid" not in screen
 
 
@@ -219,18 +219,6 @@ def test_reasons_are_told_without_numbers_that_differ() -> None:
 
 
 # --- ids --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "dedupe", "split"),
-    [((), True, True), (("--dedupe", "near"), False, True), (("--split-by", "id"), True, False)],
-)
-def test_advice_about_ids_leaves_out_what_is_done(
-    tmp_path: Path, flags: tuple[str, ...], dedupe: bool, split: bool
-) -> None:
-    run(tmp_path, [{"id": 1, "text": sentence(n)} for n in range(3)], *flags)
-    (warning,) = report_of(tmp_path / "out")["warnings"]
-    assert ("--dedupe" in warning["hint"], "--split-by id" in warning["hint"]) == (dedupe, split)
 
 
 @pytest.mark.parametrize(("count", "told"), [(2, True), (3, True), (4, True), (20, False)])

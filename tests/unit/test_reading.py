@@ -173,6 +173,7 @@ def test_nan_infinity_and_floats(tmp_path: Path) -> None:
         ("f.jsonl", b"0\n" + b'{"a":' * 201 + b"1" + b"}" * 201 + b"\n1", [0, (2, "not usable JSON"), 1]),
         ("f.jsonl", b"0\n" + b"[" * 99 + b"]" * 99 + b"\n1", [0, json.loads("[" * 99 + "]" * 99), 1]),
         ("f.json", b'[{"a": 1},\n {"a": 2 3},\n {"a": 4}]', [{"a": 1}, (2, "not JSON"), {"a": 4}]),
+        ("f.json", b'[\n{"a": 1},\n{\n"a": 2 3\n},\n{"b": 2}]', [{"a": 1}, (4, "not JSON"), {"b": 2}]),
         ("f.json", b'[\n{"a": "caf\xe9"},\n{"a": 1}]', [(2, "not UTF-8"), {"a": 1}]),
         ("f.json", b'[\n{"a": 1}\n{"a": 2},\n{"a": 3}]', [{"a": 1}, (3, "not JSON"), {"a": 3}]),
         ("f.json", b'{"a": 1}\n{"a": "2}\n{"a": 3}\n', [{"a": 1}, (2, "not JSON"), {"a": 3}]),
@@ -193,9 +194,7 @@ def test_the_rest_goes_on(tmp_path: Path, name: str, content: bytes, expected: l
     ("name", "content", "expected"),
     [
         ("f.json", '[{"a": 1}, {"a": 2 3}, {"a": 4}]', [{"a": 1}, (1, "not JSON")]),
-        ("f.json", '[\n{"a": 1},\n{\n"a": 2 3\n},\n{"b": 2}]', [{"a": 1}, (4, "not JSON")]),
-        ("f.json", '[\n{"m": [{"r": "u" 2},\n{"r": "a"}]},\n{"m": []}]', [(2, "not JSON")]),
-        ("f.json", '[1, 2]\n[3]', [1, 2, (1, "not JSON")]),
+        ("f.json", '[1, 2]\n[3]', [1, 2, (2, "not JSON")]),
         ("f.csv", 'a,b\n1,"x\n3,"4"\n5,6\n', [(2, "not a row of a table")]),
         ("f.csv", 'a,b\n1,2\n3,"4\n5,6\n', [{"a": "1", "b": "2"}, (3, "not a row of a table")]),
         ("f.csv", "a,b,a\n1,2,3\n", [(1, "unusable columns")]),

@@ -14,10 +14,10 @@ are read off it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from allhands.data.calls import called_function
 from allhands.data.encoding import Span
@@ -26,12 +26,8 @@ from allhands.errors import DataError
 
 # Private-use characters at both ends: they cannot begin or end what a template writes around them.
 _MARKER = "\ue0a1answer\ue0a2"
-
-
-class RenderText(Protocol):
-    """A chat template as a function; raises DataError where it rejects the conversation."""
-
-    def __call__(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str: ...
+_QUESTION: list[Message] = [{"role": "user", "content": "a"}]
+_ANSWER: Message = {"role": "assistant", "content": _MARKER}
 
 
 @dataclass(frozen=True)
@@ -95,12 +91,12 @@ class AnswerFinder:
     """Finds answers in what one chat template makes of a conversation.
 
     Args:
-        render: the template.
+        render: the template as a function of messages, tools and ``prompt``; raises DataError where it rejects them.
         eos_token: the tokenizer's end-of-text token, which may end an answer.
         added_tokens: strings that are tokens of their own.
     """
 
-    def __init__(self, render: RenderText, *, eos_token: str | None, added_tokens: Sequence[str]) -> None:
+    def __init__(self, render: Callable[..., str], *, eos_token: str | None, added_tokens: Sequence[str]) -> None:
         self._render = render
         self._eos_token = eos_token or ""
         self._added_tokens = added_tokens
@@ -174,13 +170,12 @@ class AnswerFinder:
         call, so the messages up to the next user's, or all that follow, are left out then.
         """
         head, answer, rest = messages[:index], messages[index], messages[index + 1 :]
-        bare = {"role": "assistant", "content": _MARKER}
-        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | bare
+        with_extras = {key: value for key, value in answer.items() if key != "tool_calls"} | _ANSWER
         next_user = next((i for i, message in enumerate(rest) if message["role"] == "user"), len(rest))
         for cut in sorted({0, next_user, len(rest)}):
             tail = rest[cut:]
             real = text if cut == 0 else self._text_or_none([*head, answer, *tail], tools)
-            for stand_in in [bare] if with_extras == bare else [bare, with_extras]:
+            for stand_in in [_ANSWER] if with_extras == _ANSWER else [_ANSWER, with_extras]:
                 marked = self._text_or_none([*head, stand_in, *tail], tools) or ""
                 before, found, after = marked.partition(_MARKER)
                 if found and _MARKER not in after:
@@ -216,43 +211,46 @@ class AnswerFinder:
                 yield trial.real[len(opening) : end], ending[0] if ending else ""
 
     @cached_property
+    def _asked(self) -> str:
+        return self._render(_QUESTION, None, prompt=True)
+
+    @cached_property
     def header(self) -> str:
         """What ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
-        question: list[Message] = [{"role": "user", "content": "a"}]
-        prompted = self._render(question, None, prompt=True)
-        return prompted[_common_length(prompted, self._render(question, None)) :]
+        return self._asked[_common_length(self._asked, self._render(_QUESTION, None)) :]
 
     @cached_property
     def _lead(self) -> str:
         """Blanks between the end of a prompt and the words of the answer (Llama 2 has one)."""
-        question: list[Message] = [{"role": "user", "content": "a"}]
-        prompted = self._render(question, None, prompt=True)
-        before = self._render([*question, {"role": "assistant", "content": _MARKER}], None).partition(_MARKER)[0]
-        lead = before.removeprefix(prompted)
+        before = self._render([*_QUESTION, _ANSWER], None).partition(_MARKER)[0]
+        lead = before.removeprefix(self._asked)
         return "" if lead.strip() else lead
+
+    @cached_property
+    def _after_answers(self) -> list[str]:
+        """What stands behind each of two answers; empty texts if they cannot be told apart."""
+        parts = self._render([*_QUESTION, _ANSWER] * 2, None).split(_MARKER)
+        return parts[1:] if len(parts) == 3 else ["", ""]
+
+    def _token_at(self, text: str) -> str | None:
+        """The token of its own that a text begins with, after blanks."""
+        found = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", text) if self._added_tokens else None
+        return found[1] if found else None
 
     @cached_property
     def ending(self) -> str:
         """The end-of-turn token, or whatever else the template writes after every answer, without blanks."""
-        probe = [("user", "a"), ("assistant", _MARKER), ("user", "a"), ("assistant", _MARKER)]
-        text = self._render([{"role": role, "content": content} for role, content in probe], None)
-        parts = text.split(_MARKER)
         # Both turns end alike; then one goes on with the next user's header.
-        middle, last = parts[1:] if len(parts) == 3 else ("", "")
+        middle, last = self._after_answers
         ending = last[: _common_length(middle, last)]
-        token = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", ending) if self._added_tokens else None
-        return token[1] if token else ending.strip()
+        return self._token_at(ending) or ending.strip()
 
     @cached_property
     def closing(self) -> str | None:
         """The token that closes an answer, the last one too; None if that is no token, or not the same for all."""
-        probe = [("user", "a"), ("assistant", _MARKER), ("user", "a"), ("assistant", _MARKER)]
-        parts = self._render([{"role": role, "content": content} for role, content in probe], None).split(_MARKER)
-        if len(parts) != 3 or not self._added_tokens:
-            return None
-        found = re.match(r"\s*(" + _any_of(self._added_tokens) + ")", parts[2])
-        sure = found is not None and (found[1] == self.ending or parts[2].strip() == found[1])
-        return found[1] if found is not None and sure else None
+        last = self._after_answers[1]
+        found = self._token_at(last)
+        return found if found is not None and found in (self.ending, last.strip()) else None
 
     @cached_property
     def end_of_turn(self) -> re.Pattern[str]:
@@ -263,12 +261,9 @@ class AnswerFinder:
     @cached_property
     def pattern(self) -> Pattern | None:
         """How the template writes an answer, read off a probe; None if two answers are not written alike."""
-        questions, replies = ("Ask", "Question"), ("first reply", "The other")
-        probe = [
-            message
-            for question, reply in zip(questions, replies, strict=True)
-            for message in ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
-        ]
+        replies = ("first reply", "The other")
+        words = zip(("user", "assistant") * 2, ("Ask", replies[0], "Question", replies[1]), strict=True)
+        probe: list[Message] = [{"role": role, "content": content} for role, content in words]
         try:
             text = self._render(probe, None)
             spans = self.careful_spans(text, probe, None, [1, 3], {})
@@ -278,8 +273,11 @@ class AnswerFinder:
         if any(answer.count(reply) != 1 for answer, reply in zip(answers, replies, strict=True)):
             return None
         leads, endings = zip(*map(str.split, answers, replies), strict=True)
-        header = _common_ending(*(text[:start] for start, _ in spans)).lstrip()
-        if not header or _overlaps_itself(header) or not endings[0] or endings[0] != endings[1]:
+        first, second = (text[:start][::-1] for start, _ in spans)
+        header = first[: _common_length(first, second)][::-1].lstrip()
+        # Two copies of the header must not share characters.
+        overlaps = any(header.startswith(header[i:]) for i in range(1, len(header)))
+        if not header or overlaps or not endings[0] or endings[0] != endings[1]:
             return None
         return Pattern(header, tuple(dict.fromkeys(leads)), endings[0], text.count(header) - 2)
 
@@ -287,15 +285,6 @@ class AnswerFinder:
 def _common_length(a: str, b: str) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _common_ending(a: str, b: str) -> str:
-    return a[len(a) - _common_length(a[::-1], b[::-1]) :]
-
-
-def _overlaps_itself(text: str) -> bool:
-    """Whether an end of ``text`` is a beginning of it, so that two copies could share characters."""
-    return any(text.startswith(text[i:]) for i in range(1, len(text)))
 
 
 def _any_of(strings: Any) -> str:

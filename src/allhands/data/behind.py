@@ -14,7 +14,8 @@ _CALLED = {"valid": ("valid", "val", "dev")}
 
 def files_behind_data(data: Path, splits: Iterable[str], model: Path) -> dict[str, str]:
     """SHA-256 of the data's files of these splits and of the tokenizer's, by ``role/name``."""
-    return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", _tokenizer(model))}
+    tokenizer = tokenizer_files_of(model) if model.is_dir() else []
+    return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", tokenizer)}
 
 
 def files_behind_options(paths: Mapping[str, str]) -> dict[str, str]:
@@ -32,10 +33,6 @@ def hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
         except OSError:
             continue  # it is told as missing
     return found
-
-
-def _tokenizer(model: Path) -> list[Path]:
-    return tokenizer_files_of(model) if model.is_dir() else []
 
 
 def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:

@@ -16,19 +16,18 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.duplicates import Overlap
 from allhands.data.explained import openings, pattern_of, special_tokens
-from allhands.data.heard import Unheard
 from allhands.data.lengths import LengthSummary
 from allhands.data.messages import REASONING_KEYS
 from allhands.data.outcome import Reasons
 from allhands.data.padding import Padding, estimate_padding
 from allhands.data.records import Record
-from allhands.data.render import ChatTemplate, Renderer, TrainOn, has_chat_template, is_untrained
+from allhands.data.render import ChatTemplate, Rendered, Renderer, TrainOn, has_chat_template, is_untrained
 from allhands.data.shapes import Example, remedy_of_warning, spoken_words
-from allhands.data.token_roles import own_tokens
+from allhands.data.token_roles import own_tokens, stop_tokens
 from allhands.errors import AllhandsError, DataError, ModelError
 from allhands.runtime.sizing import Sizing
 
@@ -160,25 +159,6 @@ def check(
 # --- one example -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class View:
-    """One example before the cut.
-
-    Attributes:
-        tokens: (L,) ids.
-        trained: (L,) bool, the targets of the loss.
-        answer: (L,) bool, the answers with their ends; None where they cannot be told from the rest.
-        dates: the current date, in each spelling in which the chat template has written it.
-        unheard: what the record holds and the tokens do not.
-    """
-
-    tokens: NDArray[np.int32]
-    trained: NDArray[np.bool_]
-    answer: NDArray[np.bool_] | None
-    dates: tuple[str, ...] = ()
-    unheard: tuple[Unheard, ...] = ()
-
-
 class Examiner:
     """Renders records and knows which tokens are special."""
 
@@ -188,8 +168,7 @@ class Examiner:
         same: Any = {"max_seq_length": WHOLE, "moment": datetime.now()}
         self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
         self._answers = Renderer(tokenizer, mask_prompt=True, **same)
-        stops = getattr(tokenizer, "eos_token_ids", None)  # a set, or of a bare tokenizer the one token
-        self.stops: set[int] = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
+        self.stops = stop_tokens(tokenizer)
         # Where it is the end-of-text token too, two of them say nothing.
         self.bos: int | None = None if tokenizer.bos_token_id in self.stops else tokenizer.bos_token_id
         self.special = special_tokens(tokenizer)
@@ -198,22 +177,20 @@ class Examiner:
         self._special_text = pattern_of(set(self.special.values()) - set(own))
         self._own_text = None if options.trains_embedding else pattern_of(own)
 
-    def view(self, record: Record) -> View:
-        """What training makes of ``record`` before the cut.
+    def view(self, record: Record) -> tuple[Rendered, Bools | None]:
+        """A record before the cut; and its answers with their ends, (L,), None where they cannot be told.
 
         Raises:
             AllhandsError: the renderer's own.
         """
         rendered = self._renderer.render(record)
         if record.kind == "text" or self.options.masks:
-            return View(rendered.tokens, rendered.mask, rendered.mask, dates=rendered.dates, unheard=rendered.unheard)
+            return rendered, rendered.mask
         try:
             alone = self._answers.render(record)
         except AllhandsError:  # prompts are trained too, so training does not mind
-            return View(rendered.tokens, rendered.mask, None, dates=rendered.dates, unheard=rendered.unheard)
-        same = np.array_equal(alone.tokens, rendered.tokens)
-        mask = alone.mask if same else None
-        return View(rendered.tokens, rendered.mask, mask, dates=rendered.dates, unheard=rendered.unheard)
+            return rendered, None
+        return rendered, alone.mask if np.array_equal(alone.tokens, rendered.tokens) else None
 
     @cached_property
     def opening(self) -> str:
@@ -221,13 +198,11 @@ class Examiner:
         return openings(ChatTemplate(self.tokenizer, datetime.now()))[1] if has_chat_template(self.tokenizer) else ""
 
     def opens_otherwise(self, record: Record) -> bool:
-        """Whether the last answer does not begin as the template makes generated ones begin, because it was written
-        so: not if the template has left its beginning out, which is another finding."""
+        """Whether the last answer is written otherwise than the template makes generated ones begin."""
         answer = next((message for message in reversed(record.turns) if message["role"] == "assistant"), None)
-        if not self.opening or answer is None:
+        if not self.opening or answer is None or any(isinstance(answer.get(key), str) for key in REASONING_KEYS):
             return False
-        thinks = any(isinstance(answer.get(key), str) for key in REASONING_KEYS)
-        return not (thinks or answer["content"].lstrip().startswith(self.opening))
+        return not answer["content"].lstrip().startswith(self.opening)
 
     def tokens_in(self, words: str) -> dict[str, list[str]]:
         """Tokens that are written in ``words``: special ones, and those that may be new and are not learned."""
@@ -261,32 +236,21 @@ def answer_text(record: Record) -> str:
 
 # --- one split ---------------------------------------------------------------------------------------
 
-# What it means that a record is not rendered.
-_REFUSALS: dict[type, str] = {ModelError: "model-cannot"}
 # Findings that are counted example by example: how grave, from which share of the examples on they are told, and
 # from which share on they ruin the run.
 _RULES: dict[str, tuple[Severity, float, float]] = {
-    "answers-lost": ("harms", 0.0, 0.1),
-    "answers-cut": ("harms", 0.0, 0.1),
-    "cut": ("harms", 0.0, 2.0),
-    "nothing-trained": ("harms", 0.0, 0.1),
-    "no-end-of-turn": ("harms", 0.0, 0.1),
-    "end-not-eos": ("note", 0.0, 2.0),
-    "empty-answers": ("harms", 0.0, 2.0),
-    "bos-twice": ("harms", 0.0, 2.0),
-    "special-text": ("harms", 0.0, 2.0),
-    "own-tokens": ("note", 0.0, 2.0),
+    **dict.fromkeys(("answers-lost", "answers-cut", "nothing-trained", "no-end-of-turn"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("cut", "empty-answers", "bos-twice", "special-text"), ("harms", 0.0, 2.0)),
+    **dict.fromkeys(("end-not-eos", "own-tokens", "near-train"), ("note", 0.0, 2.0)),
     "vocabulary": ("ruins", 0.0, 0.0),
     # What the chat template leaves out.
     **dict.fromkeys(("reasoning-dropped", "reasoning-key-unread", "calls-dropped"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("arguments-dropped", "results-dropped", "media-dropped"), ("harms", 0.0, 0.1)),
-    **dict.fromkeys(("answers-dropped", "questions-dropped"), ("harms", 0.0, 0.1)),
+    **dict.fromkeys(("answers-dropped", "questions-dropped", "in-train"), ("harms", 0.0, 0.1)),
     **dict.fromkeys(("words-beside-calls", "system-dropped", "tools-dropped", "weights-unused"), ("harms", 0.0, 2.0)),
     **dict.fromkeys(("earlier-reasoning-dropped", "names-dropped", "fields-dropped", "dated"), ("note", 0.0, 2.0)),
     "short-answers": ("note", 0.1, 2.0),
     "repeats": ("note", 0.05, 2.0),
-    "in-train": ("harms", 0.0, 0.1),
-    "near-train": ("note", 0.0, 2.0),
 }
 
 
@@ -309,22 +273,19 @@ class _Tally:
     def __init__(self, name: str, examiner: Examiner, overlap: Overlap) -> None:
         self.name = name
         self._examiner, self._options, self._overlap = examiner, examiner.options, overlap
-        self._shapes: Counter[str] = Counter()
         self._numbers = {key: array("q") for key in ("length", "kept", "trained", "work")}
-        self._hits: defaultdict[str, _Hits] = defaultdict(_Hits)
-        self._errors: defaultdict[str, Reasons] = defaultdict(Reasons)
-        self._warnings = Reasons()
-        self._answers: Counter[bytes] = Counter()
-        self._answer_places: defaultdict[bytes, _Hits] = defaultdict(_Hits)
-        kinds = ("special", "own", "end", "dates")
-        self._texts: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        self._hits, self._answer_places = defaultdict[str, _Hits](_Hits), defaultdict[bytes, _Hits](_Hits)
+        self._errors, self._warnings = defaultdict[str, Reasons](Reasons), Reasons()
+        self._shapes, self._answers = Counter[str](), Counter[bytes]()
+        self._texts = {kind: Counter[str]() for kind in ("special", "own", "end", "dates")}
         self._samples: dict[str, str] = {}
         self._largest, self._trained_prompt = -1, 0
 
     def add(self, item: Example | DataError) -> None:
         """Count one row."""
         if isinstance(item, DataError):
-            self._fail(item, "empty-rows" if "nothing to learn" in item.message else "bad-rows", item.where or "")
+            code = "empty-rows" if "nothing to learn" in item.message else "bad-rows"
+            self._errors[code].add(item.message, item.hint, item.where or "")
             return
         record, words = item.record, item.texts()
         assert record is not None, "preference data is refused where it is read"
@@ -332,95 +293,81 @@ class _Tally:
         for warning in item.warnings:
             self._warnings.add(warning, remedy_of_warning(warning), record.where)
         try:
-            view = self._examiner.view(record)
+            rendered, answer = self._examiner.view(record)
         except AllhandsError as error:
-            self._fail(error, _REFUSALS.get(type(error), "cannot-render"), record.where)
+            code = "model-cannot" if type(error) is ModelError else "cannot-render"
+            self._errors[code].add(error.message, error.hint, record.where)
             return
-        self._measure(record, view)
-        for code in [*self._cuts(record, view), *self._contents(record, view, words)]:
-            self._hits[code].add(record.where)
-        if code := self._overlap.add(self.name, words):
+        self._measure(record, rendered, answer)
+        found = [*self._cuts(record, rendered, answer), *self._contents(record, rendered, answer)]
+        found += self._words(record, rendered, answer, words)
+        repeated = self._overlap.add(self.name, words)
+        for code in [*found, repeated] if repeated else found:
             self._hits[code].add(record.where)
 
-    def _fail(self, error: AllhandsError, code: str, where: str) -> None:
-        self._errors[code].add(error.message, error.hint, where)
-
-    def _measure(self, record: Record, view: View) -> None:
-        trained = view.trained[: self._options.limit]
-        kept = np.flatnonzero(trained) if not record.is_blank else np.empty(0, dtype=np.int64)
-        self._numbers["length"].append(len(view.tokens))
-        if len(kept):
-            self._numbers["kept"].append(min(len(view.tokens), self._options.limit))
-            self._numbers["trained"].append(len(kept))
-            self._numbers["work"].append(int(kept[-1]))
-        self._largest = max(self._largest, int(view.tokens.max(initial=-1)))
+    def _measure(self, record: Record, rendered: Rendered, answer: Bools | None) -> None:
+        limit, length = self._options.limit, len(rendered.tokens)
+        kept = np.flatnonzero(rendered.mask[:limit]) if not record.is_blank else np.empty(0, dtype=np.int64)
+        numbers = {"kept": min(length, limit), "trained": len(kept), "work": int(kept[-1])} if len(kept) else {}
+        for name, number in ({"length": length} | numbers).items():
+            self._numbers[name].append(number)
+        self._largest = max(self._largest, int(rendered.tokens.max(initial=-1)))
         if record.kind != "text":
-            if view.answer is not None:
-                self._trained_prompt += int((view.trained & ~view.answer)[: self._options.limit].sum())
-            self._remember_answer(record)
+            if answer is not None:
+                self._trained_prompt += int((rendered.mask & ~answer)[:limit].sum())
+            key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
+            self._answers[key] += 1
+            # An answer that many share comes early; only of those, places are kept.
+            if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:
+                self._answer_places[key].add(record.where)
 
-    def _remember_answer(self, record: Record) -> None:
-        key = hashlib.blake2b(answer_text(record).encode(), digest_size=8).digest()
-        self._answers[key] += 1
-        # An answer that many share comes early; only of those, places are kept.
-        if key in self._answer_places or len(self._answer_places) < _FIRST_ANSWERS:
-            self._answer_places[key].add(record.where)
-
-    def _cuts(self, record: Record, view: View) -> Iterator[str]:
+    def _cuts(self, record: Record, rendered: Rendered, answer: Bools | None) -> Iterator[str]:
         limit = self._options.limit
-        if len(view.tokens) > limit:
-            if record.kind == "text" or view.answer is None:
+        if len(rendered.tokens) > limit:
+            if record.kind == "text" or answer is None:
                 yield "cut"
-            elif not view.answer[:limit].any():
+            elif not answer[:limit].any():
                 yield "answers-lost"
-            elif view.answer[limit:].any():
+            elif answer[limit:].any():
                 yield "answers-cut"
-        elif not view.trained.any() and not record.is_blank:  # of which a warning tells
+        elif not rendered.mask.any() and not record.is_blank:  # of which a warning tells
             yield "nothing-trained"
 
-    def _contents(self, record: Record, view: View, text: str) -> Iterator[str]:
-        examiner, tokens = self._examiner, view.tokens
-        for code, sample in view.unheard:
+    def _contents(self, record: Record, rendered: Rendered, answer: Bools | None) -> Iterator[str]:
+        examiner, tokens, size = self._examiner, rendered.tokens, self._options.vocab_size
+        for code, sample in rendered.unheard:
             self._samples.setdefault(code, sample)
             yield code
-        if not self._options.masks and any(is_untrained(message) for message in record.turns):
+        if not self._options.masks and any(map(is_untrained, record.turns)):
             yield "weights-unused"
         if examiner.opens_otherwise(record):
             yield _OPENED_OTHERWISE
-        if code := self._ending(view):
-            yield code
+        yield from self._ending(tokens, answer)
         if (bos := examiner.bos) is not None and np.any((tokens[1:] == bos) & (tokens[:-1] == bos)):
             yield "bos-twice"
-        if self._options.vocab_size is not None and tokens.max(initial=-1) >= self._options.vocab_size:
+        if size is not None and tokens.max(initial=-1) >= size:
             yield "vocabulary"
-        if view.dates:
-            self._texts["dates"].update(view.dates)
+        if rendered.dates:
+            self._texts["dates"].update(rendered.dates)
             yield "dated"
-        yield from self._words(record, view, text)
 
-    def _words(self, record: Record, view: View, text: str) -> Iterator[str]:
+    def _ending(self, tokens: Int32s, answer: Bools | None) -> Iterator[str]:
+        examiner = self._examiner
+        ends = tokens if answer is None else tokens[answer][-1:]
+        if (answer is None or len(ends)) and not examiner.stops.intersection(ends.tolist()):
+            name = None if answer is None else examiner.special.get(int(ends[0]))
+            self._texts["end"].update([name] if name else [])
+            yield "end-not-eos" if name else "no-end-of-turn"
+
+    def _words(self, record: Record, rendered: Rendered, answer: Bools | None, text: str) -> Iterator[str]:
         for name, found in self._examiner.tokens_in(text).items():
             if found and (name == "own" or record.kind != "text"):
                 self._texts[name].update(found)
                 yield f"{name}-{'text' if name == 'special' else 'tokens'}"
-        if record.kind != "text" and view.answer is not None:
-            words = int((view.answer & ~np.isin(view.tokens, self._examiner.special_ids)).sum())
+        if record.kind != "text" and answer is not None:
+            words = int((answer & ~np.isin(rendered.tokens, self._examiner.special_ids)).sum())
             if words < _SHORT_TOKENS:
                 yield "short-answers" if words else "empty-answers"
-
-    def _ending(self, view: View) -> str | None:
-        """What is wrong with the end of the last answer."""
-        examiner = self._examiner
-        if view.answer is None:
-            return None if examiner.stops.intersection(view.tokens.tolist()) else "no-end-of-turn"
-        places = np.flatnonzero(view.answer)
-        last = int(view.tokens[places[-1]]) if len(places) else None
-        if last is None or last in examiner.stops:
-            return None
-        if last not in examiner.special:
-            return "no-end-of-turn"
-        self._texts["end"][examiner.special[last]] += 1
-        return "end-not-eos"
 
     def report(self) -> SplitReport:
         """The numbers."""
@@ -493,8 +440,8 @@ class _Tally:
             yield self._finding("same-answer", "harms", _Hits(count, self._answer_places[key].places))
         texts = self._shapes["text"]
         if texts and options.masks:
-            severity: Severity = "ruins" if texts >= total else "note"
-            yield self._finding("all-texts" if severity == "ruins" else "some-texts", severity, _Hits(texts))
+            code, severity = ("all-texts", "ruins") if texts >= total else ("some-texts", "note")
+            yield self._finding(code, severity, _Hits(texts))
         if self._trained_prompt and not options.mask_prompt and self.name == "train":
             share = self._trained_prompt / sum(self._numbers["trained"])
             yield self._finding("mask-prompt-off", "note", _Hits(), share=share)

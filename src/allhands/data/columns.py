@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from itertools import islice
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any
 
-from allhands.data.values import ValuePlace, key_list, quoted
+from allhands.data.values import SHAPES, quoted
 
-SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
-
-_PROMPT_LIKE = ("question", "instruction", "input", "query", "problem", "user", "source")
-_COMPLETION_LIKE = ("answer", "output", "response", "target", "solution", "reply", "assistant")
-_CHAT_LIKE = ("chat", "dialogue", "dialog", "turns")
-_TEXT_LIKE = ("content", "body", "story", "document", "raw_content")
-
-
+# Columns that are probably meant by each part, the likeliest first.
+_LIKE = {
+    "prompt": ("question", "instruction", "input", "query", "problem", "user", "source"),
+    "completion": ("answer", "output", "response", "target", "solution", "reply", "assistant"),
+    "chat": ("chat", "dialogue", "dialog", "turns"),
+    "text": ("content", "body", "story", "document", "raw_content"),
+}
 # Pairs of columns that say by themselves what is asked and what is answered.
 _ASKED = ("question", "query", "problem", "instruction", "input", "user", "q")
 _ANSWERED = ("answer", "response", "output", "solution", "reply", "assistant", "a")
-# What may stand beside them, about the row.
-_ABOUT = ("id", "idx", "index", "uid", "uuid", "source", "url", "topic", "category", "subject", "type", "level")
-_ABOUT_FURTHER = ("split", "date", "author", "lang", "language", "difficulty", "unnamed: 0", "")
+# Columns that may stand beside them, about the row.
+_ABOUT = (
+    *("id", "idx", "index", "uid", "uuid", "source", "url", "topic", "category", "subject", "type", "level"),
+    *("split", "date", "author", "lang", "language", "difficulty", "unnamed: 0", ""),
+)
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -30,86 +30,46 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
     A context, choices or any other words beside them belong to the question, or to nobody: that is not guessed.
     """
-    names = [
-        name for name, value in row.items() if value is not None and name.lower() not in (*_ABOUT, *_ABOUT_FURTHER)
-    ]
-    asked = [name for name in names if name.lower() in _ASKED and isinstance(row[name], str)]
-    answered = [name for name in names if name.lower() in _ANSWERED and isinstance(row[name], str)]
-    return (asked[0], answered[0]) if len(names) == 2 and len(asked) == len(answered) == 1 else None
+    names = [name for name, value in row.items() if value is not None and name.lower() not in _ABOUT]
+    if len(names) != 2 or not all(isinstance(row[name], str) for name in names):
+        return None
+    pairs = (names, names[::-1])
+    return next(((q, a) for q, a in pairs if q.lower() in _ASKED and a.lower() in _ANSWERED), None)
 
 
-_WORDS_OF_PROSE = 5  # in the name of a column
+def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -> str:
+    """What to do about a record of unknown shape: a column mapping if its keys suggest one.
 
-
-class ColumnParts(Protocol):
-    """A record and what its parts are called."""
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-    @property
-    def place(self) -> ValuePlace: ...
-    def name(self, part: str) -> str:
-        """The column of a part."""
-        ...
-
-    def names_it(self, part: str) -> bool:
-        """Whether that is not its usual name."""
-        ...
-
-
-def fail_on_mapping(parts: ColumnParts, mapped: list[str]) -> NoReturn:
-    """A record without the columns that were mapped: name its keys, and the key that was probably meant."""
-    absent = [part for part in mapped if not parts.names_it(part)]
-    paths = {path.lower(): path for path in islice(_paths(parts.values), 300)}
-    near: list[str] = []
-    for part in absent:
-        close = get_close_matches(parts.name(part).lower(), paths, n=1, cutoff=0.4)
-        near += [f"{part}_feature: {quoted(paths[match])}" for match in close]
-    keys = key_list(parts.values)
-    names = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in absent)
-    if not names:
-        present = ", ".join(f"{quoted(parts.name(part))} ({part}_feature)" for part in mapped)
-        parts.place.fail(f"{present} alone makes no shape; the keys are {keys}", column_hint(parts))
-    hint = f"the nearest: {', '.join(near)}" if near else column_hint(parts)
-    parts.place.fail(f"{names} {'are' if len(absent) > 1 else 'is'} not there; the keys are {keys}", hint)
-
-
-def _paths(values: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
-    """Keys, and dotted paths to the keys of nested objects."""
-    for name, value in values.items():
-        yield str(name)
-        if isinstance(value, dict) and depth > 1:
-            yield from (f"{name}.{path}" for path in _paths(cast(dict[str, Any], value), depth - 1))
+    Args:
+        known: columns of the row that are known, by part.
+    """
+    if "input_ids" in row:
+        return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
+    found = {part: known.get(part) or next((n for n in names if n in row), None) for part, names in _LIKE.items()}
+    prompt, completion = found["prompt"], found["completion"]
+    if prompt and completion:
+        about = (prompt, completion, *_ABOUT)
+        others = (key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value)
+        unused = next((f'; join "{key}" to it first, or it is ignored' for key in others), "")
+        return f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}{unused}"
+    for part in ("chat", "text"):
+        if column := found[part]:
+            return f"name the column: {part}_feature: {quoted(column)}"
+    if source.lower().endswith((".csv", ".tsv")) and any(map(_is_prose, row)):
+        names = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
+        return f"the first row seems to be data: write a line above it, {names} (with the file's own separator)"
+    return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
 
 
 def _is_prose(name: str) -> bool:
-    """Whether the name of a column is a sentence: the table has no header then."""
-    return len(name.split()) >= _WORDS_OF_PROSE or name.rstrip().endswith((".", "?", "!"))
+    return len(name.split()) > 4 or name.endswith((".", "?", "!"))
 
 
-def column_hint(parts: ColumnParts) -> str:
-    """What to do about a record of unknown shape: a column mapping if its keys suggest one."""
-    row = parts.values
-    if "input_ids" in row:
-        return f"data that is already tokenized cannot be read: give the text itself as {SHAPES}"
-
-    def found(part: str, candidates: tuple[str, ...]) -> str | None:
-        return parts.name(part) if parts.names_it(part) else next((name for name in candidates if name in row), None)
-
-    completion, prompt = found("completion", _COMPLETION_LIKE), found("prompt", _PROMPT_LIKE)
-    if completion and prompt:
-        about = (prompt, completion, *_ABOUT, *_ABOUT_FURTHER)
-        others = [key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value]
-        unused = f'; join "{others[0]}" to it first, or it is ignored' if others else ""
-        return f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}{unused}"
-    if chat := found("chat", _CHAT_LIKE):
-        return f"name the column: chat_feature: {quoted(chat)} (a list of messages, each with role and content)"
-    if text := found("text", _TEXT_LIKE):
-        return f"name the column: text_feature: {quoted(text)}"
-    if parts.place.source.lower().endswith((".csv", ".tsv")) and any(_is_prose(key) for key in row):
-        header = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
-        return (
-            "the first row seems to be data, where a table has the names of its columns: write a line above it, "
-            f"{header} (with the file's own separator)"
-        )
-    return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
+def nearest(row: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
+    """The columns of a row, nested ones too, that are called most like the wanted ones; empty without any."""
+    paths = {key.lower(): key for key in row}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            paths |= {f"{name}.{key}".lower(): f"{name}.{key}" for key in value}
+    close = {part: get_close_matches(name.lower(), paths, n=1, cutoff=0.4) for part, name in wanted.items()}
+    return ", ".join(f"{part}_feature: {quoted(paths[found[0]])}" for part, found in close.items() if found)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from allhands.data.outcome import Reason, Reasons
 from allhands.data.records import ColumnNames
-from allhands.data.rows import Row, RowProblem
+from allhands.data.rows import RowProblem
 from allhands.data.shapes import parse_example
 from allhands.data.sources import Source
 from allhands.errors import DataError
@@ -102,26 +102,21 @@ class Corpus:
         self.held_out = [*waiting]
 
     def _texts(self, sources: Sequence[Source]) -> Iterator[str]:
-        for source in sources:
-            for item in source.rows():
-                text = self._text(item)
-                if text:
-                    yield text
-
-    def _text(self, item: Row | RowProblem) -> str:
-        try:
-            if isinstance(item, RowProblem):
-                raise item.error()
-            text = parse_example(item.value, self._columns, source=item.source, line=item.line).texts()
-            text.encode()
-        except DataError as error:
-            self._reasons.add(error.message, _as_flag(error.hint), error.where or "")
-            return ""
-        except UnicodeEncodeError:
-            where = f"{item.source}:{item.line}"
-            self._reasons.add("it has half a surrogate pair", "write the whole character, or remove it", where)
-            return ""
-        return text
+        for item in (item for source in sources for item in source.rows()):
+            try:
+                if isinstance(item, RowProblem):
+                    raise item.error()
+                text = parse_example(item.value, self._columns, source=item.source, line=item.line).texts()
+                text.encode()
+            except DataError as error:
+                # Advice names the column by its YAML key; here it is a flag.
+                hint = re.sub(r"text_feature: \"(.+?)\"", r"--text-key \1", error.hint or "")
+                self._reasons.add(error.message, hint, error.where or "")
+            except UnicodeEncodeError:
+                hint = "write the whole character, or remove it"
+                self._reasons.add("it has half a surrogate pair", hint, f"{item.source}:{item.line}")
+            else:
+                yield from [text] if text else []
 
     def _nothing(self) -> DataError:
         where = ", ".join(self._names[:3]) + (", ..." if len(self._names) > 3 else "")
@@ -133,11 +128,6 @@ class Corpus:
         reason = self.left_out[0]
         message = f"none of the rows can be used; the first: {reason.message}"
         return DataError(message, where=reason.places[0], hint=reason.hint)
-
-
-def _as_flag(hint: str | None) -> str | None:
-    """Advice that names the column by its YAML key, with the flag."""
-    return hint and re.sub(r"name the column: text_feature: \"(.+?)\"", r"name the column: --text-key \1", hint)
 
 
 def _pieces(text: str) -> Iterator[str]:

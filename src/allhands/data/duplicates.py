@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.order import mix
-from allhands.errors import ConfigError
 
 _U32 = NDArray[np.uint32]
 
@@ -60,17 +59,9 @@ class NearIndex:
 
     Args:
         threshold: Jaccard similarity from which on two texts are near duplicates, 0.5 to 1.
-
-    Raises:
-        ConfigError: the threshold is out of range.
     """
 
     def __init__(self, threshold: float = 0.8) -> None:
-        if not 0.5 <= threshold <= 1:
-            raise ConfigError(
-                f"the similarity of near duplicates must lie between 0.5 and 1, not {threshold:g}",
-                hint="0.8 finds texts with a few words changed; below 0.5 unlike texts would count as the same",
-            )
         self._threshold = threshold
         self._num_bands, self._rows = _bands(threshold)
         size = self._num_bands * self._rows

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Bools, Int32s, Ints
 from allhands.data.heard import Unheard
 from allhands.errors import AllhandsError, DataError, ModelError
 
@@ -69,12 +70,9 @@ class Encoded:
         closed: whether an end-of-text token was put after what the tokenizer made of the text.
     """
 
-    tokens: NDArray[np.int32]
-    offsets: NDArray[np.int64] | None
+    tokens: Int32s
+    offsets: Ints | None
     closed: bool
-
-
-_NOTHING = Encoded(np.empty(0, dtype=np.int32), None, closed=False)
 
 
 class Encoder:
@@ -92,43 +90,37 @@ class Encoder:
             ModelError: offsets are wanted and the tokenizer has none.
         """
         try:
-            if offsets:
-                return self._framed(draft, self._with_offsets().encode(draft.text, add_special_tokens=draft.framed))
-            return self._framed(draft, self._tokenizer.encode(draft.text, add_special_tokens=draft.framed))
+            encoder = self._with_offsets() if offsets else self._tokenizer
+            return self._framed(draft, encoder.encode(draft.text, add_special_tokens=draft.framed))
         except (TypeError, UnicodeError) as error:
-            raise _not_text(draft.text, error) from error
+            bad = next((f" (\\u{ord(c):04x})" for c in draft.text if 0xD800 <= ord(c) <= 0xDFFF), "")
+            why = f"the example cannot be encoded, it has half a surrogate pair{bad}"
+            message = why if bad else f"it cannot be encoded: {error}"
+            raise DataError(message, hint="write the whole character, or remove it") from error
 
     def encode_many(self, drafts: Sequence[Draft], *, offsets: bool) -> list[Encoded | AllhandsError]:
         """Tokens of each draft, in order; an error in the place of one that cannot be encoded."""
-        if not drafts or self._backend is None or not (offsets or self._backend_is_all):
-            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
-        results: list[Encoded | AllhandsError] = [_NOTHING] * len(drafts)
-        for framed in (False, True):
-            places = [i for i, draft in enumerate(drafts) if draft.framed == framed]
-            encoded = self._batch([drafts[i] for i in places], framed, offsets)
-            for i, result in zip(places, encoded, strict=True):
-                results[i] = result
-        return results
+        results: dict[int, Encoded | AllhandsError] = {}
+        if drafts and self._backend is not None and (offsets or self._backend_is_all):
+            for framed in (False, True):
+                # If one of them is no text, which one shows when they come one by one.
+                with suppress(TypeError, UnicodeError):
+                    results |= self._batch({i: d for i, d in enumerate(drafts) if d.framed == framed}, framed, offsets)
+        for i in {*range(len(drafts))} - results.keys():
+            try:
+                results[i] = self.encode(drafts[i], offsets=offsets)
+            except AllhandsError as error:
+                results[i] = error
+        return [results[i] for i in range(len(drafts))]
 
-    def _batch(self, drafts: Sequence[Draft], framed: bool, offsets: bool) -> list[Encoded | AllhandsError]:
-        if not drafts:
-            return []
-        try:
-            backend = self._with_offsets()
-            run = backend.encode_batch if offsets else backend.encode_batch_fast
-            encodings = run([draft.text for draft in drafts], add_special_tokens=framed)
-        except (TypeError, UnicodeError):  # one of them is no text; which one shows when they come one by one
-            return [self._encoded_or_error(draft, offsets=offsets) for draft in drafts]
-        return [
-            self._framed(draft, encoding if offsets else encoding.ids)
-            for draft, encoding in zip(drafts, encodings, strict=True)
-        ]
-
-    def _encoded_or_error(self, draft: Draft, *, offsets: bool) -> Encoded | AllhandsError:
-        try:
-            return self.encode(draft, offsets=offsets)
-        except AllhandsError as error:
-            return error
+    def _batch(self, drafts: dict[int, Draft], framed: bool, offsets: bool) -> dict[int, Encoded]:
+        backend = self._with_offsets()
+        run = backend.encode_batch if offsets else backend.encode_batch_fast
+        encodings = run([draft.text for draft in drafts.values()], add_special_tokens=framed) if drafts else []
+        return {
+            i: self._framed(draft, found if offsets else found.ids)
+            for (i, draft), found in zip(drafts.items(), encodings, strict=True)
+        }
 
     def _with_offsets(self) -> Any:
         """The Rust tokenizer, set to neither cut nor pad, as a tokenizer.json may have it."""
@@ -157,7 +149,10 @@ class Encoder:
     def _framed(self, draft: Draft, found: Any) -> Encoded:
         """Tokens with one begin-of-text token at most, and an end-of-text token where the draft wants them."""
         ids: list[int] = found if isinstance(found, list) else found.ids
-        offsets = None if isinstance(found, list) else _as_array(found.offsets)
+        offsets = None
+        if not isinstance(found, list):
+            flat = chain.from_iterable(found.offsets)
+            offsets = np.fromiter(flat, dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
         if not draft.framed:
             return Encoded(np.asarray(ids, dtype=np.int32), offsets, closed=False)
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
@@ -168,22 +163,7 @@ class Encoder:
         return Encoded(tokens, None if offsets is None else offsets[int(doubled) :], closed)
 
 
-def _as_array(offsets: list[Span]) -> NDArray[np.int64]:
-    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
-    return flat.reshape(-1, 2)
-
-
-def _not_text(text: str, error: Exception) -> DataError:
-    bad = next((f" (\\u{ord(c):04x})" for c in text if 0xD800 <= ord(c) <= 0xDFFF), "")
-    return DataError(
-        f"the example cannot be encoded, it has half a surrogate pair{bad}"
-        if bad
-        else f"it cannot be encoded: {error}",
-        hint="write the whole character, or remove it",
-    )
-
-
-def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> NDArray[np.bool_]:
+def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> Bools:
     """(L,) bool: the targets among the tokens; never the first, since nothing predicts it."""
     length = len(encoded.tokens)
     mask = np.ones(length, dtype=np.bool_)
@@ -197,7 +177,7 @@ def mask_of(draft: Draft, encoded: Encoded, eos: int | None) -> NDArray[np.bool_
     return mask
 
 
-def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
     """(L,) bool: the tokens that lie inside a span.
 
     A token across a border of the span counts if the part inside is more than blanks: "▁Ahoy" carries the
@@ -219,7 +199,7 @@ def mask_of_spans(text: str, offsets: NDArray[np.int64], spans: Sequence[Span]) 
     return mask
 
 
-def _ranges(offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
     """Where each token begins and ends, both in ascending order.
 
     Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A token that
@@ -231,7 +211,7 @@ def _ranges(offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.i
     return np.where(offsets[:, 1] < before, before, np.minimum(offsets[:, 0], before)), ends
 
 
-def pieces_of_text(text: str, offsets: NDArray[np.int64]) -> list[str]:
+def pieces_of_text(text: str, offsets: Ints) -> list[str]:
     """The part of ``text`` that each token stands for; joined, they are the text.
 
     The first of several tokens that make up one character has the character, the others nothing.

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.encoding import Encoded, pieces_of_text
 from allhands.data.records import Message, Record
 from allhands.errors import DataError
 
 _WORDS = "Bluebell"
-
-
-class RendersChat(Protocol):
-    """What is asked of a chat template here."""
-
-    def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -38,8 +30,8 @@ class Explained:
         cut: the text of the tokens that were cut off.
     """
 
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    tokens: Int32s
+    mask: Bools
     truncated: int
     pieces: tuple[tuple[str, bool], ...]
     cut: str
@@ -61,14 +53,7 @@ def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
     """(L) the text of each token; of one that the tokenizer added, its name."""
     assert encoded.offsets is not None
     pieces = pieces_of_text(text, encoded.offsets) + [""] * encoded.closed
-    names: dict[int, str] = {
-        token: name
-        for token, name in (
-            (tokenizer.bos_token_id, tokenizer.bos_token),
-            (tokenizer.eos_token_id, tokenizer.eos_token),
-        )
-        if token is not None and name is not None
-    }
+    names = {getattr(tokenizer, f"{end}_token_id"): getattr(tokenizer, f"{end}_token") or "" for end in ("bos", "eos")}
     return [piece or names.get(token, "") for token, piece in zip(encoded.tokens.tolist(), pieces, strict=True)]
 
 
@@ -89,7 +74,7 @@ _ANSWER: Message = {"role": "assistant", "content": "b"}
 PROBE = Record("chat", messages=(*_QUESTION, _ANSWER, *_QUESTION, {**_ANSWER, "content": _WORDS}))
 
 
-def openings(template: RendersChat) -> tuple[str, str]:
+def openings(template: Any) -> tuple[str, str]:
     """What a chat template does not write before an answer that is asked for, and what it writes only there."""
     try:
         plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)

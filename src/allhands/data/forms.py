@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allhands.data.calls import called_function, wrapped_tool
-from allhands.data.heard import parsed_arguments
+from allhands.data.calls import as_tool, called_function, parsed_arguments
 from allhands.data.messages import REASONING_KEYS, TOOL_ROLES, Message
 
 _THINKING = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
@@ -41,9 +40,7 @@ class Form:
 
     def tools(self, tools: list[Any] | None) -> list[Any] | None:
         """The tools in this form."""
-        if not (self.wrapped and tools):
-            return tools
-        return [tool if called_function(tool) is not tool else wrapped_tool(tool) for tool in tools]
+        return [*map(as_tool, tools)] if self.wrapped and tools else tools
 
     def _message(self, message: Message) -> Message:
         if message["role"] == "assistant" and self.reasoning is not None:
@@ -55,7 +52,7 @@ class Form:
         same = not words and all(one is call for one, call in zip(written, calls, strict=True))
         return message if same else {**message, **words, "tool_calls": written}
 
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, call: Message) -> Message:
         function = called_function(call)
         arguments = function.get("arguments")
         if self.strings:

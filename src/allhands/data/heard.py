@@ -16,9 +16,9 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from allhands.data.calls import called_function
+from allhands.data.calls import called_function, parsed_arguments
 from allhands.data.messages import INSTRUCTION_ROLES, MEDIA_KEYS, REASONING_KEYS, TOOL_ROLES, Message
 from allhands.data.values import quoted
 
@@ -122,26 +122,25 @@ class _Marker:
 
     def message(self, index: int, message: Message) -> Message:
         """A message with markers; what a template cannot mean is made equal."""
-        role = message["role"]
-        marked: Message = {}
-        for key, value in message.items():
-            if key == "role":
-                marked[key] = value
-            elif key == "content":
-                marked[key] = self._content(index, role, value)
-            elif key == "tool_calls":
-                marked[key] = [self._call(index, call) for call in value]
-            elif key in REASONING_KEYS and role == "assistant" and isinstance(value, str):
-                marked[key] = self._spaced("reasoning", index, value)
-            elif key == "name" and role not in TOOL_ROLES and isinstance(value, str):
-                marked[key] = self._word("name", index, value)
-            elif isinstance(value, str) and _is_said(key, value):
-                marked[key] = self._word("field", index, value)
-            elif isinstance(value, str):
-                marked[key] = self._id(value) if "id" in key else "x" * bool(value)
-            else:
-                marked[key] = value if isinstance(value, bool | int | None) else []
-        return marked
+        return {key: self._value(index, message["role"], key, value) for key, value in message.items()}
+
+    def _value(self, index: int, role: str, key: str, value: Any) -> Any:
+        if key == "content":
+            return self._content(index, role, value)
+        if key == "tool_calls":
+            return [self._call(index, call) for call in value]
+        if key == "role" or isinstance(value, bool | int | None):
+            return value
+        if not isinstance(value, str):
+            return []
+        if key in REASONING_KEYS and role == "assistant":
+            return self._spaced("reasoning", index, value)
+        if key == "name" and role not in TOOL_ROLES:
+            return self._word("name", index, value)
+        # Under a key that no form of chats knows: words, not an id, a date or a name.
+        if key not in _BESIDE_WORDS and len(value) >= _SURE and len(value.split()) > _FEW_WORDS:
+            return self._word("field", index, value)
+        return self._id(value) if "id" in key else "x" * bool(value)
 
     def _id(self, value: str) -> str:
         """An id of the same length; equal ones stay equal."""
@@ -163,7 +162,7 @@ class _Marker:
             done = block.end()
         return "".join(pieces) + self._spaced("answer", index, text[done:])
 
-    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, index: int, call: Message) -> Message:
         function = dict(called_function(call))
         function["name"] = self._word("call", index, str(function.get("name", "")))
         if "arguments" in function:
@@ -177,17 +176,15 @@ class _Marker:
             )
         if called_function(call) is call:
             return function
-        others = {
-            key: self._id(value) if key == "id" and isinstance(value, str) else value for key, value in call.items()
-        }
-        return {**others, "function": function}
+        own = {"id": self._id(call["id"])} if isinstance(call.get("id"), str) else {}
+        return {**call, **own, "function": function}
 
     def _argument(self, index: int, value: Any, depth: int) -> Any:
         if isinstance(value, dict) and depth:
-            fields = list(cast(dict[str, Any], value).items())[:_FIELDS]
+            fields = list(value.items())[:_FIELDS]
             return {self._word("argument", index, key): self._argument(index, item, depth - 1) for key, item in fields}
         if isinstance(value, list) and depth:
-            return [self._argument(index, item, depth - 1) for item in cast(list[Any], value)[:_ITEMS]]
+            return [self._argument(index, item, depth - 1) for item in value[:_ITEMS]]
         if isinstance(value, str):
             return self._spaced("argument", index, value)
         if isinstance(value, int | float) and not isinstance(value, bool) and len(self.parts) < _MANY:
@@ -198,25 +195,11 @@ class _Marker:
 
     def tool(self, tool: Any) -> Any:
         """A tool with a marker for its name; what its parameters are does not matter to a template."""
-        function = called_function(cast(dict[str, Any], tool))
+        function = called_function(tool)
         bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
         marked = {key: bare.get(key, value) for key, value in function.items()}
         marked["name"] = self._word("tool", -1, str(function.get("name", "")))
         return marked if function is tool else {**tool, "function": marked}
-
-
-def _is_said(key: str, value: str) -> bool:
-    """Whether what stands under a key that no form of chats knows is words, not an id, a date or a name."""
-    return key not in _BESIDE_WORDS and len(value) >= _SURE and len(value.split()) > _FEW_WORDS
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call as the object that their JSON is; as they stand if it is none."""
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
-    return cast(Any, value) if isinstance(value, dict) else arguments
 
 
 def lost_markers(text: str, marked: Marked) -> frozenset[int]:

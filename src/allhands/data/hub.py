@@ -41,7 +41,7 @@ def split_names(path: str) -> list[str]:
 
 @contextmanager
 def _library(path: str) -> Generator[Any]:
-    """The ``datasets`` library, quiet, what it raises in words of ours."""
+    """The ``datasets`` library, without its client's lines about each attempt; its errors in words of ours."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # slow to import
     except ImportError as error:
@@ -49,11 +49,15 @@ def _library(path: str) -> Generator[Any]:
         raise DataError("the datasets library is not installed", where=path, hint=hint) from error
     if HUB_NAME.fullmatch(path) and not Path(path).exists() and not _is_cached(path) and not _reachable():
         raise DataError("the Hugging Face Hub cannot be reached", where=path, hint=_NO_NETWORK)
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        with _quiet():
-            yield datasets
+        yield datasets
     except Exception as error:  # the library raises many kinds: of its own, of requests and httpx, built-in ones
         raise hub_error(path, error) from error
+    finally:
+        logger.setLevel(before)
 
 
 def _is_cached(name: str) -> bool:
@@ -81,39 +85,28 @@ def _reachable() -> bool:
     return True
 
 
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without the client's own lines about each attempt; what fails in the end is said in one message."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def hub_error(name: str, error: Exception) -> DataError:
     """What the library's error means, with the remedy."""
     text, kind = str(error), type(error).__name__
     choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
     page = f"https://huggingface.co/datasets/{name}"
-    if "gated" in text.lower() or kind == "GatedRepoError":
-        message, hint = "access to the dataset must be asked for", f"ask for it at {page}, then: hf auth login"
-    elif "OfflineModeIsEnabled" in text or "offline mode" in text.lower():
-        message = "the dataset is not on this machine, and downloads are switched off"
-        hint = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
-    elif isinstance(error, ConnectionError | TimeoutError) or re.search("Connect|Timeout|Proxy", kind):
-        message = "the Hugging Face Hub cannot be reached"
-        hint = _NO_NETWORK
-    elif re.search("(Unknown|Bad) split", text):
-        message, hint = "the dataset has no such split", f"--hub-split is one of: {choice or 'see ' + page}"
-    elif re.search("Config name is missing|BuilderConfig .* not found", text):
-        message, hint = "the dataset has several configurations", f"--hub-config is one of: {choice or 'see ' + page}"
-    elif isinstance(error, FileNotFoundError) or kind == "RepositoryNotFoundError":
-        message = "there is no such dataset on the Hub, or it is private"
-        hint = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
-    else:
-        message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
-        hint = f"see {page}; you can fetch its files and name them here"
-    return DataError(message, where=name, hint=hint)
+    one_of, page_hint = f"is one of: {choice or 'see ' + page}", f"ask for it at {page}, then: hf auth login"
+    private = "check the name (OWNER/NAME) and, if it is a file, its path; for a private dataset: hf auth login"
+    offline = "unset HF_HUB_OFFLINE, or fetch the files on another machine and name them here"
+    kinds = " ".join(one.__name__ for one in type(error).__mro__)
+    for pattern, message, hint in (
+        ("(?i)gated dataset|GatedRepo", "access to the dataset must be asked for", page_hint),
+        ("OfflineMode|(?i:offline mode)", "the dataset is not here, and downloads are switched off", offline),
+        ("^[^:]*(Connect|Timeout|Proxy)", "the Hugging Face Hub cannot be reached", _NO_NETWORK),
+        ("(Unknown|Bad) split", "the dataset has no such split", f"--hub-split {one_of}"),
+        (
+            "Config name is missing|BuilderConfig .* not found",
+            "it has several configurations",
+            f"--hub-config {one_of}",
+        ),
+        ("^[^:]*(FileNotFound|RepositoryNotFound)", "there is no such dataset on the Hub, or it is private", private),
+    ):
+        if re.search(pattern, f"{kinds}: {text}"):
+            return DataError(message, where=name, hint=hint)
+    message = f"the dataset cannot be loaded: {kind}: {text.strip().partition(chr(10))[0]}"
+    return DataError(message, where=name, hint=f"see {page}; you can fetch its files and name them here")

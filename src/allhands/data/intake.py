@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
@@ -84,11 +84,6 @@ class PrepareOptions:
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
     """The held-out splits that the sources bring along."""
     return set() if options.resplit else {source.split for source in sources if source.split} - {"train"}
-
-
-def few(names: Sequence[str]) -> str:
-    """The first eight, and how many more there are."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 class Intake:
@@ -169,7 +164,9 @@ class Intake:
         line, text = json_line(example, where), example.texts()
         content, length = hash64(line), len(text)
         if self._measure is not None:
-            length = self._measured_length(self._measure(_measured(example, row)), where)
+            measured = self._measure(_measured(example, row))
+            length = measured if isinstance(measured, int) else len(measured.tokens)
+            self._warn_of_unheard(() if isinstance(measured, int) else measured.unheard, where)
         elif example.record is not None:
             self._warn_of_unheard(unread(example.record.unread), where)
         split = None if self.options.resplit else self.sources[number].split
@@ -182,27 +179,21 @@ class Intake:
         shapes[example.shape] = shapes.get(example.shape, 0) + 1
         for warning in example.warnings:
             self.warnings.add(warning, remedy_of_warning(warning), where)
-        self._look_at_id(row.value, where)
-
-    def _measured_length(self, measured: int | Rendered, where: str) -> int:
-        if isinstance(measured, int):
-            return measured
-        self._warn_of_unheard(measured.unheard, where)
-        return len(measured.tokens)
+        # Ids that repeat are no reason to leave a row out, but a sign that something was put together twice.
+        own = row.value.get("id")
+        if isinstance(own, str | int) and not isinstance(own, bool):
+            key = hash64("id", str(own))
+            if key in self._ids:
+                hint = (
+                    "the same example: --dedupe exact or near keeps one; another one: --split-by id keeps them together"
+                )
+                self.warnings.add("the id of an earlier row", hint, where)
+            self._ids.add(key)
 
     def _warn_of_unheard(self, found: Iterable[Unheard], where: str) -> None:
         for code, _ in found:
             if code != COLUMN_UNREAD:
                 self.warnings.add(*words_of(code), where)
-
-    def _look_at_id(self, value: dict[str, Any], where: str) -> None:
-        """Ids that repeat are no reason to leave a row out, but a sign that something was put together twice."""
-        own = value.get("id")
-        if isinstance(own, str | int) and not isinstance(own, bool):
-            key = hash64("id", str(own))
-            if key in self._ids:
-                self.warnings.add("the id of an earlier row", _remedy_of_id(self.options), where)
-            self._ids.add(key)
 
     def _columns_of(self, value: Any) -> ColumnNames:
         """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""
@@ -226,10 +217,10 @@ class Intake:
             name for name in self._wanted if name not in self._found and reach(value, name) is not MISSING
         )
         if isinstance(value, dict) and len(self.columns) < _MANY_COLUMNS:
-            for name, inner in cast(dict[str, Any], value).items():
+            for name, inner in value.items():
                 self.columns.setdefault(name)
                 if isinstance(inner, dict):
-                    self.columns.update(dict.fromkeys(f"{name}.{key}" for key in cast(dict[str, Any], inner)))
+                    self.columns.update(dict.fromkeys(f"{name}.{key}" for key in inner))
 
     def _check_columns(self) -> None:
         typed = self.options.column_flags
@@ -239,20 +230,10 @@ class Intake:
         for flag, column in named.items():
             if column not in self._found and self.columns:
                 near = difflib.get_close_matches(column, self.columns, n=1)
+                more = f" and {len(self.columns) - 8} more" if len(self.columns) > 8 else ""
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ConfigError(
-                    f'no row has a column "{column}"', where=flag, hint=f"{hint}the columns are {few([*self.columns])}"
-                )
-
-
-def _remedy_of_id(options: PrepareOptions) -> str:
-    """Advice that is not followed already."""
-    advice: list[str] = []
-    if options.dedupe == "off":
-        advice.append("if these rows are the same example, keep one: --dedupe exact or near")
-    if options.split_by != "id":
-        advice.append("keep them in one split: --split-by id")
-    return "; or ".join(advice) or "if these rows are the same example, delete all but one"
+                hint += f"the columns are {', '.join([*self.columns][:8])}{more}"
+                raise ConfigError(f'no row has a column "{column}"', where=flag, hint=hint)
 
 
 def _measured(example: Example, row: Row) -> Record:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Iterator
+from typing import IO, Any, cast
 
-from allhands.data.records import SHAPES, SHORTEN
 from allhands.data.rows import (
     BOM,
     NAMES_OF_SPLITS,
@@ -18,58 +18,65 @@ from allhands.data.rows import (
     Row,
     RowProblem,
     checked_value,
-    fragment,
     lines,
     not_utf8,
-    too_long,
     with_rest,
 )
+from allhands.data.values import SHAPES, SHORTEN
 
 _NOT_BLANK = re.compile(r"[^ \t\r\n]")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _DECODER = json.JSONDecoder()
 _LONGEST_WORD = len("-Infinity")
+# Characters before a value that are kept to see how its line begins.
+_INDENT = 1 << 10
+# Keys of an object that holds the rows of a whole file, as exports and APIs write it.
+ROW_KEYS = frozenset(
+    ("data", "rows", "examples", "records", "items", "instances", "samples", "entries", "dataset", *NAMES_OF_SPLITS)
+)
+# Keys that only a record has; by one of the others, too, a table of training data is known.
+_OF_RECORDS = frozenset({"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"})
+_COLUMNS = _OF_RECORDS | {"instruction", "input", "output", "question", "answer", "query", "response", "rejected"}
+_BY_ROWS = (
+    'write it by rows, for example: python -c "import pandas; '
+    "pandas.read_json('FILE').to_json('NEW.jsonl', orient='records', lines=True)\""
+)
 
 
 def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
     """The values of a JSON Lines file."""
     for number, (raw, oversize) in enumerate(lines(file, options.max_row_bytes), start=1):
-        item = too_long(name, number, oversize) if oversize else _item_of_line(raw, name, number)
-        if item is not None:
-            yield item
-
-
-def _item_of_line(raw: bytes, name: str, number: int) -> Item | None:
-    raw = raw.removeprefix(BOM)  # on any line: it stays where files are joined
-    try:
-        line = raw.decode().strip()
-        return checked_value(json.loads(line), line, name, number) if line else None
-    except UnicodeDecodeError:
-        return not_utf8(raw.decode("utf-8", "surrogateescape"), name, number)
-    except json.JSONDecodeError as error:
-        return _bad_line(error, name, number, complete=raw.endswith(b"\n"))
-    except (ValueError, RecursionError) as error:
-        return RowProblem(name, number, f"not usable JSON: {error}", SHORTEN)
+        raw = raw.removeprefix(BOM)  # on any line: it stays where files are joined
+        try:
+            if oversize:
+                hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
+                yield RowProblem(name, number, f"the line is too long to be read: {oversize:,} bytes", hint)
+            elif line := raw.decode().strip():
+                yield checked_value(json.loads(line), line, name, number)
+        except UnicodeDecodeError:
+            yield cast(RowProblem, not_utf8(raw.decode("utf-8", "surrogateescape"), name, number))
+        except json.JSONDecodeError as error:
+            yield _bad_line(error, name, number, complete=raw.endswith(b"\n"))
+        except (ValueError, RecursionError) as error:
+            yield RowProblem(name, number, f"not usable JSON: {error}", SHORTEN)
 
 
 def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: bool) -> RowProblem:
     line = error.doc
     cut_off = error.pos >= len(line) or error.msg.startswith("Unterminated string")
     if cut_off and not complete:
-        message = f"the file ends in the middle of a record, after {fragment(line, len(line))}"
+        message = f"the file ends in the middle of a record, after {_around(line, len(line))}"
         hint = "the file was cut off while it was written or copied: fetch it again, or delete its last line"
     elif cut_off:
-        message = f"the record does not end on its line: {error.msg}, after {fragment(line, len(line))}"
+        message = f"the record does not end on its line: {error.msg}, after {_around(line, len(line))}"
         hint = "write each record on one line; JSON over several lines belongs in a .json file"
     else:
-        message = f"not JSON: {error.msg} at column {error.colno}, near {fragment(line, error.pos)}"
+        message = f"not JSON: {error.msg} at column {error.colno}, near {_around(line, error.pos)}"
         hint = f"each line must be one JSON object: {SHAPES}"
     return RowProblem(name, number, message, hint)
 
 
-# Keys of an object that holds the rows of a whole file, as exports and APIs write it.
-_COMMON_KEYS = ("data", "rows", "examples", "records", "items", "instances", "samples", "entries", "dataset")
-ROW_KEYS = frozenset((*_COMMON_KEYS, *NAMES_OF_SPLITS))
+def _around(text: str, position: int) -> str:
+    return repr(text[max(0, position - 20) : position + 20])
 
 
 def rows_key(head: bytes) -> str | None:
@@ -80,186 +87,139 @@ def rows_key(head: bytes) -> str | None:
     Args:
         head: the first bytes of the document.
     """
-    text = head.removeprefix(BOM).decode("utf-8", "replace").lstrip()
-    place = 1 if text.startswith("{") else 0
-    try:
-        while place:
-            key, place = _DECODER.raw_decode(text, _next(text, place))
-            place = _next(text, place, ":")
-            inner = _next(text, place + 1) if text[place : place + 1] == "[" else 0
-            if inner and text[inner : inner + 1] == "{" and str(key).lower() in ROW_KEYS:
-                return str(key)
-            if key in _OF_RECORDS:
-                return None
-            _, place = _DECODER.raw_decode(text, place)
-            place = _next(text, place, ",")
-    except (ValueError, IndexError, RecursionError):  # the beginning ends, or is no JSON
-        pass
-    return None
-
-
-# What only a record has.
-_OF_RECORDS = frozenset({"messages", "conversations", "conversation", "prompt", "completion", "text", "chosen"})
-
-
-# By one of these a table of training data is known.
-_COLUMNS = _OF_RECORDS | {"instruction", "input", "output", "question", "answer", "query", "response", "rejected"}
-
-
-def _next(text: str, place: int, skip: str = "") -> int:
-    """The place of the next character that is not blank, after ``skip``."""
-    found = _NOT_BLANK.search(text, place)
-    if found is None or (skip and found[0] != skip):
-        raise ValueError("the text ends, or goes on otherwise")
-    return _next(text, found.end()) if skip else found.start()
-
-
-def rows_of_json(
-    file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False, only: str | None = None
-) -> Iterator[Item]:
-    """The values of a JSON document.
-
-    Args:
-        nested: the document is an object that holds its rows, see :func:`rows_key`.
-        only: the one key to read.
-    """
-    window = _Window(file, name, options.max_row_bytes)
-    first = window.skip_blank()
-    if nested and first == "{":
-        yield from _rows_under_keys(window, only, [])
-        return
-    if first == "[":
-        window.step()
-        yield from _elements(window)
-        if window.ended:
-            return
-        problem = window.problem("text after the end of the list", window.position)
-        if window.skip_blank():
-            yield with_rest(problem)
-        return
-    while window.skip_blank():
-        item, is_broken = window.take()
-        if is_broken and not window.resume():
-            yield with_rest(item) if isinstance(item, RowProblem) else item
-            return
-        by_columns = isinstance(item, Row) and not window.skip_blank() and _is_by_columns(item.value)
-        yield RowProblem(name, item.line, "this is a table written by columns", _BY_COLUMNS) if by_columns else item
-
-
-_BY_COLUMNS = (
-    'write it by rows, for example: python -c "import pandas; '
-    "pandas.read_json('FILE').to_json('NEW.jsonl', orient='records', lines=True)\""
-)
-
-
-def _is_by_columns(value: Any) -> bool:
-    """Whether an object is a table as pandas or ``to_dict`` write it: a value or a number for each row, by column."""
-    if not isinstance(value, dict) or not (_COLUMNS & set(value) or {"columns", "data"} <= set(value)):  # pyright: ignore[reportUnknownArgumentType]
-        return False
-    columns: list[Any] = list(value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if all(isinstance(column, dict) and column and all(str(key).isdigit() for key in column) for column in columns):  # pyright: ignore[reportUnknownVariableType]
-        return True
-    if {"columns", "data"} <= set(value):  # pyright: ignore[reportUnknownArgumentType]
-        return True
-    lists = all(isinstance(column, list) and column for column in columns) and len({len(c) for c in columns}) == 1
-    kinds = {type(cell) for column in columns for cell in column} if lists else set[type]()
-    # Numbers alone are tokens of one text.
-    return str in kinds and not kinds & {dict, list}
-
-
-def _rows_under_keys(window: _Window, only: str | None, found: list[str]) -> Iterator[Item]:
-    """The rows of an object that holds them under one of its keys; what stands under others is passed over."""
-    window.step()
-    while (char := window.skip_blank()) and char != "}":
-        key, is_broken = window.take()
-        if is_broken or window.skip_blank() != ":":
-            yield with_rest(key if isinstance(key, RowProblem) else window.problem("expected ':'", window.position))
-            return
-        window.step()
-        char, name = window.skip_blank(), str(key.value) if isinstance(key, Row) else ""
-        if char == "[" and name.lower() in ROW_KEYS:
-            found.append(name)
-            if len(found) > 1 and only is None:
-                yield with_rest(window.several(found))
-                return
-            window.step()
-            for item in _elements(window):
-                if only in (None, name):
-                    yield item
-            if window.ended:
-                return
-        else:
-            item, is_broken = window.take()
-            if is_broken:
-                yield with_rest(item) if isinstance(item, RowProblem) else item
-                return
-        if window.skip_blank() == ",":
-            window.step()
+    text, found = _Text(io.BytesIO(head), "", ReadOptions()), list[str]()
+    if text.skip_blank() == "{":
+        next(_rows_under_keys(text, "", found, first=True), None)
+    return found[0] if found else None
 
 
 def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
     """The keys under which the rows of such an object stand, as far as it can be read."""
-    window, keys = _Window(file, "", ReadOptions().max_row_bytes), list[str]()
-    window.skip_blank()
-    for _ in _rows_under_keys(window, "", keys):
+    text, keys = _Text(file, "", ReadOptions()), list[str]()
+    text.skip_blank()
+    for _ in _rows_under_keys(text, "", keys):
         pass
     return tuple(keys)
 
 
-def _elements(window: _Window) -> Iterator[Item]:
-    """The elements of a list, to behind its end; ``window.ended`` if that was not reached."""
-    window.ended = True
-    while char := window.skip_blank():
-        if char == "]":
-            window.step()
-            window.ended = False
+def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False) -> Iterator[Item]:
+    """The values of a JSON document; ``nested``: it is an object that holds its rows, see :func:`rows_key`."""
+    text = _Text(file, name, options)
+    first = text.skip_blank()
+    if nested and first == "{":
+        yield from _rows_under_keys(text, options.only, [])
+    elif first == "[":
+        text.position += 1
+        yield from _elements(text)
+        if not text.is_over and text.skip_blank():
+            yield with_rest(text.problem("text after the end of the list"))
+    else:
+        while text.skip_blank():
+            item, is_broken = text.take()
+            if is_broken and not text.resume():
+                yield with_rest(item) if isinstance(item, RowProblem) else item
+                return
+            if isinstance(item, Row) and not text.skip_blank() and _is_by_columns(item.value):
+                item = RowProblem(name, item.line, "this is a table written by columns", _BY_ROWS)
+            yield item
+
+
+def _is_by_columns(value: Any) -> bool:
+    """Whether an object is a table as pandas or ``to_dict`` write it: a value or a number for each row, by column."""
+    table = value if isinstance(value, dict) else {}
+    if {"columns", "data"} <= set(table):
+        return True
+    columns: list[Any] = list(table.values()) if _COLUMNS & set(table) else [None]
+    if all(isinstance(column, dict) and column and all(map(str.isdigit, column)) for column in columns):  # pyright: ignore[reportUnknownArgumentType]
+        return True
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):  # pyright: ignore[reportUnknownArgumentType]
+        return False
+    kinds = {type(cell) for column in columns for cell in column}
+    return str in kinds and not kinds & {dict, list}  # numbers alone are tokens of one text
+
+
+def _rows_under_keys(text: _Text, only: str | None, found: list[str], *, first: bool = False) -> Iterator[Item]:
+    """The rows of an object that holds them under one of its keys; what stands under others is passed over.
+
+    Args:
+        only: the one key to read.
+        found: gets the keys that hold rows.
+        first: end at the first such key, or at one that only a record has.
+    """
+    text.position += 1
+    while (char := text.skip_blank()) and char != "}":
+        if isinstance(name := text.take_key(), RowProblem):
+            yield with_rest(name)
             return
-        item, is_broken = window.take()
-        if is_broken and not window.resume():
+        if text.skip_blank() == "[" and name.lower() in ROW_KEYS and text.after() == "{":
+            found.append(name)
+            if len(found) > 1 and only is None:
+                message = f"rows of several kinds: they stand under {' and '.join(found)}"
+                hint = "`allhands data prepare FILE --out DIR` takes splits apart; put others into files of their own"
+                yield with_rest(RowProblem(text.name, text.line(), message, hint))
+                return
+            text.position += 1
+            if first:
+                return
+            yield from (item for item in _elements(text) if only in (None, name))
+            if text.is_over:
+                return
+        elif first and name in _OF_RECORDS:
+            return
+        else:
+            item, is_broken = text.take()
+            if is_broken:
+                yield with_rest(cast(RowProblem, item))
+                return
+        if text.skip_blank() == ",":
+            text.position += 1
+
+
+def _elements(text: _Text) -> Iterator[Item]:
+    """The elements of a list, to behind its end; ``text.is_over`` if that was not reached."""
+    while (char := text.skip_blank()) and char != "]":
+        item, is_broken = text.take()
+        if not is_broken and (char := text.skip_blank()) not in (",", "]", ""):
+            yield item
+            item, is_broken = text.problem("expected ',' or the end of the list"), True
+        elif char == ",":
+            text.position += 1
+        if is_broken and not text.resume():
+            text.is_over = True
             yield with_rest(item) if isinstance(item, RowProblem) else item
             return
         yield item
-        if is_broken or (char := window.skip_blank()) in ("]", ""):
-            continue
-        if char == ",":
-            window.step()
-            continue
-        problem = window.problem("expected ',' or the end of the list", window.position)
-        if not window.resume():
-            yield with_rest(problem)
-            return
-        yield problem
-    yield window.problem("the list is not closed", window.position)
+    text.is_over = not char
+    text.position += 1
+    if not char:
+        yield text.problem("the list is not closed")
 
 
-class _Window:
-    """The part of a JSON text that is being read.
+class _Text:
+    """The part of a JSON text that is being read, of which ``text[position:]`` is still to come."""
 
-    ``indent`` is what stands before the position on its line if that is only blanks, else None.
-    """
-
-    def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
-        self.text, self.position = "", 0
-        self.indent: str | None = ""
+    def __init__(self, file: IO[bytes], name: str, options: ReadOptions) -> None:
+        self.name, self.text, self.position = name, "", 0
         # Whether a list has ended before its closing bracket.
-        self.ended = False
-        self._file, self._name, self._limit = file, name, limit
+        self.is_over = False
+        self._file, self._limit = file, options.max_row_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        # Lines before the text and, of the line in which it begins, characters; up to where lines are counted.
-        self._line, self._before, self._counted = 1, 0, 0
-        self._one_per_line: bool | None = None
+        # The line up to which lines are counted; characters of the first line that lie before the text.
+        self._line, self._counted, self._before = 1, 0, 0
 
-    def more(self) -> bool:
+    def _more(self) -> bool:
         """Read on, at least as much again as there is, and forget what lies before the position; at the end, False."""
-        rest = self.text[self.position :]
-        data = self._file.read(max(PIECE, len(rest)))
+        data = self._file.read(max(PIECE, len(self.text) - self.position))
         text = self._decode(data, not data)
         if not data and not text:
             return False
         self.line()
         newline = self.text.rfind("\n", 0, self.position)
-        self._before = self.position - newline - 1 + (self._before if newline < 0 else 0)
-        self.text, self.position, self._counted = rest + text, 0, 0
+        is_short = self.position - newline < _INDENT and (newline >= 0 or not self._before)
+        start = newline + 1 if is_short else self.position
+        self._before = start - newline - 1 + (self._before if newline < 0 else 0)
+        self.text, self.position = self.text[start:] + text, self.position - start
+        self._counted = self.position
         return True
 
     def line(self) -> int:
@@ -268,40 +228,31 @@ class _Window:
         self._counted = self.position
         return self._line
 
-    def problem(self, message: str, position: int) -> RowProblem:
-        """What is wrong at a place at or after the position."""
+    def problem(self, message: str, position: int | None = None) -> RowProblem:
+        """A syntax error at the position, or at one after it."""
+        position = self.position if position is None else position
         newline = self.text.rfind("\n", 0, position)
         column = position - newline + (self._before if newline < 0 else 0)
-        message = f"not JSON: {message} at column {column}, near {fragment(self.text, position)}"
+        message = f"not JSON: {message} at column {column}, near {_around(self.text, position)}"
         hint = "repair the JSON at that place, or write one object a line (JSONL)"
-        return RowProblem(self._name, self.line() + self.text.count("\n", self.position, position), message, hint)
-
-    def several(self, keys: Sequence[str]) -> RowProblem:
-        """That the rows stand under more keys than one."""
-        named = " and ".join(f'"{key}"' for key in keys)
-        hint = "`allhands data prepare FILE --out DIR` takes splits apart; write anything else into files of its own"
-        return RowProblem(self._name, self.line(), f"rows of several kinds: they stand under {named}", hint)
-
-    def step(self) -> None:
-        """Move behind a character that is not blank."""
-        self.position, self.indent = self.position + 1, None
+        return RowProblem(self.name, self.line() + self.text.count("\n", self.position, position), message, hint)
 
     def skip_blank(self) -> str:
         """Move to the next character that is not blank, and return it; "" at the end."""
         while True:
             found = _NOT_BLANK.search(self.text, self.position)
-            blank = self.text[self.position : found.start() if found else len(self.text)]
-            newline = blank.rfind("\n")
-            if newline >= 0:
-                self.indent = blank[newline + 1 :]
-            elif self.indent is not None:
-                self.indent += blank
-            self.position += len(blank)
-            if found or not self.more():
-                return found.group() if found else ""
+            self.position = found.start() if found else len(self.text)
+            if found or not self._more():
+                return found[0] if found else ""
+
+    def after(self) -> str:
+        """The first character that is not blank after the one at the position."""
+        while not (found := _NOT_BLANK.search(self.text, self.position + 1)) and self._more():
+            pass
+        return found[0] if found else ""
 
     def take(self) -> tuple[Item, bool]:
-        """The value at the position, which moves behind it. If it is broken: (Problem, True), and no move."""
+        """The value at the position, which moves behind it. If it is broken: (problem, True), and no move."""
         while True:
             is_long = len(self.text) - self.position > self._limit
             try:
@@ -309,64 +260,44 @@ class _Window:
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _LONGEST_WORD
                 if is_cut and is_long:
-                    return self._too_long(), True
-                if not (is_cut and self.more()):
+                    hint = "cut the value into several, or check that no quote or bracket is missing in it"
+                    message = f"too long to be read: a value of over {self._limit:,} characters"
+                    return RowProblem(self.name, self.line(), message, hint), True
+                if not (is_cut and self._more()):
                     return self.problem(error.msg, error.pos), True
             except (ValueError, RecursionError) as error:
-                return RowProblem(self._name, self.line(), f"not usable JSON: {error}", SHORTEN), True
+                return RowProblem(self.name, self.line(), f"not usable JSON: {error}", SHORTEN), True
             else:
                 # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.
-                if not isinstance(value, int | float) or end < len(self.text) - 2 or is_long or not self.more():
-                    return self._taken(value, end), False
+                if not isinstance(value, int | float) or end < len(self.text) - 2 or is_long or not self._more():
+                    line, start, self.position = self.line(), self.position, end
+                    text = self.text[start:end]
+                    bad = None if text.isascii() else not_utf8(self.text[:end], self.name, line, start)
+                    return bad or checked_value(value, text, self.name, line), False
 
-    def _too_long(self) -> RowProblem:
-        hint = "cut the value into several, or check that no quote or bracket is missing in it"
-        return RowProblem(
-            self._name, self.line(), f"too long to be read: a value of over {self._limit:,} characters", hint
-        )
-
-    def _taken(self, value: Any, end: int) -> Item:
-        line, start, text = self.line(), self.position, self.text[self.position : end]
-        alone = self.indent is not None and "\n" not in text
-        self._one_per_line = alone and self._one_per_line is not False
-        self.position, self.indent = end, None
-        bad = None if text.isascii() else not_utf8(self.text[:end], self._name, line, start)
-        return bad or checked_value(value, text, self._name, line)
+    def take_key(self) -> str | RowProblem:
+        """The key of an object at the position, which moves behind the colon."""
+        key, is_broken = self.take()
+        if is_broken or self.skip_blank() != ":":
+            return key if isinstance(key, RowProblem) else self.problem("expected ':'")
+        self.position += 1
+        return str(key.value) if isinstance(key, Row) else ""
 
     def resume(self) -> bool:
-        """Move from a broken element to the next, if the layout of the lines shows safely where it begins.
+        """Move from a broken value to the next line that begins like its own, or to the line that closes the list.
 
-        Safe is a line that begins as the broken element's does, with the same indent and bracket, where all lines
-        between are indented deeper (a string has no line ends in it). If there are none between, the broken line
-        must have balanced brackets, or every element so far have stood on one line.
+        A string has no line ends in it, so where values begin lines with the same indent and bracket, the next such
+        line is the next value. If it is not, brackets are left over, and the rest of the file is a problem.
         """
-        opener, indent = self.text[self.position : self.position + 1], self.indent
-        if indent is None or opener not in ("{", "["):
+        start = self.text.rfind("\n", 0, self.position) + 1
+        lead, opener = self.text[start : self.position], self.text[self.position : self.position + 1]
+        if lead.strip() or opener not in ("{", "[") or (not start and self._before):
             return False
-        is_safe = bool(self._one_per_line) or self._is_balanced()
-        while char := self._next_line():
-            here = self.indent or ""
-            if char == "]" and opener == "{" and len(here) <= len(indent):
-                return True
-            if char == opener and here == indent:
-                return is_safe
-            if not here.startswith(indent) or (here == indent and char not in "]}"):
+        closing = rf"|[ \t]{{0,{len(lead)}}}\]" if opener == "{" else ""
+        next_line = re.compile(rf"\n(?:{re.escape(lead + opener)}{closing})")
+        while not (found := next_line.search(self.text, self.position)):
+            self.position = max(self.position, len(self.text) - len(lead) - 2)
+            if not self._more():
                 return False
-            is_safe = True
-        return False
-
-    def _is_balanced(self) -> bool:
-        end = self.text.find("\n", self.position)
-        line = _STRING.sub("", self.text[self.position : max(end, self.position)])
-        opened, closed = (sum(map(line.count, brackets)) for brackets in ("{[", "]}"))
-        return opened == closed > 0 and '"' not in line
-
-    def _next_line(self) -> str:
-        """Move to the first character of the next line that is not blank, and return it; "" at the end."""
-        self.indent = None
-        while (end := self.text.find("\n", self.position)) < 0:
-            self.position = len(self.text)
-            if not self.more():
-                return ""
-        self.position = end
-        return self.skip_blank()
+        self.position = found.end() - 1
+        return True

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from allhands.data.arrays import Array
 
 Unit = Literal["tokens", "characters"]
 
@@ -46,9 +47,7 @@ class LengthSummary:
     unit: Unit
 
     @classmethod
-    def of(
-        cls, lengths: NDArray[Any] | Sequence[int], limit: int | None = None, unit: Unit = "tokens"
-    ) -> LengthSummary:
+    def of(cls, lengths: Array | Sequence[int], limit: int | None = None, unit: Unit = "tokens") -> LengthSummary:
         """The figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
         values = np.asarray(lengths, dtype=np.int64).reshape(-1)
         if not values.size:
@@ -74,23 +73,19 @@ class LengthSummary:
         """The figures that matter most, in one sentence without a full stop."""
         if not self.count:
             return "no examples"
-        if self.count == 1:
-            text = f"1 example of {self.max:,} {self.unit}"
-        else:
-            text = (
-                f"{self.count:,} examples: median {_number(self.median)} {self.unit}, 90% up to {self.p90:,}, "
-                f"longest {self.max:,}"
-            )
-        return text if self.limit is None else f"{text}; {self._over()}"
-
-    def _over(self) -> str:
+        text = f"1 example of {self.max:,} {self.unit}"
+        if self.count > 1:
+            median = f"{self.median:,.1f}".removesuffix(".0")
+            text = f"{self.count:,} examples: median {median} {self.unit}, 90% up to {self.p90:,}, longest {self.max:,}"
+        if self.limit is None:
+            return text
         if not self.over_limit:
-            return f"none is over the limit of {self.limit:,}"
-        verb = "is" if self.over_limit == 1 else "are"
-        loses = "loses" if self.over_limit == 1 else "lose"
+            return f"{text}; none is over the limit of {self.limit:,}"
+        verb, loses = ("is", "loses") if self.over_limit == 1 else ("are", "lose")
+        over, lost = percent(self.over_limit, self.count), percent(self.lost_tokens, self.total)
         return (
-            f"{self.over_limit:,} ({percent(self.over_limit, self.count)}) {verb} over the limit of {self.limit:,} "
-            f"and {loses} {self.lost_tokens:,} {self.unit} ({percent(self.lost_tokens, self.total)} of all)"
+            f"{text}; {self.over_limit:,} ({over}) {verb} over the limit of {self.limit:,} "
+            f"and {loses} {self.lost_tokens:,} {self.unit} ({lost} of all)"
         )
 
 
@@ -102,9 +97,7 @@ def percent(part: int, whole: int) -> str:
     return "<0.1%" if share < 0.1 else ">99.9%" if share > 99.9 else f"{share:.1f}%"
 
 
-def bars(
-    lengths: NDArray[Any] | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False
-) -> list[str]:
+def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False) -> list[str]:
     """A histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
 
     A range ends at the limit, so that what stands below the rule is exactly what is too long.
@@ -132,7 +125,7 @@ def bars(
         for name, count in zip(names, counts, strict=True)
     ]
     if limit is not None:
-        lines.insert(sum(low <= limit for low in edges[:-1]), _rule(limit, width, ascii))
+        lines.insert(sum(low <= limit for low in edges[:-1]), f" limit {limit:,} ".center(width, "-" if ascii else "─"))
     return lines
 
 
@@ -149,17 +142,10 @@ def _edges(shortest: int, longest: int, limit: int | None) -> list[int]:
         power = 10 ** (len(str(least)) - 1)
         step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
         ends = list(range((shortest - 1) // step * step, longest + step, step))
+    ends = sorted({*ends} if limit is None else {*ends, limit})
     first = max((end for end in ends if end < shortest), default=-1)
-    last = min(end for end in ends if end >= longest)
-    inner = {end for end in ends if first < end < last}
-    if limit is not None and first < limit < shortest:
-        first = limit
-    elif limit is not None and longest <= limit < last:
-        last = limit
-    elif limit is not None and shortest <= limit < longest:
-        # In the place of the nearest end: a range of a few lengths beside the limit would say nothing.
-        inner = inner - {min(inner, key=lambda end: abs(end - limit), default=limit)} | {limit}
-    return [end + 1 for end in (first, *sorted(inner), last)]
+    last = next(end for end in ends if end >= longest)
+    return [end + 1 for end in (first, *(end for end in ends if first < end < last), last)]
 
 
 def _bar(columns: float, ascii: bool) -> str:
@@ -170,13 +156,3 @@ def _bar(columns: float, ascii: bool) -> str:
         return "#" * max(1, round(columns))
     whole, eighth = divmod(max(1, round(8 * columns)), 8)
     return "█" * whole + _EIGHTHS[eighth].strip()
-
-
-def _rule(limit: int, width: int, ascii: bool) -> str:
-    text = f" limit {limit:,} "
-    return text.center(width, "-" if ascii else "─")
-
-
-def _number(value: float) -> str:
-    """With one decimal place where there is something in it."""
-    return f"{value:,.1f}".removesuffix(".0")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Int32s, Ints
 from allhands.data.order import GlobalOrder, divide, micro_batches
 from allhands.data.tokens import Windows
 from allhands.runtime.sizing import Sizing
@@ -35,12 +35,12 @@ class MicroBatch:
         most: if so, the most places of ``inputs`` that any of these has.
     """
 
-    inputs: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    targets: NDArray[np.int32]
+    inputs: Int32s
+    positions: Int32s
+    targets: Int32s
     num_tokens: int
-    examples: NDArray[np.int32]
-    documents: NDArray[np.int32] | None = None
+    examples: Int32s
+    documents: Int32s | None = None
     iteration: int = 0
     sole: bool = False
     most: int = 0
@@ -126,7 +126,7 @@ class Loader:
         parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
         return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
-    def shares(self, iteration: int) -> list[NDArray[np.int64]]:
+    def shares(self, iteration: int) -> list[Ints]:
         """The examples of each rank in batch ``iteration``.
 
         Batches of one update follow each other without an exchange: who had less of one gets more of the next.
@@ -165,27 +165,27 @@ class Loader:
             tokens = max(tokens, *(len(part) * length for part, length in parts), 0)
         return tokens, most
 
-    def _most_of_one(self, shares: Sequence[NDArray[np.int64]]) -> int:
+    def _most_of_one(self, shares: Sequence[Ints]) -> int:
         """The most places of a share's micro-batch if each share is one; else 0."""
         cuts = [list(cut_share(self._windows, share, self._sizing)) for share in shares]
         return max(len(part) * length for [(part, length)] in cuts) if all(len(cut) == 1 for cut in cuts) else 0
 
 
-def collate_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing, epoch: int = 0) -> Iterator[MicroBatch]:
+def collate_share(windows: Windows, share: Ints, sizing: Sizing, epoch: int = 0) -> Iterator[MicroBatch]:
     """Cut a rank's ``share`` of an epoch's windows into micro-batches as ``sizing`` says."""
     for part, length in cut_share(windows, share, sizing):
         batch = collate(windows, part, length, epoch)
         yield pad_targets(batch) if sizing.few_shapes else batch
 
 
-def cut_share(windows: Windows, share: NDArray[np.int64], sizing: Sizing) -> Iterator[tuple[NDArray[np.int64], int]]:
+def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
     """Which windows of a ``share`` make up each micro-batch, and to what length they are padded."""
     work = windows.work
     for part in micro_batches(share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens):
         yield part, int(sizing.padded(work[part]).max())
 
 
-def collate(windows: Windows, chosen: NDArray[np.int64], length: int, epoch: int = 0) -> MicroBatch:
+def collate(windows: Windows, chosen: Ints, length: int, epoch: int = 0) -> MicroBatch:
     """Pad the windows ``chosen`` of an epoch to ``length`` inputs each."""
     parts = [windows.window(int(i), epoch) for i in chosen]
     inputs = np.zeros((len(parts), length), dtype=np.int32)

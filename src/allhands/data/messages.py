@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from allhands.data.calls import CALL_ROLES, calls_of_words, with_tool_calls
 from allhands.data.values import (
@@ -18,10 +18,8 @@ from allhands.data.values import (
     as_json,
     check_string,
     is_list_of_objects,
-    is_list_text,
     key_list,
     list_if_text,
-    list_of_text,
     parse_json,
     quoted,
     type_name,
@@ -32,7 +30,6 @@ from allhands.errors import DataError
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-
 INSTRUCTION_ROLES = ("system", "developer")
 TOOL_ROLES = ("tool", "function", "ipython")
 # Where the thinking before an answer may stand, besides in its words.
@@ -45,18 +42,11 @@ CONTEXT_KEYS = ("context", "passage", "paragraph", "background", "evidence")
 # Pictures and sound that belong to a message or a record.
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
     **{role: role for role in ROLES},
-    # OpenAI's name for it before there were tools.
-    "function": "tool",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "ai"), "assistant"),
+    # The last is OpenAI's name for it before there were tools.
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
+    "human": "user",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("thinking", "reasoning")
@@ -64,28 +54,25 @@ _REASONING_PARTS = ("thinking", "reasoning")
 
 def asks_only(value: Any) -> bool:
     """Whether a value is a list of messages that ends with another than an assistant's."""
-    last = cast(list[Any], value)[-1] if isinstance(value, list) and value else None
-    role = cast(Message, last).get("role", cast(Message, last).get("from")) if isinstance(last, dict) else None
+    last = value[-1] if isinstance(value, list) and value else None
+    role = last.get("role", last.get("from")) if isinstance(last, dict) else None
     return isinstance(role, str) and _OTHER_ROLES.get(role.strip().lower(), "assistant") != "assistant"
 
 
 def messages_of_text(value: Any) -> list[Any] | None:
     """The messages that a string holds as JSON or as Python's; None if it holds no list of objects with a role."""
-    if not is_list_text(value):
-        return None
     try:
-        items = list_of_text(value, "", ValuePlace("", 0))
+        items = list_if_text(value, "", ValuePlace("", 0)) if isinstance(value, str) else None
     except DataError:
         return None
-    spoken = is_list_of_objects(items) and all("role" in item or "from" in item for item in items)
-    return cast(list[Any], items) if spoken and items else None
+    if not items or not is_list_of_objects(items):
+        return None
+    return items if all("role" in item or "from" in item for item in items) else None
 
 
 def is_sharegpt(value: Any) -> bool:
     """Whether a value is a list of messages one of which is written with ``from`` and ``value``."""
-    return isinstance(value, list) and any(
-        isinstance(item, dict) and _is_foreign(cast(Message, item)) for item in cast(list[Any], value)
-    )
+    return isinstance(value, list) and any(isinstance(item, dict) and _is_foreign(item) for item in value)
 
 
 def _is_foreign(message: Message) -> bool:
@@ -103,29 +90,19 @@ def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool =
     Raises:
         DataError: with ``name[index]`` in the message.
     """
-    if isinstance(value, str):
-        value = list_if_text(value, quoted(name), place)
-    if not isinstance(value, list):
-        place.fail(
-            f"{quoted(name)} is {type_name(value)}, it must be a list of messages",
-            'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-        )
-    items = cast(list[Any], value)
+    items = list_if_text(value, quoted(name), place)
+    if not isinstance(items, list):
+        hint = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        place.fail(f"{quoted(name)} is {type_name(items)}, it must be a list of messages", hint)
     if not items:
         place.fail(f"{quoted(name)} has no message", DELETE)
-    padded = is_padded(items)
+    # A table (Arrow, Parquet) gives each message the fields of all others, as nulls.
+    padded = len(items) > 1 and is_list_of_objects(items) and all(item.keys() == items[0].keys() for item in items)
+    padded = padded and any(value is None for item in items for value in item.values())
     return [
         check_message(item, f"{name}[{index}]", place, sharegpt=sharegpt, padded=padded)
         for index, item in enumerate(items)
     ]
-
-
-def is_padded(items: Sequence[Any]) -> bool:
-    """Whether messages come from a table (Arrow, Parquet), which gives each the fields of all others, as nulls."""
-    if len(items) < 2 or not is_list_of_objects(items):
-        return False
-    keys = set(items[0])
-    return all(set(item) == keys for item in items) and any(value is None for item in items for value in item.values())
 
 
 def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = False, padded: bool = False) -> Message:
@@ -138,18 +115,19 @@ def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = 
         value = parse_json(value, what, place)
     if not isinstance(value, dict):
         place.fail(f"{what} is {type_name(value)}, it must be an object", "give it a role and a content")
-    message = _translated(without_nulls(cast(Message, value)), what, place, sharegpt=sharegpt)
-    role = message["role"] = _role(message, what, place)
+    message = _translated(without_nulls(value), what, place, sharegpt=sharegpt)
+    role, reasoning = _role(message, what, place), None
+    message["role"] = role
     if role == "assistant":
         message = _with_parts_apart(message, what, place)
     message = with_tool_calls(message, what, place, padded=padded)
-    calls, reasoning = message.get("tool_calls"), None
     if role == "assistant":
         message, reasoning = _with_one_reasoning(message, what, place)
     # An answer that only calls tools or thinks has no words; every template takes "" but not every one takes null.
-    content = "" if (calls or reasoning) and message.get("content") is None else message.get("content")
+    wordless = message.get("tool_calls") or reasoning
+    content = "" if wordless and message.get("content") is None else message.get("content")
     message["content"] = _content(content, f"the content of {what}", place)
-    if role == "assistant" and not (calls or reasoning or message["content"].strip()):
+    if role == "assistant" and not (wordless or message["content"].strip()):
         place.fail(f"{what} is an empty answer: there is nothing to learn", DELETE)
     return message if len(message) == 2 else as_json(message, what, place)
 
@@ -169,18 +147,15 @@ def _content(value: Any, what: str, place: ValuePlace) -> str:
     """A message's content as one string; a list of text parts is joined."""
     if not isinstance(value, list):
         return check_string(value, what, place)
-    return "".join(_text_of_part(part, what, place) for part in cast(list[Any], value))
-
-
-def _text_of_part(part: Any, what: str, place: ValuePlace) -> str:
-    fields = cast(dict[str, Any], part) if isinstance(part, dict) else {"text": part}
-    kind = fields.get("type") or "text"
-    if kind == "tool_result":
-        place.fail(f"{what} has a part of type {quoted(kind)}", 'write it as a message of role "tool" of its own')
-    if kind not in _TEXT_PARTS:
-        place.fail(f"{what} has a part of type {quoted(kind)}", "only text can be trained on: remove the part")
-    words = fields.get("text")
-    return check_string(fields.get("value") if words is None else words, f"a part of {what}", place)
+    texts: list[str] = []
+    for part in value:
+        fields = part if isinstance(part, dict) else {"text": part}
+        if (kind := fields.get("type") or "text") not in _TEXT_PARTS:
+            hint = 'only text can be trained on; write a tool\'s answer as a message of role "tool" of its own'
+            place.fail(f"{what} has a part of type {quoted(kind)}", hint)
+        words = fields.get("text")
+        texts.append(check_string(fields.get("value") if words is None else words, f"a part of {what}", place))
+    return "".join(texts)
 
 
 def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message:
@@ -189,21 +164,18 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
     if not isinstance(parts, list):
         return message
     called, thought, rest = list[Any](), list[Any](), list[Any]()
-    for part in cast(list[Any], parts):
-        kind = cast(Message, part).get("type") if isinstance(part, dict) else None
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
         (called if kind == "tool_use" else thought if kind in _REASONING_PARTS else rest).append(part)
+    found: Message = {"content": rest or None} if called or thought else {}
     if called:
-        if message.get("tool_calls"):
-            place.fail(f'{what} has "tool_calls" and parts of type "tool_use"', "keep one of the two")
-        names = {"id": "id", "name": "name", "arguments": "input"}
-        calls = [{ours: part.get(theirs) for ours, theirs in names.items()} for part in called]
-        message = {**message, "tool_calls": calls}
+        found["tool_calls"] = [{"id": p.get("id"), "name": p.get("name"), "arguments": p.get("input")} for p in called]
     if thought:
-        text = _reasoning_text(thought, f"the content of {what}", place)
-        if message.get("reasoning_content") not in (None, "", text):
-            place.fail(f'{what} has "reasoning_content" and parts that are thinking', "keep one of the two")
-        message = {**message, "reasoning_content": text}
-    return {**message, "content": rest or None} if called or thought else message
+        found["reasoning_content"] = _reasoning_text(thought, f"the content of {what}", place)
+    for key, kind in (("tool_calls", "tool_use"), ("reasoning_content", "thinking")):
+        if key in found and message.get(key) not in (None, "", [], found[key]):
+            place.fail(f'{what} has "{key}" and parts of type "{kind}"', "keep one of the two")
+    return {**message, **found}
 
 
 def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
@@ -211,8 +183,8 @@ def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
     if not isinstance(value, list):
         return value
     texts: list[str] = []
-    for part in cast(list[Any], value):
-        fields = cast(Message, part) if isinstance(part, dict) else {"text": part}
+    for part in value:
+        fields = part if isinstance(part, dict) else {"text": part}
         words = next((fields[key] for key in (*_REASONING_PARTS, "text") if fields.get(key) is not None), None)
         texts.append(check_string(_reasoning_text(words, what, place), f"a part of {what}", place))
     return "".join(texts)
@@ -220,42 +192,27 @@ def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:
 
 def _with_one_reasoning(message: Message, what: str, place: ValuePlace) -> tuple[Message, str | None]:
     """An answer whose thinking stands under one key, and that thinking."""
-    found: dict[str, str] = {}
-    for key in REASONING_KEYS:
-        if key in message:
-            text = _reasoning_text(message[key], f"{key} of {what}", place)
-            if isinstance(text, str) and text.strip():
-                found[key] = text
-            elif isinstance(text, str):
-                message = {name: value for name, value in message.items() if name != key}
-    if not found:
-        return message, None
-    first, *others = found
-    if any(found[key].strip() != found[first].strip() for key in others):
-        named = " and ".join(f'"{key}"' for key in found)
+    texts = {key: _reasoning_text(message[key], f"{key} of {what}", place) for key in REASONING_KEYS if key in message}
+    texts = {key: text for key, text in texts.items() if isinstance(text, str)}
+    first = next((key for key, text in texts.items() if text.strip()), None)
+    if len({text.strip() for text in texts.values()} - {""}) > 1:
+        named = " and ".join(f'"{key}"' for key in texts)
         place.fail(f"{what} has {named}, and they say different things", "keep one of them")
-    message = {name: value for name, value in message.items() if name not in others}
-    return message | {first: found[first]}, found[first]
-
-
-# ShareGPT
+    kept = {key: texts.get(key, value) for key, value in message.items() if key == first or key not in texts}
+    return kept, None if first is None else texts[first]
 
 
 def _translated(message: Message, what: str, place: ValuePlace, *, sharegpt: bool) -> Message:
-    """``from`` and ``value`` as ``role`` and ``content``, a function call as an assistant's tool call.
+    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``, a function call as an assistant's tool call.
 
     Where a message has role and content as well, those count and the others are kept like any other key.
     """
-    if not (sharegpt or _is_foreign(message)):
-        speaker, rest = message.get("role"), message
-        words = message.get("content")
-    else:
-        rest = {key: item for key, item in message.items() if key not in ("role", "content")}
-        speaker = message["role"] if "role" in message else rest.pop("from", None)
-        words = message["content"] if "content" in message else rest.pop("value", None)
-    role = speaker.strip().lower() if isinstance(speaker, str) else speaker
-    if role in CALL_ROLES:
-        rest = {key: item for key, item in rest.items() if key not in ("role", "content")}
+    rest = {key: item for key, item in message.items() if key not in ("role", "content")}
+    speaker, words = message.get("role"), message.get("content")
+    if sharegpt or _is_foreign(message):
+        speaker = speaker if "role" in message else rest.pop("from", None)
+        words = words if "content" in message else rest.pop("value", None)
+    if isinstance(speaker, str) and speaker.strip().lower() in CALL_ROLES:
         return {"role": "assistant", "content": "", **rest, "tool_calls": calls_of_words(words, what, place)}
     return without_nulls({"role": speaker, "content": words}) | rest
 
@@ -281,10 +238,8 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace
         role = message["role"]
         # A call may be written in the words of the answer, so an answer right before it is enough here.
         if role in TOOL_ROLES and not called and before not in ("assistant", *TOOL_ROLES):
-            place.fail(
-                f"{quoted(name)} has a tool's answer that no assistant message asked for",
-                "put the assistant message with its tool_calls before it, or delete the record",
-            )
+            hint = "put the assistant message with its tool_calls before it, or delete the record"
+            place.fail(f"{quoted(name)} has a tool's answer that no assistant message asked for", hint)
         called = bool(message.get("tool_calls")) if role == "assistant" else called
         before = role
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from allhands.data.arrays import Array, Hashes, Ints
 
 POOL_BATCHES = 64
 # Six rounds: the least that is indistinguishable from random by simple tests at every size (four are in theory).
@@ -38,7 +38,7 @@ class Shuffle:
         self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
         self._round_keys = np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64)
 
-    def at(self, places: NDArray[Any]) -> NDArray[np.int64]:
+    def at(self, places: Array) -> Ints:
         """(n,) the members of ``range(size)`` at ``places``, (n,) each below ``size``."""
         values = self._permute(places.astype(np.uint64))
         # Outside: walk on along the cycle. A quarter of the domain at worst is inside, so few steps are needed.
@@ -46,14 +46,14 @@ class Shuffle:
             values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
 
-    def _permute(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute(self, values: Hashes) -> Hashes:
         left, right = values >> self._half_bits, values & self._half_mask
         for key in self._round_keys:
             left, right = right, left ^ (mix(right + key) & self._half_mask)
         return (left << self._half_bits) | right
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: Hashes) -> Hashes:
     """Another number for each of ``values``, one to one: the finaliser of SplitMix64 (Steele et al., 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -70,7 +70,7 @@ class GlobalOrder:
         seed: of the run.
     """
 
-    lengths: NDArray[Any]
+    lengths: Array
     batch_size: int
     seed: int
 
@@ -83,7 +83,7 @@ class GlobalOrder:
         """The pass (from 0) that batch number ``iteration`` (from 0) belongs to."""
         return iteration // self.batches_per_epoch
 
-    def batch(self, iteration: int) -> NDArray[np.int64]:
+    def batch(self, iteration: int) -> Ints:
         """Example numbers of batch ``iteration`` (from 0): (<= batch_size,)."""
         epoch, index = divmod(iteration, self.batches_per_epoch)
         place = int(Shuffle(self.batches_per_epoch, self.seed, epoch, 1).at(np.array([index]))[0])
@@ -91,9 +91,9 @@ class GlobalOrder:
         start = within * self.batch_size
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
-    def longest(self, most_pools: int = 16) -> list[NDArray[np.int64]]:
+    def longest(self, most_pools: int = 16) -> list[Ints]:
         """Of each of the first pools of an epoch the batch of its longest examples, whole ones and those left over."""
-        found: list[NDArray[np.int64]] = []
+        found: list[Ints] = []
         for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):
             members = self._pool(0, pool)
             last = (len(members) - 1) // self.batch_size * self.batch_size
@@ -102,7 +102,7 @@ class GlobalOrder:
         return found
 
     @lru_cache(maxsize=8)  # noqa: B019 - an order lives as long as its run; eight small pools are kept at most
-    def _pool(self, epoch: int, pool: int) -> NDArray[np.int64]:
+    def _pool(self, epoch: int, pool: int) -> Ints:
         """The examples of ``POOL_BATCHES`` batches of an epoch, by length."""
         size = POOL_BATCHES * self.batch_size
         places = np.arange(pool * size, min((pool + 1) * size, len(self.lengths)))
@@ -112,13 +112,13 @@ class GlobalOrder:
 
 
 def divide(
-    examples: NDArray[np.int64],
-    lengths: NDArray[Any],
+    examples: Ints,
+    lengths: Array,
     weights: tuple[float, ...],
     *,
     before: Sequence[float] = (),
     some: Collection[int] = (),
-) -> list[NDArray[np.int64]]:
+) -> list[Ints]:
     """Cut a global batch into one share a rank, by tokens, in proportion to the ranks' speeds.
 
     The longest example goes first, each to the rank that would be finished with it earliest (Graham's
@@ -149,9 +149,7 @@ def divide(
     return [np.asarray(share, dtype=np.int64) for share in shares]
 
 
-def micro_batches(
-    examples: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int, overhead_tokens: int
-) -> list[NDArray[np.int64]]:
+def micro_batches(examples: Ints, sizes: Ints, max_tokens: int, overhead_tokens: int) -> list[Ints]:
     """Split a rank's share into micro-batches of similar lengths at the least cost.
 
     Cost of a split = padded tokens + ``overhead_tokens`` for each micro-batch; found exactly by dynamic
@@ -177,7 +175,7 @@ def micro_batches(
             cost = best[start] + padded + overhead_tokens
             if cost < best[end]:
                 best[end], cut[end] = cost, start
-    parts: list[NDArray[np.int64]] = []
+    parts: list[Ints] = []
     end = count
     while end > 0:
         parts.append(order[cut[end] : end])

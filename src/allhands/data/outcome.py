@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Ints
 from allhands.data.lengths import LengthSummary
 from allhands.errors import AllhandsError
 
@@ -150,7 +150,7 @@ class PrepareOutcome:
     warnings: list[Reason] = field(default_factory=list[Reason])
     duplicates: Duplicates = field(default_factory=Duplicates)
     lengths: LengthSummary | None = None
-    row_lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    row_lengths: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     notes: list[str] = field(default_factory=list[str])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Ints
 from allhands.data.order import GlobalOrder, micro_batches
-from allhands.runtime.sizing import Sizing
 
 # They are a random sample of an epoch.
 _SAMPLED_BATCHES = 500
-
-
-class Cutting(Protocol):
-    """How an epoch is cut into batches and micro-batches."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def packing(self) -> bool: ...
-
-    @property
-    def max_seq_length(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def sizing(self) -> Sizing: ...
 
 
 @dataclass(frozen=True)
@@ -51,12 +31,13 @@ class Padding:
     rows: int | None
 
 
-def estimate_padding(work: NDArray[np.int64], tokens: int, options: Cutting) -> Padding:
+def estimate_padding(work: Ints, tokens: int, options: Any) -> Padding:
     """Padding and batches of an epoch on one process.
 
     Args:
         work: (num_examples,) inputs that must be computed for each example.
         tokens: of all examples.
+        options: batch_size, packing, max_seq_length, seed and sizing of a run.
     """
     size = options.batch_size
     if options.packing:
@@ -73,7 +54,7 @@ def estimate_padding(work: NDArray[np.int64], tokens: int, options: Cutting) -> 
     return Padding(total, _padding(work, padded, parts), _padding(work, work, random), None)
 
 
-def _padding(work: NDArray[np.int64], padded: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
+def _padding(work: Ints, padded: Ints, parts: list[Ints]) -> float:
     """Share of the places of ``parts`` that hold no example."""
     places = sum(int(padded[part].max()) * len(part) for part in parts)
     return 1 - sum(int(work[part].sum()) for part in parts) / places if places else 0.0

@@ -16,8 +16,8 @@ from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Int8s
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
@@ -29,7 +29,6 @@ from allhands.data.splitting import (
     TEST,
     TRAIN,
     VALID,
-    Ints,
     SplitShare,
     assign,
     check_fractions,
@@ -84,8 +83,7 @@ def prepare(
         StorageError: it cannot be written.
     """
     check_output(out, [source.name for source in sources], options.force)
-    sources, ignored = _useful_splits(sources, options)
-    _check_options(sources, options)
+    sources, notes = _checked_splits(sources, options)
     with staging(out) as staged, TemporaryFile(dir=staged) as file, (staged / LEFT_OUT).open("wb") as left_out_file:
         left_out = LeftOut(left_out_file)
         intake = Intake(sources, options, Spool(cast(BinaryIO, file)), left_out, measure, progress)
@@ -96,7 +94,7 @@ def prepare(
         outcome.options = options.to_json()
         if not len(intake.spool):
             raise NothingLeft(outcome)
-        outcome.notes.extend(ignored)
+        outcome.notes.extend(notes)
         _split_and_write(staged, intake, outcome, progress)
         # With a model lengths are in tokens, else in characters, which have no limit.
         limit, unit = (options.max_seq_length, "tokens") if measure else (None, "characters")
@@ -113,18 +111,21 @@ def prepare(
     return outcome
 
 
-def _useful_splits(sources: Sequence[Source], options: PrepareOptions) -> tuple[list[Source], list[str]]:
-    """The sources, without their splits if those would leave nothing to train on; and what to say about it.
-
-    Somebody who names nothing but a test.jsonl wants to train on it.
-    """
-    named = {source.split for source in sources}
-    if options.resplit or not named or named & {None, "train"}:
-        return list(sources), []
-    words = " and ".join(sorted(str(name) for name in named))
-    return [replace(source, split=None) for source in sources], [
-        f"the sources bring no train split, only {words}: all of their rows are split anew"
-    ]
+def _checked_splits(sources: Sequence[Source], options: PrepareOptions) -> tuple[Sequence[Source], list[str]]:
+    """The sources, without their splits if those would leave nothing to train on; and what to say about it."""
+    named, notes = {source.split for source in sources}, list[str]()
+    if not options.resplit and named and not named & {None, "train"}:
+        # Somebody who names nothing but a test.jsonl wants to train on it.
+        words = " and ".join(sorted(map(str, named)))
+        notes = [f"the sources bring no train split, only {words}: all of their rows are split anew"]
+        sources = [replace(source, split=None) for source in sources]
+    for split, share in (("valid", options.valid), ("test", options.test)):
+        if share is not None and split in carried_splits(sources, options):
+            name = next(source.name for source in sources if source.split == split)
+            hint = f"add --resplit to split all rows anew, or leave --{split} out to keep theirs"
+            raise ConfigError(f"the sources have a {split} split of their own: {name}", where=f"--{split}", hint=hint)
+    check_fractions(options.valid, options.test)
+    return sources, notes
 
 
 def check_output(out: Path, names: Sequence[str], force: bool) -> None:
@@ -147,150 +148,84 @@ def check_output(out: Path, names: Sequence[str], force: bool) -> None:
     require_place(out, "prepared data", OUTPUT, force=force)
 
 
-def _check_options(sources: Sequence[Source], options: PrepareOptions) -> None:
-    for split, share in (("valid", options.valid), ("test", options.test)):
-        if share is not None and split in carried_splits(sources, options):
-            name = next(source.name for source in sources if source.split == split)
-            raise ConfigError(
-                f"the sources have a {split} split of their own: {name}",
-                where=f"--{split}",
-                hint=f"add --resplit to split all rows anew, or leave --{split} out to keep theirs",
-            )
-    check_fractions(options.valid, options.test)
-
-
 # --- duplicates and splits --------------------------------------------------------------------------
 
 
 def _split_and_write(staged: Path, intake: Intake, outcome: PrepareOutcome, progress: Progress) -> None:
     spool, options = intake.spool, intake.options
-    keys = spool.hashes("key")
+    keys, contents, splits_given = (spool.column(name) for name in ("key", "content", "given"))
     twins = find_twins(
         spool, options.near_threshold, lambda done, total: progress("looking for duplicates", done, total)
     )
     keep = np.ones(len(spool), dtype=np.bool_)
     if options.dedupe != "off":
-        labels = (twins.near if options.dedupe == "near" else twins.exact).labels()
-        keeper = keepers(labels, spool.given, spool.hashes("content"))
+        keeper = keepers((twins.near if options.dedupe == "near" else twins.exact).labels(), splits_given, contents)
         keep = keeper == np.arange(len(spool))
-        _record_removed(intake, keeper, keep)
+        for row in np.flatnonzero(~keep).tolist():
+            entry = {"where": spool.where(row), "reason": f"duplicate of {spool.where(int(keeper[row]))}"}
+            entry["hint"] = "--dedupe off keeps duplicates"
+            intake.left_out.write(entry, json.loads(spool.row(row)))
     groups = twins.families
     if options.split_by is not None:
         groups.join_equal(keys)
     rows = np.flatnonzero(keep)
-    labels, given = groups.labels()[rows], spool.given[rows]
+    labels, given = groups.labels()[rows], splits_given[rows]
     free = int(np.count_nonzero((given == NONE) | (given == TRAIN)))
-    wanted = wanted_rows(options.valid, options.test, _default(intake), len(rows), free)
+    carried = carried_splits(intake.sources, options)
+    default = SplitShare(0, True) if carried else DEFAULT_SHARE
+    wanted = wanted_rows(options.valid, options.test, default, len(rows), free)
     split = np.full(len(spool), NONE, dtype=np.int8)
     split[rows] = assign(labels, keys[rows], given, wanted, options.seed)
     outcome.duplicates = report_duplicates(spool, twins, split)
     _write_splits(staged, spool, split, options, outcome)
-    outcome.notes.extend(_notes(intake, split, np.unique(labels).size == len(rows), outcome))
+    outcome.notes.extend(_notes(intake, split, carried, default, alone=np.unique(labels).size == len(rows)))
     assert outcome.rows_read == outcome.num_kept + outcome.left_out + outcome.duplicates.removed
-    outcome.row_lengths = spool.lengths[split != NONE]
+    outcome.row_lengths = spool.column("length")[split != NONE]
 
 
-def _record_removed(intake: Intake, keeper: Ints, keep: NDArray[np.bool_]) -> None:
-    spool = intake.spool
-    for row in np.flatnonzero(~keep).tolist():
-        reason = f"duplicate of {spool.where(int(keeper[row]))}"
-        entry = {"where": spool.where(row), "reason": reason, "hint": "--dedupe off keeps duplicates"}
-        intake.left_out.write(entry, json.loads(spool.row(row)))
-
-
-def _default(intake: Intake) -> SplitShare:
-    return SplitShare(0, True) if carried_splits(intake.sources, intake.options) else DEFAULT_SHARE
-
-
-# --- writing ----------------------------------------------------------------------------------------
-
-
-def _write_splits(
-    staged: Path, spool: Spool, split: NDArray[np.int8], options: PrepareOptions, outcome: PrepareOutcome
-) -> None:
-    """One file a split that has rows. Their order depends on the contents and the seed, or is that of the sources."""
-    place = shuffled(spool.hashes("content"), options.seed) if options.shuffle else np.arange(len(spool))
+def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOptions, outcome: PrepareOutcome) -> None:
+    """One file a split that has rows."""
+    # The order depends on the contents and the seed, or is that of the sources.
+    place = shuffled(spool.column("content"), options.seed) if options.shuffle else np.arange(len(spool))
     for number, name in enumerate(SPLITS):
-        for folder, is_preference, counts in (
-            (staged, False, outcome.kept),
-            (staged / PREFERENCE, True, outcome.preference),
-        ):
-            rows = np.flatnonzero((split == number) & (spool.preferences == is_preference))
-            counts[name] = len(rows)
-            if len(rows):
+        for is_preference, counts in ((False, outcome.kept), (True, outcome.preference)):
+            chosen = np.flatnonzero((split == number) & (spool.column("preference") == is_preference))
+            counts[name] = len(chosen)
+            if len(chosen):
+                folder = staged / PREFERENCE if is_preference else staged
                 folder.mkdir(exist_ok=True)
                 with (folder / f"{name}.jsonl").open("wb") as file:
-                    file.writelines(spool.row(row) for row in rows[np.argsort(place[rows], kind="stable")].tolist())
+                    file.writelines(spool.row(row) for row in chosen[np.argsort(place[chosen], kind="stable")].tolist())
 
 
-def _notes(intake: Intake, split: NDArray[np.int8], alone: bool, outcome: PrepareOutcome) -> Iterator[str]:
+def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool) -> Iterator[str]:
     """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
     options = intake.options
-    carried = carried_splits(intake.sources, options)
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"
-    yield from _sizes(options, split, bool(carried))
+    yield from _sizes(options, split, carried, default, alone)
     if options.split_by is not None:
         yield f"rows with the same {options.split_by} are in one split"
     if options.split_by == BY_SOURCE and BY_SOURCE in intake.columns:
         yield f'--split-by {BY_SOURCE} means the file; the column "{BY_SOURCE}" was not used'
-    if not carried and outcome.duplicates.exact + outcome.duplicates.near > outcome.duplicates.removed:
-        yield "duplicates, near ones too, are in one split, so that no validation example was trained on"
-    yield from _held_out_rows(intake, split, alone, carried)
     if not np.any(split == TRAIN):
         yield "there is no train.jsonl: all rows that are left are held out"
 
 
-def _held_out_rows(intake: Intake, split: NDArray[np.int8], alone: bool, carried: set[str]) -> Iterator[str]:
-    """Where held-out splits are other than was asked for."""
-    options, spool = intake.options, intake.spool
+def _sizes(options: PrepareOptions, split: Int8s, carried: set[str], default: SplitShare, alone: bool) -> Iterator[str]:
+    """The sizes that were asked for or taken, where they are others, and if little is left to train on."""
+    total, held = int(np.count_nonzero(split != NONE)), 0
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
-        got = int(np.count_nonzero(split == number))
-        target = (share or _default(intake)).rows(int(np.count_nonzero(split != NONE)))
+        got, target = int(np.count_nonzero(split == number)), (share or default).rows(total)
+        if share is not None or (got and not carried):
+            what = f"{share}" if share is not None else f"{default.value:.0%} of the rows, at least one,"
+            yield f"{what} are kept for {name} (--{name}; seed {options.seed})"
         if name not in carried and got != target:
             why = "there are too few rows" if alone else "rows that belong together stay so"
-            counts = f"{got} row{'s' * (got != 1)}, {target} {'was' if target == 1 else 'were'} wanted"
-            yield f"{name} has {counts}: {why}"
-    torn = _torn_keys(spool, split) if options.split_by is not None else 0
-    if torn:
-        yield f"{torn} values of {options.split_by} are in several splits, because the sources have them there"
-    for name, number in (("valid", VALID), ("test", TEST)):
-        preferences = spool.preferences[split == number]
-        for kind, members in (("ordinary", ~spool.preferences), ("preference", spool.preferences)):
-            if len(preferences) and np.any(members & (split != NONE)) and not np.any(members & (split == number)):
-                yield f"{name} has no {kind} rows: both kinds are split as one"
-
-
-def _sizes(options: PrepareOptions, split: NDArray[np.int8], carried: bool) -> Iterator[str]:
-    """What was asked for, and what was taken where nothing was."""
-    shares = (("valid", VALID, "validation", options.valid), ("test", TEST, "testing", options.test))
-    asked = [f"{share} for {purpose}" for _, _, purpose, share in shares if share is not None]
-    if asked:
-        yield f"asked for: {' and '.join(asked)} (seed {options.seed})"
-    # Of a split that got nothing another note says why.
-    usual = [(name, purpose) for name, number, purpose, share in shares if share is None and np.any(split == number)]
-    if usual and not carried:
-        flags = ", ".join(f"--{name}" for name, _ in usual)
-        purposes = " and as many for ".join(purpose for _, purpose in usual)
-        share = f"{DEFAULT_SHARE.value:.0%} of the rows, at least one,"
-        yield f"{share} are kept for {purposes} ({flags}; seed {options.seed})"
-        own = [(name, number) for name, number, _, share in shares if share is None]
-        held = sum(int(np.count_nonzero(split == number)) for _, number in own)
-        yield from _held_out(held, int(np.count_nonzero(split != NONE)), [f"--{name} 0" for name, _ in own])
-
-
-def _held_out(held: int, total: int, flags: Sequence[str]) -> Iterator[str]:
-    """That few rows leave little to train on; ``flags`` hold nothing out."""
+            yield f"{name} has {got} rows where {target} were wanted: {why}"
+        held += got if share is None and not carried else 0
     if held >= LARGE_PART * total:
-        part = "half" if 2 * held == total else f"{held} of {total}"
         yield (
-            f"{part} of the rows are held out, and never trained on: "
-            f"{' '.join(flags)} trains on all; of long texts, --documents blank-line makes a row of each paragraph"
+            f"{held} of {total} rows are held out, and never trained on: --valid 0 --test 0 trains on all; "
+            "of long texts, --documents blank-line makes a row of each paragraph"
         )
-
-
-def _torn_keys(spool: Spool, split: NDArray[np.int8]) -> int:
-    """Keys whose kept rows are in more than one split."""
-    kept = split != NONE
-    pairs = np.unique(np.stack([spool.hashes("key")[kept], split[kept].astype(np.uint64)]), axis=1)
-    return int(np.count_nonzero(np.unique(pairs[0], return_counts=True)[1] > 1))

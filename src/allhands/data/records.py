@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn
 
 from allhands.data.calls import read_tools, without_foreign_nulls
-from allhands.data.columns import SHAPES, column_hint, fail_on_mapping, pair_of
+from allhands.data.columns import column_hint, nearest, pair_of
 from allhands.data.messages import (
     CONTEXT_KEYS,
     MEDIA_KEYS,
@@ -30,6 +30,7 @@ from allhands.data.messages import (
 )
 from allhands.data.values import (
     DELETE,
+    SHAPES,
     ValuePlace,
     check_string,
     key_list,
@@ -37,14 +38,9 @@ from allhands.data.values import (
     quoted,
     type_name,
 )
-from allhands.data.wrapped import inner_record
 
 RecordKind = Literal["chat", "completion", "text"]
 Shape = Literal["completion", "chat", "text", "preference", "alpaca", "sharegpt"]
-
-SHORTEN = "shorten the number or the nesting that it names"
-
-_BY_COMMAND = "`allhands data prepare` writes it out for other programs"
 
 
 @dataclass(frozen=True)
@@ -142,19 +138,14 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
     """
     parts = Parts.of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
-    if shape == "preference":
+    is_rated = rating(parts, shape) is not None
+    if shape == "preference" or is_rated:
         pair = f"{quoted(parts.name('chosen'))}, {quoted(parts.name('rejected'))}"
-        hint = f"keep the chosen answers as messages; {_BY_COMMAND}"
-        parts.place.fail(f"preference data ({pair}) cannot be trained on", hint)
-    if rating(parts, shape) is not None:
-        parts.place.fail(
-            f"rated answers ({quoted(parts.name('label'))} is true or false) cannot be trained on",
-            f"keep the good answers and remove {quoted(parts.name('label'))}; {_BY_COMMAND}",
-        )
+        what = f"rated answers ({quoted(parts.name('label'))} is true or false)"
+        hint = "keep the good answers as messages; `allhands data prepare` writes the rest out for other programs"
+        parts.place.fail(f"{what if is_rated else f'preference data ({pair})'} cannot be trained on", hint)
     return to_record(parts, shape, empty_texts=True)
 
-
-# Parts of a record, wherever they stand
 
 MISSING = object()
 _TABLE = re.compile(r"\.[ct]sv(\.\w+)?$")
@@ -180,21 +171,25 @@ class Parts:
     def of(cls, value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
         """The parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner one.
 
+        ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one, as APIs and annotation programs write it.
+
         Raises:
             DataError: it is not an object, or holds a record that was cut off.
         """
         if not isinstance(value, dict):
             place.fail(f"a record must be a JSON object, this is {type_name(value)}", f"write {SHAPES}")
-        parts = cls(cast(dict[str, Any], value), columns, place)
-        inner = (
-            None
-            if _has_shape(parts)
-            else inner_record(parts.values, lambda v: _has_shape(cls(v, columns, place)), place)
-        )
-        parts = parts if inner is None else cls(inner, columns, place)
+        parts = cls(value, columns, place)
+        if parts._has_shape():
+            return parts
+        inner = [key for key, one in value.items() if isinstance(one, dict) and cls(one, columns, place)._has_shape()]
+        if len(inner) == 1:
+            if cut := value.get("truncated_cells"):
+                hint = "fetch the data set itself: name it as OWNER/NAME, or its Parquet files"
+                place.fail(f"the record was cut off where it was fetched from (truncated_cells: {cut})", hint)
+            return cls({key: one for key, one in value.items() if key != inner[0]} | value[inner[0]], columns, place)
         # Who makes a table names its columns for people; who writes JSON has a format in mind.
         is_table = _TABLE.search(place.source.lower()) is not None
-        if not is_table or columns.mapped or _has_shape(parts) or (pair := pair_of(parts.values)) is None:
+        if not is_table or columns.mapped or (pair := pair_of(value)) is None:
             return parts
         return replace(parts, columns=replace(columns, prompt_feature=pair[0], completion_feature=pair[1]))
 
@@ -234,21 +229,25 @@ class Parts:
         """Whether the user has named this column, other than by default."""
         return part in self.columns.mapped
 
+    def _has_shape(self) -> bool:
+        """Whether the columns make a shape, be they null; no conversation is an object, what holds one is."""
+        there = {part for part in _SHAPING if self.names_it(part)}
+        there -= {part for part in there & {"chat", "conversation"} if isinstance(self.get(part), dict)}
+        return bool(there & self.columns.mapped) or any(there.issuperset(needs) for needs in NEEDS.values())
+
 
 def reach(values: Any, name: str) -> Any:
     """The value at a key, or at a dotted path through nested objects; ``MISSING`` if there is none."""
     if not isinstance(values, dict) or name in values:
-        return cast(dict[str, Any], values)[name] if isinstance(values, dict) else MISSING
+        return values[name] if isinstance(values, dict) else MISSING
     for end in (index for index, letter in enumerate(name) if letter == "."):
-        found = reach(cast(dict[str, Any], values).get(name[:end]), name[end + 1 :])
+        found = reach(values.get(name[:end]), name[end + 1 :])
         if found is not MISSING:
             return found
     return MISSING
 
 
-# Recognising the shape
-
-# What makes a shape, in order of precedence; and the parts that may hold the question of a preference.
+# The parts that make a shape, in order of precedence; and those that may hold the question of a preference.
 NEEDS: dict[Shape, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "chat": ("chat",),
@@ -280,25 +279,32 @@ def recognise(parts: Parts) -> Shape:
     for there in (parts.has, parts.names_it):
         for shape, needs in NEEDS.items():
             used = (*needs, *_QUESTIONS) if shape == "preference" else needs
-            if all(there(part) for part in needs) and (not mapped or any(p in mapped and there(p) for p in used)):
+            if all(map(there, needs)) and (not mapped or any(p in mapped and there(p) for p in used)):
                 return _by_messages(parts) if shape == "chat" else shape
-    if mapped:
-        fail_on_mapping(parts, sorted(mapped))
-    parts.place.fail(f"no known shape; the keys are {key_list(parts.values)}", column_hint(parts))
-
-
-def _has_shape(parts: Parts) -> bool:
-    """Whether the columns make a shape, be they null; no conversation is an object, what holds one is."""
-    held = {part for part in ("chat", "conversation") if isinstance(parts.get(part), dict)}
-    there = {part for part in _SHAPING - held if parts.names_it(part)}
-    return bool(there & parts.columns.mapped) or any(there.issuperset(needs) for needs in NEEDS.values())
+    _fail_on_columns(parts, sorted(mapped))
 
 
 def _by_messages(parts: Parts) -> Shape:
-    """What a record with messages is, by those messages."""
+    """The shape of a record with messages, by those messages."""
     if parts.has("chosen") and parts.has("rejected") and asks_only(parts.get("chat")):
         return "preference"
     return "sharegpt" if is_sharegpt(parts.get("chat")) else "chat"
+
+
+def _fail_on_columns(parts: Parts, mapped: list[str]) -> NoReturn:
+    """Refuse a record without a shape: name its keys, and the key that was probably meant."""
+    known = {part: parts.name(part) for part in _SHAPING if parts.names_it(part)}
+    keys, hint = key_list(parts.values), column_hint(parts.values, known, parts.place.source)
+    names = {part: f"{quoted(parts.name(part))} ({part}_feature)" for part in mapped}
+    absent = {part: parts.name(part) for part in mapped if part not in known}
+    if not mapped:
+        parts.place.fail(f"no known shape; the keys are {keys}", hint)
+    if not absent:
+        parts.place.fail(f"{', '.join(names.values())} alone makes no shape; the keys are {keys}", hint)
+    near = nearest(parts.values, absent)
+    are = "are" if len(absent) > 1 else "is"
+    message = f"{', '.join(names[part] for part in absent)} {are} not there; the keys are {keys}"
+    parts.place.fail(message, f"the nearest: {near}" if near else hint)
 
 
 def rating(parts: Parts, shape: Shape) -> bool | None:
@@ -314,7 +320,8 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
     if shape == "preference" or (value is None and not mapped):
         return None
     name = quoted(parts.name("label"))
-    label = _truth(value, numbers=mapped)
+    truths = {"true": True, "false": False} | ({"1": True, "0": False} if mapped else {})
+    label = truths.get(str(value).strip().lower()) if isinstance(value, str | int) else None
     if label is None and mapped:
         hint = "write true or false in every record, or do not name a label_feature"
         parts.place.fail(f"{name} is {type_name(value)}, it must be true or false", hint)
@@ -326,18 +333,6 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
     return None
 
 
-def _truth(value: Any, *, numbers: bool) -> bool | None:
-    """True or false, also as a word or, if allowed, as 1 or 0; None for anything else."""
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower() if isinstance(value, str | int) else ""
-    truths = {"true": True, "false": False} | ({"1": True, "0": False} if numbers else {})
-    return truths.get(word)
-
-
-# Converting
-
-
 def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Record:
     """The record of a recognised shape, checked. A mapped system column is put before any shape's messages.
 
@@ -347,20 +342,18 @@ def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Recor
     Raises:
         DataError: a part is missing or broken.
     """
-    place = parts.place
+    place, unread = parts.place, unread_keys(parts, shape)
     if shape == "text":
-        text = string_part(parts, "text")
-        if not text.strip() and not empty_texts:
-            place.fail(f"{quoted(parts.name('text'))} is empty: there is nothing to learn", DELETE)
-        return Record("text", text=text, source=place.source, line=place.line, unread=unread_keys(parts, shape))
+        text = string_part(parts, "text", filled=not empty_texts)
+        return Record("text", text=text, source=place.source, line=place.line, unread=unread)
     tools = tools_part(parts)
-    record = _completion(parts) if shape == "completion" else _chat_or_question(parts, shape)
+    record = {"completion": _completion, "alpaca": _alpaca}.get(shape, _conversation)(parts, shape)
     if tools and record.messages:
         record = replace(record, messages=tuple(without_foreign_nulls(list(record.messages), tools)))
     elif tools and isinstance(record.completion, list):
         record = replace(record, completion=without_foreign_nulls(record.completion, tools))
     check_tool_answers(record.turns, parts.name(NEEDS[shape][-1]), place)
-    return replace(record, tools=tools, source=place.source, line=place.line, unread=unread_keys(parts, shape))
+    return replace(record, tools=tools, source=place.source, line=place.line, unread=unread)
 
 
 def tools_part(parts: Parts) -> list[Any] | None:
@@ -383,22 +376,18 @@ def unread_keys(parts: Parts, shape: Shape) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in map(parts.name, _SHAPING)) if keys else ()
 
 
-def _completion(parts: Parts) -> Record:
-    name = parts.name("completion")
-    prompt, completion = text_or_messages(parts, "prompt"), text_or_messages(parts, "completion")
-    if isinstance(completion, str) and not completion.strip():
-        parts.place.fail(f"{quoted(name)} is empty: there is nothing to learn", DELETE)
+def _completion(parts: Parts, shape: Shape) -> Record:
+    prompt = text_or_messages(parts, "prompt")
+    completion = text_or_messages(parts, "completion", filled=True)
     if parts.mapped("system"):
         prompt = system_message(parts) + as_turns(prompt, "user") if parts.has("system") else prompt
     if isinstance(completion, list):
-        require_answer(completion, name, parts.place)
+        require_answer(completion, parts.name("completion"), parts.place)
         prompt = as_turns(prompt, "user")
     return Record("completion", prompt=prompt, completion=completion)
 
 
-def _chat_or_question(parts: Parts, shape: Shape) -> Record:
-    if shape == "alpaca":
-        return _alpaca(parts)
+def _conversation(parts: Parts, shape: Shape) -> Record:
     part = "chat" if shape == "chat" or is_sharegpt(parts.get("chat")) else "conversation"
     messages = conversation_part(parts, part, sharegpt=shape == "sharegpt")
     require_answer(messages, parts.name(part), parts.place)
@@ -407,11 +396,9 @@ def _chat_or_question(parts: Parts, shape: Shape) -> Record:
     return Record("chat", messages=tuple(messages))
 
 
-def _alpaca(parts: Parts) -> Record:
+def _alpaca(parts: Parts, shape: Shape) -> Record:
     """One question is a completion; a system message or earlier questions make it a chat."""
-    question, output = alpaca_question(parts), string_part(parts, "output")
-    if not output.strip():
-        parts.place.fail(f"{quoted(parts.name('output'))} is empty: there is nothing to learn", DELETE)
+    question, output = alpaca_question(parts), string_part(parts, "output", filled=True)
     before = [*system_message(parts), *history(parts)]
     if not before:
         return Record("completion", prompt=question, completion=output)
@@ -435,20 +422,14 @@ def history(parts: Parts) -> list[Message]:
     Raises:
         DataError: it is something else, or an answer is empty.
     """
-    pairs, name = parts.get("history"), parts.name("history")
-    if pairs is None or pairs == "":
-        return []
-    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in cast(list[Any], pairs)):
+    pairs, name = parts.get("history") or [], parts.name("history")
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         parts.place.fail(f"{quoted(name)} must be a list of pairs", 'write [["question", "answer"], ...]')
     return [
-        check_message({"role": role, "content": words}, f"{name}[{index}][{side}]", parts.place)
-        for index, pair in enumerate(cast(list[list[Any]], pairs))
-        for side, (role, words) in enumerate(zip(("user", "assistant"), pair, strict=True))
+        check_message({"role": role, "content": pair[side]}, f"{name}[{index}][{side}]", parts.place)
+        for index, pair in enumerate(pairs)
+        for side, role in enumerate(("user", "assistant"))
     ]
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(cast(list[Any], value)) == 2
 
 
 def system_message(parts: Parts) -> list[Message]:
@@ -478,20 +459,26 @@ def conversation_part(parts: Parts, part: str, *, sharegpt: bool) -> list[Messag
     return check_messages(parts.get(part), parts.name(part), parts.place, sharegpt=sharegpt)
 
 
-def string_part(parts: Parts, part: str) -> str:
-    """A part that must be a string.
+def string_part(parts: Parts, part: str, *, filled: bool = False) -> str:
+    """A part that must be a string, with ``filled`` of more than blanks.
 
     Raises:
         DataError: it is not.
     """
-    return check_string(parts.get(part), quoted(parts.name(part)), parts.place)
+    name = quoted(parts.name(part))
+    text = check_string(parts.get(part), name, parts.place)
+    if filled and not text.strip():
+        parts.place.fail(f"{name} is empty: there is nothing to learn", DELETE)
+    return text
 
 
-def text_or_messages(parts: Parts, part: str) -> str | list[Message]:
+def text_or_messages(parts: Parts, part: str, *, filled: bool = False) -> str | list[Message]:
     """A part that is a string or a list of messages.
 
     Raises:
-        DataError: it is neither.
+        DataError: it is neither, or with ``filled`` an empty string.
     """
     value = parts.get(part)
-    return check_messages(value, parts.name(part), parts.place) if isinstance(value, list) else string_part(parts, part)
+    if isinstance(value, list):
+        return check_messages(value, parts.name(part), parts.place)
+    return string_part(parts, part, filled=filled)

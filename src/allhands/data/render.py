@@ -17,15 +17,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from allhands.data.answers import AnswerFinder
+from allhands.data.arrays import Bools, Int32s
 from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import Explained, token_texts
@@ -60,8 +59,8 @@ class Rendered:
         unheard: what the record holds and the tokens do not, because the chat template leaves it out.
     """
 
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    tokens: Int32s
+    mask: Bools
     truncated: int
     dates: tuple[str, ...] = ()
     unheard: tuple[Unheard, ...] = ()
@@ -119,21 +118,16 @@ class Renderer:
         return results
 
     def _render_batch(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
-        results: list[Draft | Rendered | AllhandsError] = [self._draft_or_error(record) for record in records]
+        results: list[Any] = [self._draft_or_error(record) for record in records]
         for masked in (False, True):
             places = [i for i, d in enumerate(results) if isinstance(d, Draft) and (d.spans is not None) == masked]
-            drafts = [draft for i in places if isinstance(draft := results[i], Draft)]
-            for i, draft, encoded in zip(
-                places, drafts, self._encoder.encode_many(drafts, offsets=masked), strict=True
-            ):
-                results[i] = encoded if isinstance(encoded, AllhandsError) else self._finish(draft, encoded)
-        done: list[Rendered | AllhandsError] = []
+            encoded = self._encoder.encode_many([results[i] for i in places], offsets=masked)
+            for i, found in zip(places, encoded, strict=True):
+                results[i] = found if isinstance(found, AllhandsError) else self._finish(results[i], found)
         for record, result in zip(records, results, strict=True):
-            assert not isinstance(result, Draft)
             if isinstance(result, AllhandsError):
                 result.where = result.where or record.where
-            done.append(result)
-        return done
+        return results
 
     def explain(self, record: Record) -> Explained:
         """A rendered record with the text that each of its tokens stands for, for people to read.
@@ -324,29 +318,28 @@ class ChatTemplate:
     def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
         """What to do about a conversation that the template rejects."""
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
-            try:
+            # Else it is something else, or more than that.
+            with suppress(Exception):
                 self._tokenizer.apply_chat_template(merged_system(messages), tools=tools, tokenize=False)
-            except Exception:  # it is something else, or more than that
-                pass
-            else:
-                return (
-                    f"{MERGE} puts the system message before the question that follows it, which this template takes; "
-                    f"or give another template: {OPTION}"
+                takes = (
+                    f"{MERGE} puts the system message before the question that follows it, which this template takes"
                 )
-        return (
-            "many templates want user and assistant in turn, some no system message or tools: change the record, or "
-            f"give another template ({OPTION}) or model"
-        )
+                return f"{takes}; or give another template: {OPTION}"
+        want = "many templates want user and assistant in turn, some no system message or tools: change the record, or"
+        return f"{want} give another template ({OPTION}) or model"
+
+    def _writes(self, messages: Sequence[Message]) -> bool:
+        """Whether a word that only the probe has is in the rendered conversation."""
+        try:
+            return _THOUGHT in self.text(messages, None)
+        except DataError:
+            return False
 
     @cached_property
     def takes_system(self) -> bool:
         """Whether a system message reaches the model."""
-        words = "Bluebell"
-        try:
-            asked = [{"role": "system", "content": words}, {"role": "user", "content": "a"}]
-            return words in self.text([*asked, {"role": "assistant", "content": "b"}], None)
-        except DataError:
-            return False
+        words = zip(("system", "user", "assistant"), (_THOUGHT, "a", "b"), strict=True)
+        return self._writes([{"role": role, "content": content} for role, content in words])
 
     def _source(self, tools: list[Any] | None) -> str:
         """The template that is used of those that the tokenizer may have."""
@@ -399,10 +392,7 @@ class ChatTemplate:
     def _keeps_thinking(self) -> bool:
         """Whether thinking in the words of the last answer stays."""
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
-        try:
-            return _THOUGHT in self.text([{"role": "user", "content": "a"}, answer], None)
-        except DataError:
-            return False
+        return self._writes([{"role": "user", "content": "a"}, answer])
 
     def _best_form(self, marked: Marked) -> tuple[Form, frozenset[int]]:
         """The form in which least is lost, and the markers that are; none if all are rejected."""

@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from allhands.data.records import SHORTEN
+from allhands.data.values import SHORTEN
 from allhands.errors import ConfigError, DataError
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 16
-# What splits are called in files and folders.
-NAMES_OF_SPLITS: dict[str, str] = {
-    **dict.fromkeys(("train", "training"), "train"),
+# Names of splits in files and folders.
+NAMES_OF_SPLITS = {
+    **{"train": "train", "training": "train", "test": "test", "testing": "test"},
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
 }
 _MAX_DEPTH = 200
 _BAD_BYTE = re.compile("[\udc80-\udcff]")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")
-_REST = ", and the rest of the file from here was not read"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class ReadOptions:
             string that separates documents (``\\n`` and ``\\t`` stand for line end and tab), or "auto": separated
             by ``<|endoftext|>`` where that occurs, else the file.
         only: of a JSON object that holds several splits, the key of the one to read.
-        max_row_bytes: a longer line, JSON value or CSV row is a Problem.
+        max_row_bytes: a longer line, JSON value or CSV row is a problem.
         max_document_chars: a longer document is cut, at the end of a paragraph if there is one, into rows of about
             this many characters.
 
@@ -96,25 +94,14 @@ def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
         yield b'"' * quotes, size
 
 
-def fragment(text: str, position: int) -> str:
-    """About 40 characters around a position, quoted."""
-    return repr(text[max(0, position - 20) : position + 20])
-
-
-def too_long(name: str, number: int, size: int) -> RowProblem:
-    """The line is longer than is read."""
-    hint = "check that line ends are not lost; cut the row into several if it is meant to be so long"
-    return RowProblem(name, number, f"the line is too long to be read: {size:,} bytes", hint)
-
-
 def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | None:
-    """A Problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
+    """A problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
     found = None if text.isascii() else _BAD_BYTE.search(text, start)
     if found is None:
         return None
     place = found.start()
     column = len(text[text.rfind("\n", 0, place) + 1 : place].encode("utf-8", "surrogateescape")) + 1
-    message = f"not UTF-8: byte 0x{ord(found.group()) - 0xDC00:02x} at byte {column} of the line"
+    message = f"not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x} at byte {column} of the line"
     # CP1252 has the curly quotes that Windows writes where Latin-1 has control characters.
     hint = "convert the file; from Windows, for example: iconv -f CP1252 -t UTF-8 OLD > NEW"
     if _CONTROL.search(text, start):
@@ -123,22 +110,19 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | No
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
-    """The row of a JSON value read from ``text``, unless it is nested too deeply."""
-    # Deeper values could be read, but whoever walks them by recursion would fail.
-    if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deep(value):
-        return RowProblem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
+    """The row of a JSON value read from ``text``, unless it is nested too deeply for who walks it by recursion."""
+    if text.count("[") + text.count("{") > _MAX_DEPTH:
+        level: list[Any] = [value]
+        for _ in range(_MAX_DEPTH + 1):
+            parts = [each.values() if isinstance(each, dict) else each for each in level]  # pyright: ignore[reportUnknownVariableType]
+            level = [inner for part in parts if not isinstance(part, str | int | float | None) for inner in part]
+        if level:
+            return RowProblem(name, line, f"not usable JSON: more than {_MAX_DEPTH} levels of nesting", SHORTEN)
     return Row(value, name, line)
-
-
-def _is_deep(value: Any) -> bool:
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH + 1):
-        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [inner for part in parts for inner in part]
-    return bool(level)
 
 
 def with_rest(problem: RowProblem) -> RowProblem:
     """The same, and that nothing after it was read."""
     what, _, why = problem.message.partition(":")
-    return replace(problem, message=f"{what}{_REST}:{why}", is_rest=True)
+    message = f"{what}, and the rest of the file from here was not read:{why}"
+    return replace(problem, message=message, is_rest=True)

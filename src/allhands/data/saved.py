@@ -1,19 +1,18 @@
-"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache."""
+"""Folders that the ``datasets`` library has written: by ``save_to_disk``, and its cache; and how it calls splits."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.errors import DataError
 
 STATE = "state.json"
-# What the library writes about the data, beside them.
+# Files about the data, beside them; and those of computations: the same rows once more, or others.
 _ABOUT = re.compile(r"(dataset_infos?|dataset_dict|state)\.json")
-# What it keeps of computations with them: the same rows once more, or others.
 _CACHED = re.compile(r"(cache-[0-9a-f]+|tmp\w+)(_\d+_of_\d+)?\.arrow|indices\.arrow")
 _SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
 
@@ -46,14 +45,12 @@ def saved_files(folder: Path) -> list[Path] | None:
     Raises:
         DataError: the folder lacks a file, or its rows are a selection that only the library can make.
     """
-    state = _state(folder)
-    if state is None:
+    if not (state := _state(folder)):
         return None
     if state.get("_indices_data_files"):
-        hint = (
-            "write it out: python -c \"import datasets; datasets.load_from_disk('FOLDER').to_parquet('NEW.parquet')\""
-        )
-        raise DataError("the rows of this data set are a selection of those in its files", where=str(folder), hint=hint)
+        way = "import datasets; datasets.load_from_disk('FOLDER').to_parquet('NEW.parquet')"
+        message = "the rows of this data set are a selection of those in its files"
+        raise DataError(message, where=str(folder), hint=f'write it out: python -c "{way}"')
     files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
         message = f"{', '.join(missing[:3])} of {len(files)} files {'is' if len(missing) == 1 else 'are'} missing"
@@ -63,21 +60,13 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 def saved_split(folder: Path) -> str | None:
     """The split that such a folder is of: as it is called, or else as it was called when it was saved."""
-    state = _state(folder) or {}
-    return split_of_directory(folder.name) or split_of_part(str(state.get("_split") or ""))
+    return split_of_directory(folder.name) or split_of_part(str(_state(folder).get("_split") or ""))
 
 
-def _state(folder: Path) -> dict[str, Any] | None:
+def _state(folder: Path) -> dict[str, Any]:
     """Content of ``state.json`` if it is the library's."""
     try:
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(state, dict):
-        return None
-    found = cast("dict[str, Any]", state)
-    files = found.get("_data_files")
-    is_list = isinstance(files, list) and all(
-        isinstance(entry, dict) and "filename" in entry for entry in cast("list[Any]", files)
-    )
-    return found if is_list else None
+        return state if all("filename" in entry for entry in state["_data_files"]) else {}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}

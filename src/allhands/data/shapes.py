@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
-from allhands.data.calls import called_function
+from allhands.data.calls import called_function, parsed_arguments
 from allhands.data.messages import (
     CONTEXT_KEYS,
     INSTRUCTION_ROLES,
@@ -129,12 +129,8 @@ def json_line(example: Example, where: str) -> bytes:
     """
     try:
         return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
-    except UnicodeEncodeError as error:
-        message = f"half a surrogate pair (\\u{ord(error.object[error.start]):04x})"
-        raise DataError(message, where=where, hint="write the whole character, or remove it") from None
-    except (TypeError, ValueError) as error:
-        message = f"it holds what JSON cannot: {error}"
-        raise DataError(message, where=where, hint="write the value as text, or remove it") from None
+    except (TypeError, ValueError) as error:  # half a surrogate pair among them
+        raise DataError(f"it holds what JSON cannot: {error}", where=where, hint="write it as text") from None
 
 
 def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False) -> Example:
@@ -161,15 +157,9 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
     label = rating(parts, shape)
     if label is not None:
         return _rated(parts, record, label, shape)
-    name = "chat with tools" if shape == "chat" and _uses_tools(record) else shape
+    with_tools = shape == "chat" and (record.tools or any(message.get("tool_calls") for message in record.turns))
+    name = "chat with tools" if with_tools else shape
     return Example(name, record, None, (*suspicions_of(record), *_unused(parts, shape)))
-
-
-def _uses_tools(record: Record) -> bool:
-    return bool(record.tools) or any(message.get("tool_calls") for message in record.turns)
-
-
-# Preferences and rated answers
 
 
 def _preference(parts: Parts) -> Example:
@@ -178,26 +168,38 @@ def _preference(parts: Parts) -> Example:
     if chosen == rejected:
         names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
         place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
-    tools = tools_part(parts)
-    prompt, warnings = _question(parts), ()
+    tools, prompt, differs = tools_part(parts), _question(parts), False
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt, warnings = _shared(parts, chosen, rejected, prompt)
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        end = _shared(parts, chosen, rejected, prompt)
+        words = {message["content"].strip() for message in chosen[:end]}
+        differs = any(message["content"].strip() not in words for message in prompt or ())
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
     prompt = with_system(parts, prompt)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         check_tool_answers([*prompt, *answer], parts.name(name), place)
     found = {"prompt": prompt, "chosen": chosen, "rejected": rejected} | ({"tools": tools} if tools else {})
     seen = dict.fromkeys([*suspicions([*prompt, *chosen]), *suspicions([*prompt, *rejected])])
+    warnings = (PROMPT_DIFFERS,) * differs
     return Example("preference", None, found, (*seen, *warnings, *_unused(parts, "preference")))
+
+
+def _shared(parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None) -> int:
+    """How many messages are the question of two whole conversations: both go on from it with an answer."""
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+    for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
+        if chosen[end]["role"] == rejected[end]["role"] == "assistant":
+            return end
+    lonely = prompt is None and len(chosen) == len(rejected) == 1
+    what = "have no question before them" if lonely else "do not answer the same question"
+    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
+    hint = "give the question as prompt (or prompt_feature), or let both begin with the same messages"
+    parts.place.fail(f"{names} {what}", hint)
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
     """A chosen or rejected answer: a string, one message or a list of them."""
     value, name = parts.get(part), parts.name(part)
-    if isinstance(value, str):
-        value = [{"role": "assistant", "content": value}]
-    elif isinstance(value, dict):
-        value = [value]
+    value = as_turns(value, "assistant") if isinstance(value, str) else [value] if isinstance(value, dict) else value
     messages = check_messages(value, name, parts.place, sharegpt=parts.mapped(part))
     require_answer(messages, name, parts.place)
     return messages
@@ -210,42 +212,14 @@ def _question(parts: Parts) -> list[Message] | None:
     for part in ("chat", "conversation"):
         if parts.has(part):
             return conversation_part(parts, part, sharegpt=True)
-    if parts.has("instruction"):
-        return [*history(parts), *as_turns(alpaca_question(parts), "user")]
-    return None
-
-
-def _shared(
-    parts: Parts, chosen: list[Message], rejected: list[Message], given: list[Message] | None
-) -> tuple[list[Message], tuple[str, ...]]:
-    """The longest beginning of two whole conversations that both go on from with an answer."""
-    same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        same += 1
-    for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
-        if chosen[end]["role"] == rejected[end]["role"] == "assistant":
-            prompt = chosen[:end]
-            words = {message["content"].strip() for message in prompt}
-            fits = all(message["content"].strip() in words for message in given or ())
-            return prompt, () if fits else (PROMPT_DIFFERS,)
-    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
-    lonely = given is None and len(chosen) == len(rejected) == 1
-    parts.place.fail(
-        f"{names} have no question before them" if lonely else f"{names} do not answer the same question",
-        "give the question as prompt (or name its column, prompt_feature), or let both begin with the same messages",
-    )
+    return [*history(parts), *as_turns(alpaca_question(parts), "user")] if parts.has("instruction") else None
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
     """The last answer is what was rated; of a completion, all of it."""
     turns = record.turns
-    if record.kind == "completion" and record.completion is not None:
-        completion = as_turns(record.completion, "assistant")
-        prompt = turns[: len(turns) - len(completion)]
-    else:
-        prompt, completion = turns[:-1], turns[-1:]
+    count = 1 if record.completion is None else len(as_turns(record.completion, "assistant"))
+    prompt, completion = turns[:-count], turns[-count:]
     if completion[-1]["role"] != "assistant":
         parts.place.fail("a rated conversation must end with the answer that was rated", "delete what follows it")
     if not prompt:
@@ -333,12 +307,11 @@ def _about_order(messages: Sequence[Message]) -> Iterator[str]:
 def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
     called = False
     for index, message in enumerate(messages):
-        role = message["role"]
+        role, calls = message["role"], message.get("tool_calls") or []
         if role in TOOL_ROLES and not called:
             yield UNCALLED_TOOL
         if role != "assistant":
             continue
-        calls = cast(list[dict[str, Any]], message.get("tool_calls") or [])
         called = bool(calls)
         if called and index + 1 < len(messages) and messages[index + 1]["role"] not in TOOL_ROLES:
             yield UNANSWERED_CALL
@@ -348,55 +321,38 @@ def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
 
 def _has_object(arguments: Any) -> bool:
     """Whether arguments are an object or the JSON of one; none at all will do as well."""
-    if not isinstance(arguments, str) or not arguments.strip():
-        return True
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
+    return not isinstance(arguments, str) or not arguments.strip() or parsed_arguments(arguments) is not arguments
 
 
-# What each shape takes besides the columns that make it.
-_TAKES: dict[Shape, tuple[str, ...]] = {
-    "completion": ("tools",),
-    "chat": ("tools",),
-    "text": (),
-    "preference": ("tools", "system", "input", "history"),
-    "alpaca": ("tools", "system", "input", "history"),
-    "sharegpt": ("tools", "system"),
-}
+# The parts that each shape takes besides those that make it.
+_TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "sharegpt": ("tools", "system")}
 
 
 def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
     """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
     yield from _unused_parts(parts, shape)
     for key in unread_keys(parts, shape):
-        if key in REASONING_KEYS:
-            yield f"{quoted(key)} {_NOT_TRAINED}"
-        elif key in CONTEXT_KEYS:
-            yield f"{quoted(key)} {_LEFT_OUT}"
+        if key in (*REASONING_KEYS, *CONTEXT_KEYS):
+            yield f"{quoted(key)} {_NOT_TRAINED if key in REASONING_KEYS else _LEFT_OUT}"
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
-    yield from _other_shapes(parts, shape)
-
-
-def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
-    # "input" is a common name, and means something beside an instruction only.
-    instructed = parts.name("prompt") == "instruction"
-    for part in ("system", "tools", "input", "history"):
-        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
-        taken = part in _TAKES[shape] or (part == "system" and parts.mapped(part) and shape != "text")
-        if parts.mapped(part) and not parts.names_it(part):
-            yield f"the mapped column {quoted(parts.name(part))} is not there"
-        elif not taken and parts.get(part) and (part != "input" or parts.mapped(part) or instructed):
-            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
-
-
-def _other_shapes(parts: Parts, shape: Shape) -> Iterator[str]:
     used = {parts.name(part) for part in NEEDS[shape]}
     for other, needs in NEEDS.items():
         # The column of a conversation may be the question of a preference; ShareGPT may stand under messages.
         question = shape in ("preference", "sharegpt") and other in ("chat", "sharegpt")
-        new = not used.issuperset(parts.name(part) for part in needs)
-        if new and not question and all(parts.has(part) for part in needs):
+        if not question and not used.issuperset(map(parts.name, needs)) and all(map(parts.has, needs)):
             yield f"read as {shape}, so its columns of the shape {other} are not used"
+
+
+def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
+    beside = ("system", "tools", "input", "history")
+    # "input" is a common name, and means something beside an instruction only.
+    instructed = parts.name("prompt") == "instruction"
+    for part in beside:
+        # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
+        is_mapped = parts.mapped(part)
+        taken = part in _TAKES.get(shape, beside) or (part == "system" and is_mapped and shape != "text")
+        if is_mapped and not parts.names_it(part):
+            yield f"the mapped column {quoted(parts.name(part))} is not there"
+        elif not taken and parts.get(part) and (part != "input" or is_mapped or instructed):
+            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"

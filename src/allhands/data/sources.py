@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from allhands.data.hub import HUB_NAME, load_hub
 from allhands.data.reading import (
@@ -103,8 +103,8 @@ def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> 
     if not names:
         raise ConfigError("no source is named", hint="name files, directories or Hub datasets (OWNER/NAME)")
     hub = {name: hub_name for name in names if (hub_name := _hub_name(name))}
-    _check_hub_options(options, bool(hub))
     # What is on disk comes first, so that a misspelt file is told before anything is downloaded.
+    _check_hub_options(options, bool(hub))
     local = {name: _local(name, options) for name in names if name not in hub}
     found = [source for name in names for source in local.get(name) or _hub_sources(hub[name], options)]
     _check_found(found, options)
@@ -130,15 +130,15 @@ def _check_found(found: Sequence[Source], options: SourceOptions) -> None:
         seen.add(place)
 
 
-# Files and directories
-
-
 def _local(name: str, options: SourceOptions) -> list[Source]:
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         return _directory(path, options)
     if not name or not os.path.exists(path):
-        raise _missing(name, path)
+        hint = (
+            f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
+        )
+        raise DataError("no such file or directory", where=name, hint=meant(path, hint))
     if file_type(path) is None:
         raise DataError("files of this type cannot be read", where=name, hint=unread_hint(path))
     return _file(path, (path.parent.name,), options)
@@ -147,33 +147,32 @@ def _local(name: str, options: SourceOptions) -> list[Source]:
 def _file(path: Path, folders: Sequence[str], options: SourceOptions) -> list[Source]:
     """A file as a source; one that holds several splits as one for each."""
     kind, notes = file_type(path), tuple(RowProblem(str(path), 0, note) for note in notes_of(path))
+
+    def source(name: str, split: str | None, only: str | None = None) -> Source:
+        read = partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
+        return Source(name, split, read, options.limit, kind, notes)
+
     if keys := splits_in(path):
-        return [
-            Source(name, split_called(key), _reader(path, options, name, key), options.limit, kind, notes)
-            for key in keys
-            for name in [f"{path}[{key}]"]
-        ]
+        return [source(f"{path}[{key}]", split_called(key), key) for key in keys]
     stem = unpacked_name(path).rpartition(".")[0]
     # The cache of the datasets library calls a file after what it was made from, too: json-train.arrow.
     stems = [stem, re.sub(r"^.*?-(?=[a-z])", "", stem)] if kind == "arrow" else [stem]
-    split = next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
-    return [Source(str(path), split, _reader(path, options, str(path)), options.limit, kind, notes)]
-
-
-def _reader(path: Path, options: SourceOptions, name: str, only: str | None = None) -> Callable[[], Iterator[Item]]:
-    return partial(read_rows, path, ReadOptions(documents=options.documents, only=only), name=name)
+    return [
+        source(
+            str(path), next(filter(None, [*map(split_called, stems), *map(split_of_directory, folders[::-1])]), None)
+        )
+    ]
 
 
 def _directory(root: Path, options: SourceOptions) -> list[Source]:
     files, skipped = _walk(root)
     if any(file_type(path) != "text" for path in files):
-        about = [path for path in files if file_type(path) == "text" and path.stem.lower() in _ABOUT_DATA]
-        files = [path for path in files if path not in about]
-        skipped += [_skip(path, "it describes the data") for path in about]
+        about = {path: "it describes the data" for path in files if path.stem.lower() in _ABOUT_DATA}
+        files, skipped = [path for path in files if path not in about], skipped | about
     if not files:
-        there = ", ".join(Path(problem.source).name for problem in skipped[:10]) or "nothing"
+        there = ", ".join(path.name for path in [*skipped][:10]) or "nothing"
         message = f"the directory has no file that can be read; it holds {there}"
-        hints = {unread_hint(Path(problem.source)) for problem in skipped if Path(problem.source).suffix}
+        hints = {unread_hint(path) for path in skipped if path.suffix}
         hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
         raise DataError(message, where=str(root), hint=hint)
     sources: list[Source] = []
@@ -181,36 +180,33 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
         found = _file(path, (root.name, *path.relative_to(root).parts[:-1]), options)
         saved = saved_split(path.parent) if found[0].split is None else None
         sources += [replace(source, split=saved) for source in found] if saved else found
-    return [replace(sources[0], skipped=(*sources[0].skipped, *skipped)), *sources[1:]]
+    problems = (RowProblem(str(path), 0, f"skipped: {why}") for path, why in skipped.items())
+    return [replace(sources[0], skipped=(*sources[0].skipped, *problems)), *sources[1:]]
 
 
-def _skip(path: Path, why: str) -> RowProblem:
-    return RowProblem(str(path), 0, f"skipped: {why}")
-
-
-def _walk(root: Path) -> tuple[list[Path], list[RowProblem]]:
-    """The files below a directory that can be read, sorted, and the rest."""
+def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The files below a directory that can be read, sorted; and the rest, with the reasons."""
     files: list[Path] = []
-    skipped: list[RowProblem] = []
+    skipped: dict[Path, str] = {}
 
     def stop(error: OSError) -> None:
         hint = "give yourself permission to read it: chmod u+rx DIRECTORY"
         raise DataError(f"cannot read the directory: {error.strerror}", where=str(error.filename), hint=hint)
 
     for folder, folders, names in os.walk(root, onerror=stop):
-        for name in sorted(folders):
-            path = Path(folder, name)
-            if why := "hidden" if name.startswith(".") else "a link to a directory" if path.is_symlink() else None:
-                folders.remove(name)
-                skipped.append(_skip(path, why))
+        for path in [Path(folder, name) for name in sorted(folders)]:
+            if path.name.startswith(".") or path.is_symlink():
+                folders.remove(path.name)
+                skipped[path] = "hidden" if path.name.startswith(".") else "a link to a directory"
         saved = saved_files(Path(folder))
-        for path in (Path(folder, name) for name in names):
-            if path.name in (REPORT, LEFT_OUT, LENGTHS):
-                continue
+        for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT, LENGTHS)]:
             why = _why_skipped(path)
             if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
                 why = "state.json does not name it"
-            skipped.append(_skip(path, why)) if why else files.append(path)
+            if why:
+                skipped[path] = why
+            else:
+                files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
 
 
@@ -219,17 +215,7 @@ def _why_skipped(path: Path) -> str | None:
         return "hidden"
     if not path.is_file():
         return "not a file, or a link to nothing"
-    if file_type(path) is None:
-        return "files of this type cannot be read"
-    return why_no_data(path.name)
-
-
-def _missing(name: str, path: Path) -> DataError:
-    given = path
-    while path.parent != path and not os.path.isdir(path.parent):
-        path = path.parent
-    hint = f"check the name: there is no {path.name} in {path.parent.absolute()}; a dataset of the Hub is OWNER/NAME"
-    return DataError("no such file or directory", where=name, hint=meant(given, hint))
+    return "files of this type cannot be read" if file_type(path) is None else why_no_data(path.name)
 
 
 # The Hub
@@ -252,7 +238,7 @@ def _hub_sources(name: str, options: SourceOptions) -> list[Source]:
     except DataError as error:
         error.hint = meant(name, error.hint or "check the name")
         raise
-    parts = {options.hub_split: loaded} if options.hub_split else cast(Mapping[str, Any], loaded)
+    parts = {options.hub_split: loaded} if options.hub_split else loaded
     return [
         Source(where, split_of_part(part), partial(_hub_rows, rows, where), options.limit)
         for part, rows in parts.items()

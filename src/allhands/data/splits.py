@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from allhands.data.hub import load_hub, split_names
-from allhands.data.other_types import way_from
 from allhands.data.reading import file_type, notes_of, read_hint, read_records, unread_hint
 from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.saved import saved_files, saved_split, why_no_data
@@ -63,21 +62,17 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
             if name in names:
                 return _source_of_files([data_dir / name], [name], columns)
         if files := _files_of(data_dir, called, names):
-            _check_parts(files)
             return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if (files := saved_files(data_dir)) and (saved_split(data_dir) or "train") == split:
         return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if not required:
         return None
-    there = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") if names else "nothing"
-    other = next((way for name in names if name.split(".")[0] == split and (way := way_from(data_dir / name))), None)
-    raise DataError(
-        f"{split}.jsonl is missing; the folder holds {there}",
-        where=str(data_dir),
-        hint=other
-        or f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
-        "`allhands data prepare` makes such a folder",
-    )
+    there = ", ".join(names[:10]) + ", ..." * (len(names) > 10) if names else "nothing"
+    hint = f"name the file {split}.jsonl ({split}.txt, {split}.parquet, {split}-1.txt do as well), or check --data; "
+    hint += "`allhands data prepare` makes such a folder"
+    unread = [unread_hint(data_dir / name) for name in names if name.split(".")[0] == split]
+    message = f"{split}.jsonl is missing; the folder holds {there}"
+    raise DataError(message, where=str(data_dir), hint=unread[0] if unread else hint)
 
 
 def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
@@ -85,20 +80,21 @@ def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:
     found = [data_dir / name for name in names if name.split(".")[0] == split or name.startswith(f"{split}-")]
     folder = data_dir / split
     if folder.is_dir():
-        saved = saved_files(folder)
-        if saved is not None:
+        if (saved := saved_files(folder)) is not None:
             return saved
         found = [folder / name for name in _entries(folder)]
-    return [path for path in found if file_type(path) is not None and path.is_file() and not why_no_data(path.name)]
+    files = [path for path in found if file_type(path) is not None and path.is_file() and not why_no_data(path.name)]
+    _check_parts(files)
+    return files
 
 
 def _check_parts(files: Sequence[Path]) -> None:
-    """No part of ``train-00000-of-00002.parquet`` and its like may be missing: it would be half the data."""
-    series: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)
-    for path in files:
-        if part := _PART.match(path.name):
-            series[part["before"], int(part["count"]), part["after"] or ""].add(int(part["number"]))
-    for (before, count, after), there in series.items():
+    # No part of train-00000-of-00002.parquet and its like may be missing: it would be half the data.
+    series: defaultdict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for part in filter(None, (_PART.match(path.name) for path in files)):
+        series[part["before"], part["count"], part["after"] or ""].add(int(part["number"]))
+    for (before, total, after), there in series.items():
+        count = int(total)
         first = 1 if count in there and 0 not in there else 0
         missing = [str(number) for number in range(first, first + count) if number not in there]
         if missing:
@@ -222,12 +218,9 @@ def split_of_hub(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], split: s
 
 
 def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
-    if unknown := sorted(set(spec) - set(_HF_KEYS)):
-        raise ConfigError(
-            f"unknown keys {', '.join(unknown)}",
-            where="hf_dataset",
-            hint=f"known keys: {', '.join(_HF_KEYS)}",
-        )
+    if unknown := sorted(set(spec) - _HF_KEYS):
+        hint = f"known keys: {', '.join(sorted(_HF_KEYS))}"
+        raise ConfigError(f"unknown keys {', '.join(unknown)}", where="hf_dataset", hint=hint)
     path = spec.get("path")
     if not isinstance(path, str) or not path:
         raise ConfigError("path is missing", where="hf_dataset", hint="name the dataset: path: OWNER/NAME")
@@ -236,17 +229,12 @@ def _hub_part(spec: Mapping[str, Any], split: str) -> RecordSource | None:
         return None
     columns = ColumnNames.from_options(spec)
     rows = load_hub(path, split=part, **dict(spec.get("config") or {}))
-    source = f"{path}[{part}]"
-
-    def records() -> Iterator[Record]:
-        return (parse_record(dict(row), columns, source=source, line=n) for n, row in enumerate(rows, start=1))
-
-    def identity() -> Any:
-        # The library's own hash of the rows and of all that was done to them.
-        known = getattr(rows, "_fingerprint", None)
-        return [known if isinstance(known, str) else _hash_of_rows(rows), asdict(columns)]
-
-    return RecordSource(identity, records)
+    # The library's own hash of the rows and of all that was done to them.
+    known = getattr(rows, "_fingerprint", None)
+    return RecordSource(
+        lambda: [known if isinstance(known, str) else _hash_of_rows(rows), asdict(columns)],
+        lambda: (parse_record(dict(row), columns, source=f"{path}[{part}]", line=n) for n, row in enumerate(rows, 1)),
+    )
 
 
 def _hash_of_rows(rows: Any) -> str:

@@ -11,17 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Hashes, Int8s, Ints
 from allhands.data.order import mix
 from allhands.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")
 # Numbers of the splits in the arrays; a row whose source says nothing has NONE.
 NONE, TRAIN, VALID, TEST = -1, 0, 1, 2
-
-Ints = NDArray[np.int64]
-Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -131,13 +128,10 @@ def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
     Raises:
         ConfigError: two fractions leave nothing to train on.
     """
-    if valid is None or test is None or valid.is_count or test.is_count:
-        return
+    shares = [share.value for share in (valid, test) if share is not None and not share.is_count]
     # 0.7 + 0.3 is 1, whatever binary fractions make of it.
-    if round(valid.value + test.value, 9) >= 1:
-        share = f"{valid.value + test.value:.4g}"
-        message = f"valid and test together are {share} of the rows: nothing is left to train on"
-        raise ConfigError(message, where=_flags(valid, test), hint=_SMALLER)
+    if len(shares) == 2 and round(sum(shares), 9) >= 1:
+        raise _too_much(f"valid and test together are {sum(shares):.4g} of the rows", valid, test)
 
 
 def wanted_rows(
@@ -153,27 +147,24 @@ def wanted_rows(
         ConfigError: what was asked for leaves nothing to train on.
     """
     asked = {name: share.rows(num_rows) for name, share in (("valid", valid), ("test", test)) if share is not None}
-    total = sum(asked.values())
-    if total and total >= num_free:
-        what = "valid and test together are" if len(asked) > 1 else f"{next(iter(asked))} is"
-        rest = " that the sources do not hold out themselves" if num_free < num_rows else ""
-        message = f"{what} {total} of {num_free} rows{rest}: nothing is left to train on"
-        raise ConfigError(message, where=_flags(valid, test), hint=_SMALLER)
-    usual = default.rows(num_rows)
+    total, usual = sum(asked.values()), default.rows(num_rows)
     if total:
+        if total >= num_free:
+            what = "valid and test together are" if len(asked) > 1 else f"{next(iter(asked))} is"
+            rest = " that the sources do not hold out themselves" if num_free < num_rows else ""
+            raise _too_much(f"{what} {total} of {num_free} rows{rest}", valid, test)
         usual = min(usual, num_free - total - 1)
     return WantedSplit(asked.get("valid", usual), asked.get("test", usual))
 
 
-_SMALLER = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
-
-
-def _flags(valid: SplitShare | None, test: SplitShare | None) -> str:
+def _too_much(what: str, valid: SplitShare | None, test: SplitShare | None) -> ConfigError:
     given = (("--valid", valid), ("--test", test))
-    return " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
+    where = " ".join(f"{flag} {share.value:g}" for flag, share in given if share is not None)
+    hint = "ask for fewer rows, a fraction such as 0.05, or 0 for none"
+    return ConfigError(f"{what}: nothing is left to train on", where=where, hint=hint)
 
 
-def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: WantedSplit, seed: int) -> NDArray[np.int8]:
+def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: int) -> Int8s:
     """The split of every row.
 
     Rows that their source puts into valid or test stay there, and undecided rows of the same group follow
@@ -206,12 +197,9 @@ def assign(labels: Ints, keys: Hashes, given: NDArray[np.int8], wanted: WantedSp
         chosen[free[taken]] = split
         free = np.delete(free, taken)
     chosen[chosen == NONE] = TRAIN
-    return np.where(given == NONE, chosen[group], np.where(given == TRAIN, _held(chosen, fixed)[group], given))
-
-
-def _held(chosen: NDArray[np.int8], fixed: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Where the rows given as train go: with their group, unless given rows hold the group to valid or test."""
-    return np.where(fixed == NONE, chosen, np.int8(TRAIN))
+    # Rows given as train go with their group, unless given rows hold the group to valid or test.
+    trained = np.where(fixed == NONE, chosen, np.int8(TRAIN))
+    return np.where(given == NONE, chosen[group], np.where(given == TRAIN, trained[group], given))
 
 
 def _fill(sizes: Ints, target: int, stay: int) -> Ints:
@@ -232,12 +220,12 @@ def _fill(sizes: Ints, target: int, stay: int) -> Ints:
     return np.asarray(taken, dtype=np.int64)
 
 
-def canonical_order(given: NDArray[np.int8], contents: Hashes) -> Ints:
+def canonical_order(given: Int8s, contents: Hashes) -> Ints:
     """(n,) the rows in an order that depends on what they hold only: test, valid, train, undecided, each by hash."""
     return np.lexsort((contents, -given.astype(np.int64)))
 
 
-def keepers(labels: Ints, given: NDArray[np.int8], contents: Hashes) -> Ints:
+def keepers(labels: Ints, given: Int8s, contents: Hashes) -> Ints:
     """(n,) for each row the one of its group that stays when duplicates are dropped: the first in canonical order."""
     order = canonical_order(given, contents)
     _, first, group = np.unique(labels[order], return_index=True, return_inverse=True)

@@ -7,18 +7,16 @@ import struct
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from allhands.data.splitting import Hashes
+from allhands.data.arrays import Array
 
 # Where a row begins, bytes of its JSON and of its words; number of its file, line; hashes of the row as it is written,
 # of its words (equal for exact duplicates), of what holds rows together in one split; tokens or characters; number of
 # the split that its source gives; whether it goes to the preference files.
-_ROW = struct.Struct("<qqqiqQQQqb?")
-_COLUMNS: list[Any] = [
-    *(("start", "<i8"), ("row_bytes", "<i8"), ("text_bytes", "<i8"), ("name", "<i4"), ("line", "<i8")),
-    *(("content", "<u8"), ("words", "<u8"), ("key", "<u8"), ("length", "<i8"), ("given", "i1"), ("preference", "?")),
-]
+_FIELDS = {"start": "q", "row_bytes": "q", "text_bytes": "q", "name": "i", "line": "q"} | {
+    **{"content": "Q", "words": "Q", "key": "Q", "length": "q", "given": "b", "preference": "?"}
+}
+_ROW, _DTYPE = struct.Struct("<" + "".join(_FIELDS.values())), np.dtype([(n, f"<{c}") for n, c in _FIELDS.items()])
 
 
 class Spool:
@@ -28,10 +26,8 @@ class Spool:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._end = 0
+        self._file, self._end, self._rows = file, 0, bytearray()
         self._names: dict[str, int] = {}
-        self._rows = bytearray()
         self._table: Any = None
 
     def __len__(self) -> int:
@@ -45,8 +41,7 @@ class Spool:
             numbers: content, words, key, length, given, preference.
         """
         raw = text.encode("utf-8", "surrogatepass")
-        self._file.write(row)
-        self._file.write(raw)
+        self._file.write(row + raw)
         number = self._names.setdefault(name, len(self._names))
         self._rows += _ROW.pack(self._end, len(row), len(raw), number, line, *numbers)
         self._end += len(row) + len(raw)
@@ -55,39 +50,21 @@ class Spool:
         """Make everything that was added readable."""
         self._file.flush()
         self._order = list(self._names)
-        self._table = np.frombuffer(self._rows, dtype=np.dtype(_COLUMNS))
-
-    def _bytes(self, start: int, count: int) -> bytes:
-        return os.pread(self._file.fileno(), count, start)
+        self._table = np.frombuffer(self._rows, dtype=_DTYPE)
 
     def row(self, index: int) -> bytes:
         """The JSON line of a row."""
-        return self._bytes(self._table["start"][index], self._table["row_bytes"][index])
+        return os.pread(self._file.fileno(), self._table["row_bytes"][index], self._table["start"][index])
 
     def text(self, index: int) -> str:
         """The words of a row."""
         start, row_bytes, text_bytes = self._table[["start", "row_bytes", "text_bytes"]][index]
-        return self._bytes(start + row_bytes, text_bytes).decode("utf-8", "surrogatepass")
+        return os.pread(self._file.fileno(), text_bytes, start + row_bytes).decode("utf-8", "surrogatepass")
 
     def where(self, index: int) -> str:
         """``file:line`` of a row."""
         return f"{self._order[self._table['name'][index]]}:{self._table['line'][index]}"
 
-    def hashes(self, name: str) -> Hashes:
-        """(rows,) the "content", "words" or "key" of each."""
+    def column(self, name: str) -> Array:
+        """(rows,) one of the numbers of each row, by its name in :meth:`add`."""
         return np.ascontiguousarray(self._table[name])
-
-    @property
-    def given(self) -> NDArray[np.int8]:
-        """(rows,) split that the source gives."""
-        return np.ascontiguousarray(self._table["given"])
-
-    @property
-    def preferences(self) -> NDArray[np.bool_]:
-        """(rows,) whether it is a preference or a rating."""
-        return np.ascontiguousarray(self._table["preference"])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """(rows,) tokens or characters."""
-        return np.ascontiguousarray(self._table["length"])

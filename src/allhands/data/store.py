@@ -3,7 +3,7 @@
 A store is a directory of append-only arrays and a manifest, which is written last, with their sizes and
 SHA-256 sums. Directories are renamed into place whole, one process builds while others wait, and what is torn or
 altered is noticed at the next opening and built anew. Opening costs milliseconds: the sums are computed once
-after the files, or the machine's boot, have changed; until then sizes, times and inode numbers must match.
+after a file, or the machine's boot, has changed; until then sizes, times and inode numbers must match.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Array
 from allhands.data.render import Rendered
 from allhands.data.tokens import SMALL_VOCABULARY, TokenSet, joined_fingerprint, pack_mask
 from allhands.errors import ModelError, StorageError
@@ -34,7 +34,6 @@ from allhands.runtime.blas import cache_dir
 # A new number whenever the layout of the files, or what the same input gives, changes.
 FORMAT = 1
 MANIFEST = "manifest.json"
-_CHECKED = "checked-"
 _ATTEMPTS = 3
 _KEPT_DAYS = 30
 _POLL_S = 0.05
@@ -116,17 +115,16 @@ class StoreWriter:
 
     def __init__(self, directory: Path, vocabulary: int, files: ExitStack) -> None:
         """``vocabulary``: one more than the largest token id; ``files`` closes what is opened here."""
-        self._directory = directory
-        self._vocabulary = vocabulary
+        self._directory, self._vocabulary = directory, vocabulary
         self.dtypes = {"tokens": "<u2" if vocabulary <= SMALL_VOCABULARY else "<i4", **_DTYPES}
-        self._files = {name: _Appended(files.enter_context(self._open(name)), t) for name, t in self.dtypes.items()}
+        self._files = {
+            name: _Appended(files.enter_context((directory / f"{name}.bin").open("wb")), dtype)
+            for name, dtype in self.dtypes.items()
+        }
         self._files["offsets"].append(np.zeros(1, dtype=np.int64))
         self._end = 0
         self._bits = np.zeros(0, dtype=np.bool_)
         self.largest_token = -1
-
-    def _open(self, name: str) -> BinaryIO:
-        return (self._directory / f"{name}.bin").open("wb")
 
     def append(self, examples: Sequence[Rendered]) -> None:
         """Add examples, each with at least one target.
@@ -135,11 +133,15 @@ class StoreWriter:
             ModelError: a token is outside of the vocabulary.
         """
         part = TokenSet.of_examples([(example.tokens, example.mask) for example in examples])
-        self._check_tokens(part)
-        self._files["tokens"].append(part.tokens)
-        self._files["offsets"].append(part.offsets[1:] + self._end)
-        self._files["work"].append(part.work)
-        self._files["num_targets"].append(part.num_targets)
+        least = int(part.tokens.min(initial=0))
+        token = least if least < 0 else part.largest_token
+        if not 0 <= token < self._vocabulary:
+            message = f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}"
+            hint = "the tokenizer's files do not fit together: fetch the model again"
+            raise ModelError(message, hint=hint)
+        arrays = {"tokens": part.tokens, "offsets": part.offsets[1:] + self._end}
+        for name, array in (arrays | {"work": part.work, "num_targets": part.num_targets}).items():
+            self._files[name].append(array)
         # Whole bytes only; what is left waits for the next examples.
         bits = np.concatenate([self._bits, *(example.mask for example in examples)])
         whole = len(bits) // 8 * 8
@@ -148,26 +150,12 @@ class StoreWriter:
         self._end += len(part.tokens)
         self.largest_token = max(self.largest_token, part.largest_token)
 
-    def _check_tokens(self, part: TokenSet) -> None:
-        least = int(part.tokens.min(initial=0))
-        token = least if least < 0 else part.largest_token
-        if not 0 <= token < self._vocabulary:
-            raise ModelError(
-                f"the tokenizer gave token {token} but says that its vocabulary ends at {self._vocabulary - 1}",
-                hint="the tokenizer's files do not fit together: fetch the model again",
-            )
-
     def finish(self, report: TokenSetReport, key: str) -> None:
         """Write the manifest, after which the store can be opened."""
         self._files["mask_bits"].append(pack_mask(self._bits))
         arrays = {name: file.finish() for name, file in self._files.items()}
-        manifest = {
-            "format": FORMAT,
-            "key": key,
-            "largest_token": self.largest_token,
-            "arrays": arrays,
-            "report": asdict(report),
-        }
+        facts = {"largest_token": self.largest_token, "arrays": arrays, "report": asdict(report)}
+        manifest = {"format": FORMAT, "key": key, **facts}
         whole = manifest | {"sha256": _sum(manifest)}
         (self._directory / MANIFEST).write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
@@ -181,7 +169,7 @@ class _Appended:
         self._digest = hashlib.sha256()
         self._size = 0
 
-    def append(self, array: NDArray[Any]) -> None:
+    def append(self, array: Array) -> None:
         data = np.ascontiguousarray(array, dtype=self._dtype).tobytes()
         self._stream.write(data)
         self._digest.update(data)
@@ -216,31 +204,25 @@ def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0
         AllhandsError: what ``build`` raises; nothing is left of the store then.
     """
     path = stores() / key
-    if (found := _opened(path) or _checked_unlocked(path)) is not None:
-        return found
     until = time.monotonic() + patience_s
-    while time.monotonic() < until:
+    while (found := _opened(path)) is None and time.monotonic() < until:
         time.sleep(_POLL_S)
-        if (found := _opened(path)) is not None:
-            return found
     try:
         for _ in range(_ATTEMPTS):
-            if (made := _made(path, vocabulary, build)) is not None:
-                return made
+            if found is not None:
+                return found
+            found = _made(path, vocabulary, build)
     except StorageError as error:
         hint = f"{error.hint}. This is the token cache: ALLHANDS_TOKEN_CACHE=DIRECTORY puts it elsewhere"
         raise StorageError(error.message, where=error.where, hint=hint) from error.__cause__
-    raise StorageError(
-        "the tokens vanish as soon as they are stored",
-        where=str(path),
-        hint="let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE",
-    )
+    hint = "let nothing else remove files there, or choose another place: ALLHANDS_TOKEN_CACHE"
+    raise StorageError("the tokens vanish as soon as they are stored", where=str(path), hint=hint)
 
 
 def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
     """The store at ``path``, built if there is none; None if another process has removed it meanwhile."""
     with locked(_lock_of(path), private=True):
-        if (found := _opened(path) or _checked(path)) is not None:
+        if (found := _opened(path)) is not None:
             return found
         # Whoever has mapped the old files keeps them until it ends.
         shutil.rmtree(path, ignore_errors=True)
@@ -252,9 +234,7 @@ def _made(path: Path, vocabulary: int, build: Build) -> StoredTokens | None:
                 writer = StoreWriter(staged, vocabulary, files)
                 writer.finish(build(writer), path.name)
             publish(staged, path, private=True)
-        with suppress(OSError):
-            _remember_check(path, _state(path))
-        return _mapped(path, built=True)
+        return _opened(path, built=True)
 
 
 def _lock_of(path: Path) -> Path:
@@ -276,52 +256,30 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _opened(path: Path) -> StoredTokens | None:
-    """The store at ``path``, if it is unchanged since its sums were computed."""
-    try:
-        remembered = json.loads(_checked_file(path).read_text(encoding="utf-8"))
-        unchanged = remembered == _state(path)
-    except (OSError, ValueError):  # another process may be replacing it
-        return None
-    return _mapped(path, built=False) if unchanged else None
-
-
-def _checked(path: Path) -> StoredTokens | None:
-    """The store at ``path``, if its sums are right."""
-    manifest = _manifest(path)
-    if manifest is None:
+def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
+    """The store at ``path``, if it is whole; with ``built``, its sums are known to be right."""
+    if (manifest := _manifest(path)) is None:
         return None
     try:
-        # Before the sums: what is changed while they are computed is checked once more.
-        state = _state(path)
-        if any(file_hash(path / f"{name}.bin") != facts["sha256"] for name, facts in manifest["arrays"].items()):
-            return None
-    except OSError:
-        return None
-    _remember_check(path, state)
-    return _mapped(path, built=False)
-
-
-def _checked_unlocked(path: Path) -> StoredTokens | None:
-    """:func:`_checked` in a cache that may only be read, where no lock can be had and nobody builds."""
-    return None if os.access(path.parent, os.W_OK) else _checked(path)
-
-
-def _mapped(path: Path, *, built: bool) -> StoredTokens | None:
-    manifest = _manifest(path)
-    if manifest is None:
-        return None
-    try:
+        for name, facts in manifest["arrays"].items():
+            known = facts["sha256"] if built else None
+            if _remembered(path / f"{name}.bin", _note(path, name), _boot(), known) != facts["sha256"]:
+                return None
         arrays = {name: _map(path / f"{name}.bin", facts) for name, facts in manifest["arrays"].items()}
         tokens = TokenSet(**arrays, largest_token=manifest["largest_token"])
         report = _report(manifest["report"])
         sums = [manifest["arrays"][name]["sha256"] for name in ("tokens", "mask_bits", "offsets")]
-    except (OSError, ValueError, TypeError, KeyError, AssertionError):
+    except (OSError, ValueError, TypeError, KeyError, AssertionError):  # another process may be replacing it
         return None
     # The time of the last use, for the removal of old stores.
     with suppress(OSError):
         os.utime(path)
     return StoredTokens(tokens, report, joined_fingerprint(sums), path, built)
+
+
+def _note(path: Path, name: str) -> Path:
+    """Where it is remembered that a sum was right: for each host, and boot, that uses the cache, a file of its own."""
+    return path / f"checked-{hashlib.sha256(_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 
 def _report(values: dict[str, Any]) -> TokenSetReport:
@@ -330,7 +288,7 @@ def _report(values: dict[str, Any]) -> TokenSetReport:
     return TokenSetReport(**fields)
 
 
-def _map(file: Path, facts: dict[str, Any]) -> NDArray[Any]:
+def _map(file: Path, facts: dict[str, Any]) -> Array:
     if file.stat().st_size != facts["bytes"]:
         raise ValueError(f"{file} is torn")
     dtype = np.dtype(facts["dtype"])
@@ -347,24 +305,13 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(manifest, dict):
         return None
-    values = cast("dict[str, Any]", manifest)
+    values = manifest
     whole = values.pop("sha256", None) == _sum(values)
     return values if whole and values.get("format") == FORMAT and values.get("key") == path.name else None
 
 
 def _sum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _state(path: Path) -> list[Any]:
-    """What changes when a file does, as JSON; the boot, too, because a crash can tear files without a trace."""
-    files = sorted(file for file in path.iterdir() if not file.name.startswith((_CHECKED, ".")))
-    return [_boot(), [[file.name, *_stamp(file)] for file in files]]
-
-
-def _checked_file(path: Path) -> Path:
-    """Where it is remembered that sums were right: for each host, and boot, that uses the cache, a file of its own."""
-    return path / f"{_CHECKED}{hashlib.sha256(_boot().encode()).hexdigest()[:12]}.json"
 
 
 def _stamp(file: Path) -> list[int]:
@@ -375,13 +322,6 @@ def _stamp(file: Path) -> list[int]:
 def _boot() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else str(round(psutil.boot_time(), -1))
-
-
-def _remember_check(path: Path, state: list[Any]) -> None:
-    # A cache that may only be read is checked at each opening.
-    with suppress(Exception):
-        content = json.dumps(state)
-        write_whole(_checked_file(path), lambda draft: draft.write_text(content, encoding="utf-8"), private=True)
 
 
 def _remove_unused() -> None:
@@ -415,16 +355,27 @@ def input_hash(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    place, stamp = str(path.resolve()), _stamp(path)
-    if stamp[0] < _REMEMBERED_BYTES:
+    if path.stat().st_size < _REMEMBERED_BYTES:
         return file_hash(path)
-    memory = stores() / "inputs" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
+    place = str(path.resolve())
+    return _remembered(path, stores() / "inputs" / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json", place)
+
+
+def _remembered(path: Path, note: Path, context: str, known: str | None = None) -> str:
+    """SHA-256 of a file, read again only after it, or the context, has changed; a note remembers it.
+
+    Args:
+        known: the sum, if it was computed as the file was written.
+    """
+    stamp = [context, *_stamp(path)]
     with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(memory.read_text(encoding="utf-8"))
-        if known["stamp"] == stamp and known["path"] == place:
-            return known["sha256"]
-    content = json.dumps({"path": place, "stamp": stamp, "sha256": (found := file_hash(path))})
+        told = json.loads(note.read_text(encoding="utf-8"))
+        if told["stamp"] == stamp:
+            return told["sha256"]
+    found = known or file_hash(path)
+    # A cache that may only be read is checked at each opening.
     with suppress(Exception):
-        make_directory(memory.parent, private=True)
-        write_whole(memory, lambda draft: draft.write_text(content, encoding="utf-8"), private=True)
+        make_directory(note.parent, private=True)
+        text = json.dumps({"stamp": stamp, "sha256": found})
+        write_whole(note, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
     return found

@@ -10,56 +10,21 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from allhands.data.rows import BOM, Item, ReadOptions, Row, RowProblem, lines, not_utf8, with_rest
 
 _PIECE = 1 << 20
 _BATCH_BYTES = 8 << 20
-# What may stand between the columns of a table, and how much of a file is looked at to find it out.
+# Separators of columns, and how much of a file is looked at to find it out.
 _DELIMITERS = ",;\t|"
 _JUDGED_ROWS = 100
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n')
 _SEPARATORS = {"auto": re.escape("<|endoftext|>"), "file": None, "line": "\n", "blank-line": r"\n[^\S\n]*\n"}
 
 
-class _TableLines:
-    """Lines of a table for the csv module; what they held since ``begin`` is there to judge an error by."""
-
-    def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
-        self.number = 0
-        self._lines, self._name, self._limit = lines(file, limit), name, limit
-        self.begin()
-
-    def begin(self) -> None:
-        """The next line begins a row."""
-        self.first, self.quotes, self._size = self.number + 1, 0, 0
-        self.text = ""
-        self.bad: RowProblem | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        raw, too_long = next(self._lines)
-        self.number += 1
-        self.quotes += raw.count(b'"')
-        self._size += too_long or len(raw)
-        if self._size > self._limit:
-            raise csv.Error(f"the row is too long to be read, {self._size:,} bytes")
-        text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
-        self.text = self.text or text
-        self.bad = self.bad or not_utf8(text, self._name, self.number)
-        if "\0" in text and self.bad is None:
-            self.bad = RowProblem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
-        return text
-
-
-@dataclass(frozen=True)
-class Separator:
-    """What stands between the columns of a table.
+class Separator(NamedTuple):
+    """The separator of a table's columns.
 
     Attributes:
         delimiter: the character.
@@ -86,10 +51,8 @@ def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
     text = head.removeprefix(BOM).decode("utf-8", "surrogateescape")
     if said := _SEP_LINE.match(text):
         return Separator(said[1], said[1] in _DELIMITERS, 1)
-    if _fits(text, usual, whole):
-        return Separator(usual)
-    fitting = [other for other in _DELIMITERS if other != usual and _fits(text, other, whole)]
-    if len(fitting) == 1:
+    fitting = [each for each in (usual, *_DELIMITERS) if _fits(text, each, whole)]
+    if usual in fitting or len(fitting) == 1:
         return Separator(fitting[0])
     first = re.sub('"[^"]*"', "", text.partition("\n")[0])
     meant = next((other for other in _DELIMITERS if other in first), None)
@@ -98,79 +61,90 @@ def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
 
 def _fits(text: str, delimiter: str, whole: bool) -> bool:
     rows: list[list[str]] = []
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        for cells in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True):
-            if "".join(cells).strip():
-                rows.append(cells)
-            if len(rows) > _JUDGED_ROWS:
-                break
-        else:
-            # The last row of a part may be cut off.
-            rows = rows if whole else rows[:-1]
+        while len(rows) <= _JUDGED_ROWS:
+            rows += [cells] if "".join(cells := next(reader)).strip() else []
+    except StopIteration:
+        rows = rows if whole else rows[:-1]  # the last row of a part may be cut off
     except csv.Error as error:
         if whole or "unexpected end" not in str(error):
             return False
-    names = {cell.strip() for cell in rows[0]} if rows else set()
+    names = {cell.strip() for cell in rows[0]} if rows else set[str]()
     return len(rows) > 1 and len(names) > 1 and "" not in names and {len(row) for row in rows} == {len(names)}
 
 
 def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: Separator) -> Iterator[Item]:
     """The rows of a CSV or TSV file as objects of strings, by the names in its first row."""
     if not separator.certain:
-        yield _unsure(name, separator.delimiter)
+        shown = "a tab" if separator.delimiter == "\t" else separator.delimiter
+        hint = "save it with commas; or give each row as many fields, and put those with separators in quotes"
+        yield RowProblem(name, separator.lines, f"the separator seems to be {shown}, which is not certain", hint)
         return
     # The module has only one limit for the process, 128 KiB; it is raised, never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), options.max_row_bytes))
     table = _TableLines(file, name, options.max_row_bytes)
-    delimiter = separator.delimiter
     for _ in range(separator.lines):
         next(table, None)
-    reader = csv.reader(table, delimiter=delimiter, strict=True)
-    header: list[str] = []
-    empty = True
-    while True:
-        table.begin()
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            problem, empty = _table_problem(table, name, error), False
+    header, empty = list[str](), True
+    for first, cells in table.rows(separator.delimiter):
+        if isinstance(cells, csv.Error):
+            hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
+            problem = RowProblem(name, first, f"not a row of a table: {cells} (to line {table.number})", hint)
             # With an odd number of quotes nobody knows whether the next line is inside a field.
-            if table.quotes % 2 or not header:
+            is_rest, empty = table.quotes % 2 == 1 or not header, False
+            yield with_rest(problem) if is_rest else problem
+            if is_rest:
+                return
+        elif header:
+            empty = False
+            yield table.bad or _table_item(cells, header, name, first)
+        else:
+            header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+            if problem := table.bad or _twice(header, name, first):
                 yield with_rest(problem)
                 return
-            yield problem
-            continue
-        if cells is None:
-            if header and empty:
-                yield RowProblem(
-                    name, 0, "the file has a header and no rows", "add rows below it, or leave the file out"
-                )
-            return
-        if table.bad is None and len(cells) <= 1 and not "".join(cells).strip():
-            continue
-        if header:
-            empty = False
-            yield table.bad or _table_item(cells, header, name, table.first)
-            continue
-        header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-        if problem := table.bad or _twice(header, name, table.first):
-            yield with_rest(problem)
-            return
+    if header and empty:
+        yield RowProblem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
 
 
-def _table_problem(table: _TableLines, name: str, error: csv.Error) -> RowProblem:
-    several = f" (lines {table.first} to {table.number})" if table.number > table.first else ""
-    hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
-    return RowProblem(name, table.first, f"not a row of a table: {error}{several}", hint)
+class _TableLines:
+    """Lines of a table for the csv module; ``quotes`` and ``bad`` judge those that a row has."""
 
+    def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
+        self.number, self.quotes = 0, 0
+        self.bad: RowProblem | None = None
+        self._lines, self._name = lines(file, limit), name
 
-def _unsure(name: str, delimiter: str) -> RowProblem:
-    shown = "a tab" if delimiter == "\t" else delimiter
-    if delimiter not in _DELIMITERS:
-        return RowProblem(name, 1, f"the separator {shown} is none that is read", "save it with commas")
-    hint = f'save it with commas; or give each row as many fields, those with {shown} in them in "..."; '
-    hint += 'if the first row is one name, put it in "..."'
-    return RowProblem(name, 0, f"the separator seems to be {shown}, which is not certain", hint)
+    def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | csv.Error]]:
+        """The first line of each row that is not blank, and its fields, or what is wrong with it."""
+        reader = csv.reader(self, delimiter=delimiter, strict=True)
+        while True:
+            self.quotes, self.bad, first = 0, None, self.number + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield first, error
+            else:
+                if self.bad or len(cells) > 1 or "".join(cells).strip():
+                    yield first, cells
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        raw, too_long = next(self._lines)
+        self.number += 1
+        self.quotes += raw.count(b'"')
+        if too_long:
+            raise csv.Error(f"the row is too long to be read, {too_long:,} bytes")
+        text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
+        self.bad = self.bad or not_utf8(text, self._name, self.number)
+        if "\0" in text and self.bad is None:
+            self.bad = RowProblem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
+        return text
 
 
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
@@ -181,9 +155,9 @@ def _table_item(cells: list[str], header: list[str], name: str, line: int) -> It
 
 
 def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    message = f"unusable columns: two are called {twice[0]!r}" if twice else ""
-    return RowProblem(source, line, message, "rename one of them") if twice else None
+    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    message = f"unusable columns: two are called {name!r}"
+    return RowProblem(source, line, message, "rename one of them") if count > 1 else None
 
 
 def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
@@ -222,19 +196,19 @@ def _batches(file: IO[bytes], head: bytes) -> Iterator[Any]:
         import pyarrow.parquet as pq  # pyright: ignore[reportMissingImports]
 
         with pq.ParquetFile(file, pre_buffer=False, buffer_size=_PIECE) as table:
-            groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
-            num_bytes = max(1, sum(group.total_byte_size for group in groups))
-            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // num_bytes))
+            num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+            size = max(1, min(4096, _BATCH_BYTES * table.metadata.num_rows // max(1, num_bytes)))
             yield from table.iter_batches(batch_size=size, use_threads=False)
     elif head.startswith(b"FEA1"):
         from pyarrow import feather  # pyright: ignore[reportMissingImports]
 
         yield from feather.read_table(file).to_batches()
+    elif head.startswith(b"ARROW1"):
+        with pa.ipc.open_file(file) as reader:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
     else:
-        opened = pa.ipc.open_file(file) if head.startswith(b"ARROW1") else pa.ipc.open_stream(file)
-        with opened as reader:
-            numbers = range(getattr(reader, "num_record_batches", 0))
-            yield from map(reader.get_batch, numbers) if head.startswith(b"ARROW1") else reader
+        with pa.ipc.open_stream(file) as reader:
+            yield from reader
 
 
 def _seekable(file: IO[bytes]) -> IO[bytes]:
@@ -248,26 +222,21 @@ def _seekable(file: IO[bytes]) -> IO[bytes]:
 
 def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
     try:
-        values = batch.to_pylist()
-    except Exception:  # one bad value; found one row at a time below
-        values = None
-    for index in range(len(batch)):
-        try:
-            value = values[index] if values is not None else batch.slice(index, 1).to_pylist()[0]
-        except Exception as error:
-            message = f"row {before + index + 1} has a value that Python cannot hold: {error}"
-            yield RowProblem(name, before + index + 1, message, "repair or drop the column")
+        yield from (Row(value, name, before + place) for place, value in enumerate(batch.to_pylist(), start=1))
+    except Exception as error:  # one bad value; found one row at a time
+        if len(batch) > 1:
+            for place in range(len(batch)):
+                yield from _rows_of_batch(batch.slice(place, 1), name, before + place)
         else:
-            yield Row(value, name, before + index + 1)
+            message = f"row {before + 1} has a value that Python cannot hold: {error}"
+            yield RowProblem(name, before + 1, message, "repair or drop the column")
 
 
 def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
     """The documents of a plain text file."""
     by = options.documents
-    escaped = re.escape(by.replace("\\n", "\n").replace("\\t", "\t"))
-    pattern = _SEPARATORS.get(by, escaped)
-    separator = re.compile(pattern) if pattern else None
-    for line, text in _documents(_text_pieces(file), separator, options.max_document_chars):
+    pattern = _SEPARATORS.get(by, re.escape(by.replace("\\n", "\n").replace("\\t", "\t")))
+    for line, text in _documents(file, re.compile(pattern) if pattern else None, options.max_document_chars):
         document = text.strip("\n")
         if not document.strip():
             continue
@@ -279,24 +248,20 @@ def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[I
             yield not_utf8(document, name, line) or Row({"text": document}, name, line)
 
 
-def _text_pieces(file: IO[bytes]) -> Iterator[str]:
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
-    while data := file.read(_PIECE):
-        yield decoder.decode(data)
-    yield decoder.decode(b"", final=True)
-
-
-def _documents(pieces: Iterator[str], separator: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, str]]:
+def _documents(file: IO[bytes], separator: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, str]]:
     """(line, text) of every document, those of over twice ``size`` characters in parts of at most ``size``."""
-    text, line = "", 1
-    for piece in chain(pieces, [None]):
-        text, start = text + (piece or ""), 0
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
+    text, line, is_last = "", 1, False
+    while not is_last:
+        data = file.read(_PIECE)
+        is_last = not data
+        text, start = text + decoder.decode(data, final=is_last), 0
         while start < len(text):
             match = separator.search(text, start) if separator else None
             end, after = match.span() if match else (len(text), len(text))
             if end - start > 2 * size:
                 end = after = _cut(text, start, size)
-            elif match is None and piece is not None:
+            elif match is None and not is_last:
                 break
             yield line, text[start:end]
             line, start = line + text.count("\n", start, after), after
@@ -305,8 +270,5 @@ def _documents(pieces: Iterator[str], separator: re.Pattern[str] | None, size: i
 
 def _cut(text: str, start: int, size: int) -> int:
     """Where the part that begins at ``start`` ends: after a paragraph, a line, a word, or anywhere."""
-    for mark in ("\n\n", "\n", " "):
-        found = text.rfind(mark, start + size // 2, start + size)
-        if found >= 0:
-            return found + len(mark)
-    return start + size
+    ends = ((text.rfind(mark, start + size // 2, start + size), mark) for mark in ("\n\n", "\n", " "))
+    return next((found + len(mark) for found, mark in ends if found >= 0), start + size)

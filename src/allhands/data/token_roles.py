@@ -11,6 +11,12 @@ from allhands.data.render import ChatTemplate, has_chat_template
 from allhands.errors import DataError
 
 
+def stop_tokens(tokenizer: Any) -> set[int]:
+    """The tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the one token."""
+    stops = getattr(tokenizer, "eos_token_ids", None)
+    return {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
+
+
 def own_tokens(tokenizer: Any, *, chosen: bool = False) -> dict[int, str]:
     """Tokens that somebody may have added to the model's: no text of the model's own makers is known to hold them.
 
@@ -22,14 +28,13 @@ def own_tokens(tokenizer: Any, *, chosen: bool = False) -> dict[int, str]:
     """
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     roles = {getattr(tokenizer, f"{role}_token", None) for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
-    stops = getattr(tokenizer, "eos_token_ids", None)
     template = "" if chosen else _template_words(tokenizer)
     return {
         number: text
         for number, text in ((number, str(token)) for number, token in added.items())
         if text.strip()
         and text not in roles
-        and not (isinstance(stops, set) and number in stops)
+        and number not in stop_tokens(tokenizer)
         and not _OF_FAMILIES.fullmatch(text)
         and text not in template
     }
@@ -60,9 +65,7 @@ def unstopped(tokenizer: Any) -> tuple[str, int] | None:
     except DataError:
         return None
     number = None if token is None else tokenizer.get_vocab().get(token)
-    stops = getattr(tokenizer, "eos_token_ids", None)
-    known = {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id}
-    return None if token is None or number is None or number in known else (token, number)
+    return None if token is None or number is None or number in stop_tokens(tokenizer) else (token, number)
 
 
 def stop_at_answers(tokenizer: Any) -> str | None:

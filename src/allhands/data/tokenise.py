@@ -14,12 +14,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ class Rendering:
         moment: whose date a chat template writes that writes the current one.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Any
     mask_prompt: bool
     train_on: TrainOn
     max_seq_length: int | None
@@ -77,14 +76,8 @@ class Rendering:
 
     def renderer(self) -> Renderer:
         """The renderer that does it."""
-        limit = self.max_seq_length or 1 << 40
-        return Renderer(
-            self.tokenizer,
-            mask_prompt=self.mask_prompt,
-            max_seq_length=limit,
-            train_on=self.train_on,
-            moment=self.moment,
-        )
+        options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
+        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length or 1 << 40, **options)
 
     @property
     def masks(self) -> bool:
@@ -93,13 +86,9 @@ class Rendering:
 
     def facts(self) -> dict[str, Any]:
         """What its results depend on besides the records, as JSON values."""
-        return {
-            "tokenizer": tokenizer_facts(self.tokenizer, self.moment),
-            "files": self.files,
-            "mask_prompt": self.mask_prompt,
-            "train_on": self.train_on,
-            "max_seq_length": self.max_seq_length,
-        }
+        names = ("files", "mask_prompt", "train_on", "max_seq_length")
+        facts = {name: getattr(self, name) for name in names}
+        return {"tokenizer": tokenizer_facts(self.tokenizer, self.moment), **facts}
 
 
 def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
@@ -241,48 +230,31 @@ def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[
     """Each chunk with its results, in order."""
     renderer = rendering.renderer()
     alone_until = time.perf_counter() + ALONE_S
-    # One chunk is rendered while the next is read and the one before is stored: the encoder lets other threads run.
-    with ThreadPoolExecutor(1, thread_name_prefix="allhands-render") as thread:
-        waiting: deque[tuple[list[Record], Future[list[Result]]]] = deque()
-        for chunk in chunks:
-            waiting.append((chunk, thread.submit(renderer.render_many, chunk)))
-            if len(waiting) > 1:
-                first, future = waiting.popleft()
-                yield first, future.result()
-            chats = any(record.kind != "text" for record in chunk)
-            if chats and rendering.reload and time.perf_counter() > alone_until and num_helpers() > 1:
-                break
-        for first, future in waiting:
-            yield first, future.result()
-    # What is left, if it takes long: otherwise there is none.
-    if (more := next(chunks, None)) is not None:
-        yield from _with_helpers(chain([more], chunks), rendering, renderer)
-
-
-def _with_helpers(
-    chunks: Iterator[list[Record]], rendering: Rendering, alone: Renderer
-) -> Iterator[tuple[list[Record], Sequence[Result]]]:
-    # Not multiprocessing: it would run the main module of a person's script once more in each helper.
-    from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
-
-    assert rendering.reload is not None
-    task = _Task(
-        *rendering.reload, rendering.mask_prompt, rendering.train_on, rendering.max_seq_length, rendering.moment
-    )
-    workers = num_helpers()
-    with ExitStack() as stack:
-        pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
-        # Not waited for when an error ends it all: the rest of the data need not be rendered.
-        stack.callback(pool.shutdown, wait=True, kill_workers=True)
+    task, ahead = replace(rendering, tokenizer=None), 1
+    with ThreadPoolExecutor(1, thread_name_prefix="allhands-render") as thread, ExitStack() as stack:
+        pool: Any = None
         waiting: deque[tuple[list[Record], Any]] = deque()
         for chunk in chunks:
-            waiting.append((chunk, _submitted(pool, task, chunk)))
-            # A chunk for each worker in the making, one ready.
-            if len(waiting) > 2 * workers:
+            chats = any(record.kind != "text" for record in chunk)
+            late = chats and rendering.reload and time.perf_counter() > alone_until
+            if late and pool is None and (workers := num_helpers()) > 1:
+                # Not multiprocessing: it would run the main module of a person's script once more in each helper.
+                from loky import ProcessPoolExecutor  # pyright: ignore[reportMissingTypeStubs]
+
+                pool = ProcessPoolExecutor(workers, timeout=600, initializer=_end_with, initargs=(os.getpid(),))
+                # Not waited for when an error ends it all: the rest of the data need not be rendered.
+                stack.callback(pool.shutdown, wait=True, kill_workers=True)
+                ahead = 2 * workers  # a chunk for each worker in the making, one ready
+            # One chunk is rendered while the next is read and the one before is stored: the encoder lets threads run.
+            future: Any = None
+            with suppress(BrokenExecutor, OSError):
+                future = pool.submit(_render, task, chunk) if pool else thread.submit(renderer.render_many, chunk)
+            waiting.append((chunk, future))
+            if len(waiting) > ahead:
                 first, future = waiting.popleft()
-                yield first, _result(future, first, alone)
+                yield first, _result(future, first, renderer)
         for first, future in waiting:
-            yield first, _result(future, first, alone)
+            yield first, _result(future, first, renderer)
 
 
 def _end_with(parent: int) -> None:
@@ -296,13 +268,6 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="allhands-watch", daemon=True).start()
 
 
-def _submitted(pool: Any, task: _Task, chunk: list[Record]) -> Any:
-    try:
-        return pool.submit(_render, task, chunk)
-    except (BrokenExecutor, OSError):
-        return None
-
-
 def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Result]:
     """What a helper has made; made here if helpers were ended by the system, which happens when memory is short."""
     with suppress(BrokenExecutor):
@@ -311,26 +276,16 @@ def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Resul
     return alone.render_many(chunk)
 
 
-@dataclass(frozen=True)
-class _Task:
-    make: Callable[..., Tokenizer]
-    arguments: tuple[Any, ...]
-    mask_prompt: bool
-    train_on: TrainOn
-    max_seq_length: int | None
-    moment: datetime
-
-
-def _render(task: _Task, chunk: list[Record]) -> Sequence[Result]:
+def _render(task: Rendering, chunk: list[Record]) -> Sequence[Result]:
     """In a helper: render one chunk."""
     return _helpers_renderer(task).render_many(chunk)
 
 
 @lru_cache(maxsize=1)
-def _helpers_renderer(task: _Task) -> Renderer:
-    tokenizer = task.make(*task.arguments)
-    options = (task.mask_prompt, task.train_on, task.max_seq_length)
-    return Rendering(tokenizer, *options, moment=task.moment).renderer()
+def _helpers_renderer(task: Rendering) -> Renderer:
+    assert task.reload is not None
+    make, arguments = task.reload
+    return replace(task, tokenizer=make(*arguments)).renderer()
 
 
 def num_helpers() -> int:

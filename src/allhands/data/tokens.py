@@ -11,10 +11,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from allhands.data.arrays import Array, Bools, Int32s, Ints
 
 Bits = NDArray[np.uint8]
 # The largest vocabulary whose ids fit into two bytes.
@@ -34,10 +36,10 @@ class Window:
             may look at all before them.
     """
 
-    inputs: NDArray[Any]
-    positions: NDArray[np.int64]
-    targets: NDArray[Any]
-    documents: NDArray[np.int32] | None = None
+    inputs: Array
+    positions: Ints
+    targets: Array
+    documents: Int32s | None = None
 
 
 class Windows(Protocol):
@@ -45,7 +47,7 @@ class Windows(Protocol):
 
     def __len__(self) -> int: ...
     @property
-    def work(self) -> NDArray[Any]:
+    def work(self) -> Array:
         """(len(self),) inputs of each window: the tokens that must be computed."""
         ...
 
@@ -66,11 +68,11 @@ class TokenSet:
         largest_token: the largest token id; -1 in an empty set.
     """
 
-    tokens: NDArray[Any]
+    tokens: Array
     mask_bits: Bits
-    offsets: NDArray[np.int64]
-    work: NDArray[np.int32]
-    num_targets: NDArray[np.int32]
+    offsets: Ints
+    work: Int32s
+    num_targets: Int32s
     largest_token: int
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class TokenSet:
         assert self.work.shape == self.num_targets.shape == (len(self.offsets) - 1,)
 
     @classmethod
-    def of(cls, tokens: NDArray[Any], mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> TokenSet:
+    def of(cls, tokens: Array, mask: Bools, offsets: Ints) -> TokenSet:
         """A set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
         assert mask.shape == tokens.shape
         until = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
@@ -94,7 +96,7 @@ class TokenSet:
         return cls(tokens, pack_mask(mask), offsets, work.astype(np.int32), counts.astype(np.int32), largest)
 
     @classmethod
-    def of_examples(cls, examples: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]]) -> TokenSet:
+    def of_examples(cls, examples: Sequence[tuple[Array, Bools]]) -> TokenSet:
         """A set in memory from (tokens, mask) of each example."""
         lengths = [len(tokens) for tokens, _ in examples]
         tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for tokens, _ in examples)])
@@ -110,22 +112,22 @@ class TokenSet:
         return len(self)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """(num_examples,) tokens of each example."""
         return np.diff(self.offsets)
 
     @property
-    def mask(self) -> NDArray[np.bool_]:
+    def mask(self) -> Bools:
         """(num_tokens,) bool, made anew: for small sets."""
         return self.mask_of(0, len(self.tokens))
 
-    def mask_of(self, start: int, stop: int) -> NDArray[np.bool_]:
+    def mask_of(self, start: int, stop: int) -> Bools:
         """(stop - start,) bool: which of ``tokens[start:stop]`` are targets."""
         first = start // 8
         bits = np.unpackbits(self.mask_bits[first : -(-stop // 8)], bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
-    def example(self, i: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    def example(self, i: int) -> tuple[Array, Bools]:
         """Tokens (a view) and mask of example ``i``, each (length,)."""
         start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
         return self.tokens[start:stop], self.mask_of(start, stop)
@@ -142,12 +144,12 @@ class TokenSet:
         return joined_fingerprint([array_fingerprint(array) for array in (self.tokens, self.mask_bits, self.offsets)])
 
 
-def pack_mask(mask: NDArray[np.bool_]) -> Bits:
+def pack_mask(mask: Bools) -> Bits:
     """Eight flags a byte, the first one lowest."""
     return np.packbits(mask, bitorder="little")
 
 
-def array_fingerprint(array: NDArray[Any]) -> str:
+def array_fingerprint(array: Array) -> str:
     """SHA-256 of the array's bytes, little-endian, so that it is the same on every computer."""
     return hashlib.sha256(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data).hexdigest()
 
@@ -183,12 +185,12 @@ class PackedRows:
         return -(-(len(self.source.tokens) - 1) // self.block)
 
     @property
-    def work(self) -> NDArray[Any]:
+    def work(self) -> Array:
         """(num_rows,) inputs of each row: all ``block`` but the last row's."""
         return self._work
 
     @cached_property
-    def _work(self) -> NDArray[np.int32]:
+    def _work(self) -> Int32s:
         work = np.full(len(self), self.block, dtype=np.int32)
         if len(work):
             work[-1] = len(self.source.tokens) - 1 - (len(work) - 1) * self.block
@@ -211,7 +213,7 @@ class PackedRows:
             return Window(ids[:-1], positions, ids[positions + 1])
         return Window(ids[:-1], positions, ids[positions + 1], np.cumsum(begins[:length], dtype=np.int32))
 
-    def _span(self, start: int, count: int) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+    def _span(self, start: int, count: int) -> tuple[Array, Bools, Bools]:
         """(count,) tokens of the ring from ``start`` on, whether each is a target, and whether it begins a document."""
         source, size = self.source, len(self.source.tokens)
         start %= size

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allhands.data.arrays import Int8s
 from allhands.data.duplicates import NearIndex
 from allhands.data.outcome import Duplicates, Twin
 from allhands.data.splitting import NONE, SPLITS, Groups, canonical_order
@@ -41,14 +41,12 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
     So a row of train is a near duplicate of one in test, never the other way round. Preferences are compared
     among themselves: their words contain those of the chat that they were made from.
     """
-    words, preferences = spool.hashes("words"), spool.preferences
-    groups = [Groups(len(spool)) for _ in range(3)]
-    for each in groups:
+    words, preferences = spool.column("words"), spool.column("preference")
+    exact, near, families = (Groups(len(spool)) for _ in range(3))
+    for each in (exact, near, families):
         each.join_equal(words)
-    exact, near, families = groups
-    order = canonical_order(spool.given, spool.hashes("content"))
-    _, first = np.unique(words[order], return_index=True)
-    order = order[np.sort(first)]
+    order = canonical_order(spool.column("given"), spool.column("content"))
+    order = order[np.sort(np.unique(words[order], return_index=True)[1])]
     pairs: list[tuple[int, int, float]] = []
     done = 0
     for is_preference in (False, True) if threshold < 1 else ():
@@ -57,18 +55,17 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
         for place, row in enumerate(rows):
             alike = index.add(spool.text(row))
             families.join((row, rows[other]) for _, other in alike)
-            for similarity, other in alike:
-                if other not in represented:
-                    represented.add(place)
-                    near.join([(row, rows[other])])
-                    pairs.append((row, rows[other], similarity))
-                    break
+            match = next(((similarity, other) for similarity, other in alike if other not in represented), None)
+            if match is not None:
+                represented.add(place)
+                near.join([(row, rows[match[1]])])
+                pairs.append((row, rows[match[1]], match[0]))
             done += 1
             progress(done, len(order))
     return Twins(exact, near, families, pairs)
 
 
-def report_duplicates(spool: Spool, twins: Twins, split: NDArray[np.int8]) -> Duplicates:
+def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
     """What to report: all that was found, and what of it is now in two splits."""
     labels = twins.near.labels()
     kept = np.flatnonzero(split != NONE)

@@ -6,15 +6,18 @@ import ast
 import json
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from allhands.errors import DataError
 
+SHAPES = '{"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
+SHORTEN = "shorten the number or the nesting that it names"
 DELETE = "fill it in or delete the record"
+_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,10 @@ class ValuePlace:
 
 
 def type_name(value: Any) -> str:
-    """What a JSON value is, in words, with its article."""
+    """The type of a JSON value in words, with its article."""
     if value is None:
         return "null or missing"
-    names: dict[type, str] = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value)) or f"a value of type {type(value).__name__}"
+    return _NAMES.get(type(value)) or f"a value of type {type(value).__name__}"
 
 
 def quoted(name: Any) -> str:
@@ -50,15 +45,15 @@ def quoted(name: Any) -> str:
     return f'"{text.encode("utf-8", "backslashreplace").decode("utf-8")}"'
 
 
-def key_list(names: Sequence[str] | Mapping[str, Any]) -> str:
+def key_list(names: Iterable[str]) -> str:
     """The first keys, quoted, for a message."""
-    more = ", ..." if len(names) > 12 else ""
-    return (", ".join(quoted(name) for name in list(names)[:12]) or "none") + more
+    first = [quoted(name) for name in names]
+    return (", ".join(first[:12]) or "none") + (", ..." if len(first) > 12 else "")
 
 
 def is_list_of_objects(value: Any) -> bool:
     """Whether a JSON value is a list in which everything is an object."""
-    return isinstance(value, list) and all(isinstance(item, dict) for item in cast(list[Any], value))
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def check_string(value: Any, what: str, place: ValuePlace) -> str:
@@ -70,29 +65,18 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
     if not isinstance(value, str):
         repair = DELETE if value is None else "write it as a string, in quotes"
         place.fail(f"{what} is {type_name(value)}, it must be a string", repair)
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            _fail_on_surrogate(what, error, place)
-    return value
-
-
-def _fail_on_surrogate(what: str, error: UnicodeEncodeError, place: ValuePlace) -> NoReturn:
-    bad = f"\\u{ord(error.object[error.start]):04x}"
-    place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
+    return value if value.isascii() else as_json(value, what, place)
 
 
 def as_json(value: Any, what: str, place: ValuePlace) -> Any:
     """The value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
-    if isinstance(value, str):
-        return check_string(value, what, place)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_date_as_text)
         text.encode("utf-8")
-        return json.loads(text)
+        return value if isinstance(value, str) else json.loads(text)
     except UnicodeEncodeError as error:
-        _fail_on_surrogate(what, error, place)
+        bad = f"\\u{ord(error.object[error.start]):04x}"
+        place.fail(f"{what} has half a surrogate pair ({bad})", "write the whole character, or remove it")
     except (TypeError, ValueError, RecursionError) as error:
         place.fail(f"{what} holds something that JSON cannot write: {error}", "write it as text, or remove it")
 
@@ -116,42 +100,31 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
         place.fail(f"{what} is a string that is not JSON: {error}", "write it as a JSON list or object")
 
 
-def is_list_text(value: Any) -> bool:
-    """Whether a value is a string that looks like a list, as CSV and Parquet files hold lists."""
-    return isinstance(value, str) and value.lstrip()[:1] == "[" and value.rstrip()[-1:] == "]"
+def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
+    """The list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
 
-
-def list_of_text(text: str, what: str, place: ValuePlace) -> Any:
-    """The list that stands in the data as a string: JSON, or as Python, and so pandas, writes it into a CSV.
+    The string is JSON, also encoded twice, or what Python, and so pandas, writes into a CSV.
 
     Raises:
-        DataError: it is neither.
+        DataError: a string looks like a list and is none.
     """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text[:2] == '"[':
+        return list_if_text(parse_json(text, what, place), what, place)
+    if not text or text[0] != "[" or (text[-1] != "]" and "{" not in text):
+        return value if text else None
     try:
         return parse_json(text, what, place)
     except DataError:
         with warnings.catch_warnings(), suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             warnings.simplefilter("ignore")
-            value = ast.literal_eval(text.strip())
+            items: Any = ast.literal_eval(text)
             # Strings side by side would be joined, where NumPy writes no commas.
-            if isinstance(value, list) and all(isinstance(item, dict | list) for item in cast(list[Any], value)):
-                return cast(list[Any], value)
+            if isinstance(items, list) and all(isinstance(item, dict | list) for item in items):
+                return items
         raise
-
-
-def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
-    """The list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
-
-    Raises:
-        DataError: a string looks like a list and is none.
-    """
-    if isinstance(value, str) and not value.strip():
-        return None
-    if isinstance(value, str) and value.lstrip()[:2] == '"[':
-        value = parse_json(value, what, place)  # encoded twice
-    if isinstance(value, str) and not is_list_text(value) and value.lstrip()[:1] == "[" and "{" in value:
-        return parse_json(value, what, place)  # cut off, or with something behind it: that is said
-    return list_of_text(value, what, place) if is_list_text(value) else value
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:

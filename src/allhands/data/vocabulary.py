@@ -67,14 +67,14 @@ class VocabularyOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.chat_template is not None and self.chat_template not in TEMPLATES:
+        if self.chat_template not in (None, *TEMPLATES):
             message = f"no chat template {self.chat_template!r}"
             raise ConfigError(message, where="--chat-template", hint=f"one of {', '.join(TEMPLATES)}")
         names = self.special_tokens
-        wrong = [name for name in self.special if not name.strip() or names.count(name) > 1]
-        if wrong:
-            message = f"{wrong[0]!r} cannot be a special token" + (", it is one already" if wrong[0].strip() else "")
-            raise ConfigError(message, where="--special", hint="name each once; for example --special '<|tool|>'")
+        for name in self.special:
+            if not name.strip() or names.count(name) > 1:
+                message = f"{name!r} cannot be a special token, it is {'one already' if name.strip() else 'empty'}"
+                raise ConfigError(message, where="--special", hint="name each once; for example --special '<|tool|>'")
         least = NUM_BYTES + len(names)
         if self.vocabulary < least:
             message = (
@@ -182,9 +182,9 @@ def _trained(corpus: Corpus, options: VocabularyOptions) -> Tokenizer:
 
 
 def _write(tokenizer: Any, directory: Path, options: VocabularyOptions) -> None:
-    named = {"bos_token": BOS, "eos_token": options.eos, "pad_token": PAD}
-    others = [name for name in options.special_tokens if name not in named.values()]
-    mapping: dict[str, Any] = named | ({"additional_special_tokens": others} if others else {})
+    mapping: dict[str, Any] = {"bos_token": BOS, "eos_token": options.eos, "pad_token": PAD}
+    if others := [name for name in options.special_tokens if name not in mapping.values()]:
+        mapping["additional_special_tokens"] = others
     config = {
         **mapping,
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -192,10 +192,6 @@ def _write(tokenizer: Any, directory: Path, options: VocabularyOptions) -> None:
         "clean_up_tokenization_spaces": False,
         **({"chat_template": TEMPLATES[options.chat_template]} if options.chat_template else {}),
     }
-    contents = (tokenizer.to_str(pretty=True), _json(config), _json(mapping))
-    for name, content in zip(OUTPUT, contents, strict=True):
+    written = (json.dumps(each, indent=2, ensure_ascii=False) for each in (config, mapping))
+    for name, content in zip(OUTPUT, (tokenizer.to_str(pretty=True), *written), strict=True):
         (directory / name).write_text(content + "\n", encoding="utf-8")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
