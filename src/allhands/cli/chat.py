@@ -7,13 +7,31 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from allhands.cli.answering import (
+    Adapter,
+    BackendName,
+    DividedBy,
+    Hostfile,
+    Hosts,
+    MaxTokens,
+    ModelName,
+    NumRanks,
+    Seed,
+    Split,
+    SystemPrompt,
+    Temperature,
+    TopP,
+    TrustCode,
+    ranks_asked,
+    tell_harm,
+    tell_notes,
+)
+from allhands.cli.divided import at_terminal, require_terminal_here, run_divided
 from allhands.cli.options import ChatTemplate, System, chat_choice
-from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks
 from allhands.io.paths import require_words
@@ -28,20 +46,16 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 
 
 def chat(
-    model: Annotated[
-        str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
-    ] = "demo",
-    adapter_path: Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
-    system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")] = 512,
-    temp: Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    model: ModelName = "demo",
+    adapter_path: Adapter = None,
+    system_prompt: SystemPrompt = None,
+    max_tokens: MaxTokens = 512,
+    temp: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     chat_template: ChatTemplate = None,
     system: System = "template",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustCode = False,
     strategy: DividedBy = None,
     num_ranks: NumRanks = None,
     hosts: Hosts = None,
@@ -54,16 +68,11 @@ def chat(
     It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
     is a turn. A model larger than one computer talks with --strategy pipeline.
     """
-    ranks = ranks_asked(
-        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
-    )
+    ranks = ranks_asked(locals())
     choice = chat_choice(chat_template, system)
     if ranks is not None and VARIABLE not in os.environ:
-        from allhands.cli.divided import at_terminal, require_terminal_here
-
         require_terminal_here(hosts, hostfile)
         raise typer.Exit(at_terminal(_talk))
-    from allhands.cli.talk import tell_harm, tell_notes
     from allhands.infer.conversation import Conversation
     from allhands.infer.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
@@ -80,8 +89,6 @@ def chat(
             loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
             _talk(conversation(loaded))
         return
-    from allhands.cli.divided import run_divided
-
     path = os.environ[VARIABLE]
 
     def work(answering: AnsweringRanks, speaks: bool) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from allhands.cli.talk import (
+from allhands.cli.answering import Seed
+from allhands.cli.compare import (
     SCORED,
     answers,
     compared,
-    comparison_table,
     held_out_prompts,
     save_comparison,
-    score_lines,
+    show_comparison,
     show_speed,
 )
 from allhands.cli.train import supervise_training
@@ -36,8 +38,17 @@ MAX_TOKENS = 50
 _WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
-def run_demo(out: Path, iters: int, seed: int) -> None:
-    """Model, baseline, data, training on one process and on two, graph, table, adapter tried, score."""
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path(
+        "demo-run"
+    ),
+    iters: Annotated[int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")] = 60,
+    seed: Seed = 0,
+) -> None:
+    """A small model learns to talk like a pirate: the whole road.
+
+    It is trained on one process and on two, and asked before and after.
+    """
     console = console_for(highlight=False)
     started = time.perf_counter()
     for name, mark in _WRITTEN.items():
@@ -69,9 +80,7 @@ def run_demo(out: Path, iters: int, seed: int) -> None:
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
     comparison = compared(prompts, before, after)
-    console.print(comparison_table(comparison, 4, MAX_TOKENS))
-    for line in score_lines(comparison):
-        console.print(line)
+    show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
     save_comparison(comparison, out / ANSWERS_FILE)
     console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {out}", soft_wrap=True)
     console.print("ask it yourself:", soft_wrap=True)

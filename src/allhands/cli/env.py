@@ -53,6 +53,12 @@ def show_environment(as_json: AsJson = False) -> None:
     _show(report)
 
 
+def version() -> None:
+    """Versions of allhands and of what it stands on."""
+    for name in ("allhands", "mlx", "mlx-lm", "numpy"):
+        typer.echo(f"{name} {version_of(name) or 'is not installed'}")
+
+
 def as_dictionary(report: _Report) -> dict[str, Any]:
     """The report as JSON has it; what is not known is ``null``."""
     launch, point, paths = report.launch, report.launch.meeting, report.launch.paths

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.cli.answering import TrustCode, tell_harm
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
 from allhands.io.paths import meant
@@ -36,7 +37,6 @@ class Target(StrEnum):
 
 OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier one wrote to --out.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
 _OURS = ("adapters.safetensors", "adapter_config.json")
 
@@ -67,7 +67,6 @@ def export_adapter(
     for flag, value, only in (("--base", base, Target.peft), ("--dtype", dtype, Target.hf)):
         if value is not None and to is not only:
             raise ConfigError(f"it has no effect with --to {to.value}", where=flag, hint="leave it out")
-    from allhands.cli.talk import tell_harm
 
     if to is Target.peft:
         from allhands.run.adapter_files import check_adapter

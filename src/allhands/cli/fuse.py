@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from allhands.cli.answering import TrustCode, tell_harm
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
 Adapter = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
 
 GGUF_NAME = "ggml-model-f16.gguf"
@@ -45,7 +45,6 @@ def fuse(
     if upload_repo is not None:
         hint = f"allhands upload {save_path} --to {upload_repo}, when you have looked at it"
         raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
-    from allhands.cli.talk import tell_harm
     from allhands.export.fusing import FuseOptions, fuse_model
 
     tell_harm(adapter_path)  # before it may be refused for what the training did

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from allhands.errors import DataError
 from allhands.io.files import require_ours
@@ -15,11 +17,15 @@ from allhands.observe.plots import can_be_drawn, plot_losses, plot_memory
 from allhands.observe.times import times_table
 
 
-def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool = False) -> None:
-    """Draw the runs' loss curves on one graph and print their times side by side.
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
+    title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no such picture.")] = False,
+) -> None:
+    """Draw the loss curves of runs on one graph; print their times.
 
-    Raises:
-        ConfigError: a file of that name is no such picture, and is not to be replaced by ``force``.
+    Of a single run the memory of its processes is drawn, too, beside it.
     """
     histories = [read_metrics(run) for run in runs]
     samples = _samples(runs[0]) if len(runs) == 1 else None

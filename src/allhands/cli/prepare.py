@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.data.demo import write_demo_data
 from allhands.data.records import ColumnNames
 from allhands.errors import ConfigError
 from allhands.io.terminal import console_for, progress_console
@@ -141,6 +142,14 @@ def _command() -> Callable[..., None]:
 
 
 prepare = _command()
+
+
+def data_demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate"),
+) -> None:
+    """Write the shipped pirate chat data as .jsonl files."""
+    counts = write_demo_data(out)
+    typer.echo(f"{out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
 
 
 # --- from flags to options --------------------------------------------------------------------------

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
+from allhands.cli.answering import Adapter, ModelName, TrustCode, tell_harm
 from allhands.cli.options import ChatTemplate, Host, HostNames, Port, System, Token, chat_choice
 from allhands.io.terminal import tell
 
 
 def serve(
-    model: Annotated[
-        str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
-    ] = "demo",
-    adapter_path: Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
+    model: ModelName = "demo",
+    adapter_path: Adapter = None,
     host: Host = "127.0.0.1",
     port: Port = 8080,
     token: Token = None,
@@ -37,9 +35,7 @@ def serve(
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Top-p, unless asked otherwise.")] = 1.0,
     chat_template: ChatTemplate = None,
     system: System = "template",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer requests to a model over HTTP, as OpenAI does.
 
@@ -60,7 +56,6 @@ def serve(
         every = "every web page that is open in a browser"
         told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
         tell(f"allhands: warning: {told}")
-    from allhands.cli.talk import tell_harm
     from allhands.infer.serving import ServeOptions
     from allhands.infer.serving import serve as answer
 
