@@ -297,7 +297,7 @@ def _memory(
     plan: KeptPlan, backend: str, ranks: int, config: Mapping[str, Any]
 ) -> tuple[KeptMemory | None, tuple[str, ...]]:
     """How the run divided its work, as the plan has it, and the options that the plan has shown another way of."""
-    ways = [way for way in plan.memory if way.ranks == ranks and way.built and "--quantize" not in way.flags]
+    ways = [way for way in plan.memory if way.ranks == ranks and "--quantize" not in way.flags]
     # Of the flags that save memory those that the run had, and the plan had not.
     flags: dict[str, str] = {}
     if config.get("grad_checkpoint") and not plan.options.get("grad_checkpoint"):

@@ -76,7 +76,6 @@ class KeptMemory:
     name: str
     ranks: int
     rank_bytes: _Bytes
-    built: bool
     flags: str
 
 

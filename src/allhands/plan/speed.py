@@ -1,4 +1,4 @@
-"""How long a step takes on any number of computers, from how long it takes on one: Amdahl's law and its neighbours.
+"""How long a step takes on any number of computers, from how long it takes on one.
 
 A step is a part that does not get shorter (the update, the program itself), a part that is divided among the ranks (the
 passes), and the exchange. On one computer only the first two are there, and two batch sizes tell them apart.
@@ -15,7 +15,6 @@ from allhands.parallel.costs import PackedGradients
 from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
-_MOST = 1024
 _NUMBERS_BYTES = 64
 _SAME = 1e-9  # of logarithms
 
@@ -55,11 +54,6 @@ class StepModel:
         """Of a step on one computer."""
         return self.serial_s + self.tokens * self.token_s
 
-    @property
-    def serial_fraction(self) -> float:
-        """Amdahl's."""
-        return self.serial_s / self.alone_s
-
     def times(self, factor: float) -> StepModel:
         """With ``factor`` as many rows in a batch."""
         return replace(self, tokens=self.tokens * factor, rows=round(self.rows * factor))
@@ -73,7 +67,6 @@ class Prediction:
         compute_s: of the rank that takes longest.
         exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
         speed_up: against the fastest of them alone with the same batch.
-        scaled: tokens in the time of one computer's, if each has a batch of its own (Gustafson).
         capacity: how many of the fastest of them all of them are worth: their number where all are equal.
     """
 
@@ -83,12 +76,11 @@ class Prediction:
     exchange_s: float
     exposed_s: float
     speed_up: float
-    scaled: float
-    capacity: float = 0.0
+    capacity: float
 
     @property
     def efficiency(self) -> float:
-        return self.speed_up / (self.capacity or self.ranks)
+        return self.speed_up / self.capacity
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -140,10 +132,8 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
         hidden = (turns * model.serial_s + compute) * model.beside / model.every
         exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
-    own = turns * (model.serial_s + model.tokens * model.token_s) + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
-    scaled = whole * model.alone_s / own
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / turns / max(speeds))
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, whole / turns / max(speeds))
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
@@ -159,24 +149,8 @@ def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
     return last
 
 
-def amdahl(serial_fraction: float, ranks: float) -> float:
-    """The speed-up of so many computers if nothing had to be exchanged (Amdahl 1967)."""
-    return 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
-
-
-def gustafson(serial_fraction: float, ranks: float) -> float:
-    """How many times the work so many computers do in the same time, if nothing had to be exchanged (1988)."""
-    return ranks - serial_fraction * (ranks - 1)
-
-
-def enough(model: StepModel, link: ExchangeTimes, most: int = _MOST) -> int:
-    """The number of equal computers beyond which each further one saves less than 5 % of a step's time."""
-    limit = max(1, min(most, _MOST, model.rows))
-    return enough_of({ranks: predict(model, link, [1.0] * ranks).step_s for ranks in range(1, limit + 1)})
-
-
-def enough_of(seconds: Mapping[int, float]) -> int:
-    """Of so many computers with a step's seconds: those beyond which each further one saves less than 5 % of it.
+def enough(seconds: Mapping[int, float]) -> int:
+    """Return the number of computers beyond which each further one saves less than 5 % of a step's seconds.
 
     Rows that do not divide evenly may hide what the next one saves, so that all numbers beyond are looked at.
     """

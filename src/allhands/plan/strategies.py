@@ -1,4 +1,4 @@
-"""What each rank holds under each way of dividing a training: which of them fit, and which of them are built here."""
+"""Memory of a rank under each way of dividing a training, by the costs of the strategies themselves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from functools import partial
 from allhands.parallel.costs import LocalCosts, with_left_out
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.parallel.rounds import Rounds
-from allhands.run.model_sizes import all_weights, expert_weights
-from allhands.run.training_memory import Blocks, Memory, Work
+from allhands.run.training_memory import Memory, Work
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
@@ -33,9 +32,9 @@ class Way:
         parts: bytes of the rank with the largest share by what they are for, in the order of a table.
         rank_bytes: of that rank at the peak; less than all parts, which do not come together.
         by_rank: the same of each rank; all alike where each has an equal share.
-        built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
         sent_bytes: that a rank sends in a step; 0 where that is not worked out.
+        fits: whether each rank's bytes do; ``None`` where that is not known.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -43,12 +42,12 @@ class Way:
     ranks: int
     parts: dict[str, int]
     rank_bytes: int
-    built: bool = True
     flags: str = ""
     combined: bool = False
     by_rank: tuple[int, ...] = ()
     more: str = ""
     sent_bytes: int = 0
+    fits: bool | None = None
 
     def with_bytes(self, of: Callable[[int], int]) -> Way:
         """With other bytes of each rank, worked out from those that it has."""
@@ -89,7 +88,6 @@ def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) ->
 
 def ways_of_team(
     work: Work,
-    blocks: Blocks,
     shares: Sequence[float],
     bucket_bytes: int,
     of: Callable[[Work], Memory],
@@ -156,7 +154,6 @@ def ways_of_team(
             yield way(
                 f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", partial(_both, _in_four_bits, change), combined=True
             )
-    yield from _of_frameworks(work, blocks, ranks, bucket_bytes, of)
 
 
 def _in_rounds(rounds: Rounds) -> Entry:
@@ -207,68 +204,30 @@ def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
 
 
-def costs(way: Way) -> tuple[bool, bool, bool]:
-    """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
-    return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
+def cheapest(ways: Sequence[Way]) -> Way | None:
+    """Return the way that fits and costs the least: what changes results comes last, before it what takes time most."""
+    able = [way for way in ways if way.fits is not False]
+    return min(able, key=lambda way: (QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags), default=None)
 
 
-def those_told(memory: Sequence[Way], fits: Sequence[bool | None]) -> list[int]:
-    """Places of the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
+def those_told(ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
 
-    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much.
+    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much. On several
+    computers the cheapest one is always told.
     """
-    chosen: set[int] = set()
-    groups: dict[tuple[bool, bool], list[int]] = {}
-    for place, each in enumerate(memory):
-        if each.built:  # 4 bits change the results: they come by themselves, and after the others
-            groups.setdefault((each.ranks > 1, each.flags.startswith(QUANTISE)), []).append(place)
-    found = dict.fromkeys((False, True), False)
-    for (several, _), places in groups.items():
-        more = [place for place in places if memory[place].combined]
-        found[several] |= any(fits[place] is not False for place in places if not memory[place].combined)
-        if more and not found[several]:
-            least = min(reversed(more), key=lambda place: memory[place].rank_bytes)
-            first = next((place for place in more if fits[place]), least)
-            found[several] = bool(fits[first])
-            chosen.add(first)
-    return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
-
-
-def _of_frameworks(
-    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory]
-) -> Iterator[Way]:
-    """Ways that divide the model itself."""
-    share = work.divided(ranks)
-    memory = of(share)
-    if work.method == "full":
-        block = work.weights_bytes // max(1, blocks.layers)
-        whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
-        parted = work.trained_bytes * (ranks - 1) // ranks
-        update = memory.update - parted - memory.renewed * (ranks - 1) // ranks
-        whole = replace(whole, backward=whole.backward - parted, update=update)
-        yield _of("parameters sharded", ranks, share, whole, 2 * block, built=False)
-    tensor = of(
-        replace(
-            work,
-            weights_bytes=work.weights_bytes // ranks,
-            trained_bytes=work.trained_bytes // ranks,
-            by_adam_bytes=work.by_adam_bytes // ranks,
-        )
-    )
-    # What lies between the products is on every rank whole: about a third of what is kept.
-    saved = tensor.activations - (tensor.activations // 3 + 2 * tensor.activations // (3 * ranks))
-    tensor = replace(
-        tensor,
-        activations=tensor.activations - saved,
-        backward=tensor.backward - saved,
-        loss=max(tensor.logits, tensor.loss - saved),
-    )
-    yield _of("tensors sharded", ranks, work, tensor, 0, built=False)
-    if blocks.experts >= ranks:
-        kept = 1 - expert_weights(blocks) / all_weights(blocks, tied=True) * (ranks - 1) / ranks
-        trained = int(kept * work.trained_bytes) if work.method == "full" else work.trained_bytes
-        some = replace(share, weights_bytes=int(kept * work.weights_bytes), trained_bytes=trained)
-        yield _of("experts sharded", ranks, some, of(some), bucket_bytes, built=False)
+    best = cheapest(ways) if ways and ways[0].ranks > 1 else None
+    chosen = [] if best is None else [best]
+    found = False
+    for rounded in (False, True):  # 4 bits change the results: they come by themselves, and after the others
+        group = [way for way in ways if way.flags.startswith(QUANTISE) is rounded]
+        more = [way for way in group if way.combined]
+        found |= any(way.fits is not False for way in group if not way.combined)
+        if more and not found:
+            least = min(reversed(more), key=lambda way: way.rank_bytes)
+            chosen.append(next((way for way in more if way.fits), least))
+            found = bool(chosen[-1].fits)
+    return [way for way in ways if not way.combined or way in chosen]
 
 
 def _of(
@@ -278,7 +237,6 @@ def _of(
     memory: Memory,
     bucket_bytes: int,
     *,
-    built: bool = True,
     flags: str = "",
     combined: bool = False,
 ) -> Way:
@@ -292,4 +250,4 @@ def _of(
         "buckets": bucket_bytes,
     }
     whole = memory.arrays + bucket_bytes
-    return Way(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)
+    return Way(name, ranks, parts, whole, flags, combined, (whole,) * ranks)
