@@ -7,17 +7,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from allhands.errors import ConfigError
-from allhands.io.terminal import echo, tell
-
-if TYPE_CHECKING:
-    from allhands.config.schema import TrainConfig
-    from allhands.plan.compared import Comparison
-    from allhands.plan.outlook import Outlook
+from allhands.cli.options import option_function
+from allhands.cli.parser import App
+from allhands.cli.plan_shown import show
+from allhands.config.aliases import canonical_flag
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig, build_config
+from allhands.config.yaml_files import read_yaml
+from allhands.errors import ConfigError, StorageError
+from allhands.io.files import require_ours, require_writable
+from allhands.io.formatting import format_moment
+from allhands.io.names import PLAN_FILE
+from allhands.io.pictures import DRAWN_HERE, picture_suffix
+from allhands.io.terminal import console_for, echo, print_table, tell
+from allhands.plan.job import Prices
+from allhands.plan.kept import has_begun, keep_plan, plan_record
+from allhands.plan.outgrown import signs_of
+from allhands.plan.outlook import look_ahead
 
 # Everything that is not this command's own is an option of the training that is planned.
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -59,37 +69,29 @@ def plan(
     --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
     directory (--adapter-path), and compared with the run by `allhands report`.
     """
-    from allhands.cli.plan_computers import AskedComputers
-    from allhands.cli.plan_facts import facts_of
-    from allhands.cli.plan_shown import show
-    from allhands.plan.chart import draw_chart
-    from allhands.plan.job import Prices
-    from allhands.plan.outlook import look_ahead
-
     for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
         _require_amount(f"--price-per-{flag}", price, "2.5")
     _require_amount("--watts", watts, "60")
     if after is not None:
-        return show_after(after, as_json=as_json)
+        show_after(after, as_json=as_json)
+        return
     picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
     devices = None if device is None else ", ".join(device)
-    asked = AskedComputers(
-        device=devices,
-        link=link,
-        machines=_numbers(machines),
-        once=once,
-        timeout_s=timeout_s,
-        prices=Prices(price_per_hour, watts, price_per_kwh),
-    )
+    from allhands.cli.plan_facts import AskedComputers, facts_of
+
+    prices = Prices(price_per_hour, watts, price_per_kwh)
+    asked = AskedComputers(devices, link, _numbers(machines), once, timeout_s, prices)
     job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
-    shown = None if measured is None else asdict(measured)
+    # Options that this kind of training does not have are no options of the plan.
+    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
+    processor = "cpu" if outlook.job.kind == "cpu" else "gpu"
     values = {
-        **_told_apart(config, outlook, devices),
+        **plan_record(options, processor=processor, device=devices),
         **outlook.as_json(),
         "notes": notes,
-        "measured": shown,
+        "measured": None if measured is None else asdict(measured),
     }
     kept, told = _keep(Path(config.adapter_path), values, imagined=device is not None)
     if as_json:
@@ -100,21 +102,19 @@ def plan(
         show(outlook, notes)
         echo(told)
     if picture is not None:
+        from allhands.plan.chart import draw_chart
+
         # Last, because what was measured is not to be lost if it cannot be written.
         typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
-    return None
 
 
 def _place_of(picture: Path | None, *, force: bool) -> Path | None:
-    """Where the chart will be.
+    """Return where the chart will be.
 
     Raises:
         ConfigError: it is no name of a picture, or a file of somebody else's.
         StorageError: it cannot be written.
     """
-    from allhands.io.files import require_ours, require_writable
-    from allhands.io.pictures import DRAWN_HERE, picture_suffix
-
     if picture is not None:
         suffix = picture_suffix(picture)
         picture = picture if picture.suffix else picture.with_suffix(suffix)
@@ -123,21 +123,8 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
     return picture
 
 
-def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
-    from allhands.plan.kept import plan_record
-    from allhands.run.training_memory import on_cpu
-
-    # Options that this kind of training does not have are no options of the plan.
-    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
-    return plan_record(options, processor="cpu" if outlook.job.of is on_cpu else "gpu", device=device)
-
-
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
-    from allhands.errors import StorageError
-    from allhands.io.names import PLAN_FILE
-    from allhands.plan.kept import has_begun, keep_plan
-
     if imagined and has_begun(directory):
         # Beside a run it would be taken for the plan of that.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
@@ -150,18 +137,11 @@ def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[P
 
 
 def training_config(words: Sequence[str]) -> TrainConfig:
-    """The training that options of ``allhands train`` or ``allhands pretrain`` describe.
+    """Return the training that options of ``allhands train`` or ``allhands pretrain`` describe.
 
     Raises:
         ConfigError: an option that neither has, or a value that cannot be.
     """
-    from allhands.cli.options import option_function
-    from allhands.cli.parser import App
-    from allhands.config.aliases import canonical_flag
-    from allhands.config.pretrain_schema import PretrainConfig
-    from allhands.config.schema import TrainConfig, build_config
-    from allhands.config.yaml_files import read_yaml
-
     flags: dict[str, Any] = {}
     app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(flags.update, "", PretrainConfig))  # which has all of both
@@ -188,53 +168,40 @@ def _require_amount(flag: str, value: float | None, example: str) -> None:
 
 
 def show_after(run: Path, *, as_json: bool) -> None:
-    """Print what a run shows of the way in which it was computed, and how it compares with its plan.
+    """Print signs that a run has outgrown its way of training, and compare it with its plan.
 
     Raises:
         DataError: there is no run.
     """
     from allhands.observe.judging import harm
-    from allhands.plan.outgrown import signs_of
     from allhands.report.facts import read_facts
-    from allhands.report.planned import comparison_of
+    from allhands.report.planned import comparison_of, plan_words, planned_grids
 
     facts = read_facts(run)
-    found, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
+    signs, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
     # A faster way to a ruined model is no advice.
     done = harm(facts.history)
     # Of the notes those on the plan: the others are for a report.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
-        values = {"signs": [asdict(sign) for sign in found], "plan": compared and compared.as_json(), "notes": notes}
+        values = {"signs": [asdict(sign) for sign in signs], "plan": compared and compared.as_json(), "notes": notes}
         values["judgements"] = [asdict(one) for one in done]
         typer.echo(json.dumps(values, indent=1))
         return
     for one in done:
         echo(f"{one.level}: {one.text}")
-    if not found and not any(one.level == "bad" for one in done):
+    if not signs and not any(one.level == "bad" for one in done):
         echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
-    for sign in found:
-        echo(f"{sign.seen}\n  what to do: {sign.advice}")
-    for note in notes:
-        echo(note)
-    if compared is not None:
-        _show_compared(compared)
-    elif not notes:
-        echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
-
-
-def _show_compared(found: Comparison) -> None:
-    from allhands.io.formatting import format_moment
-
-    typer.echo(
-        f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"
-    )
-    for note in found.notes:
-        echo(f"- {note}")
-    for figure in found.figures:
-        mark = " (with other options)" if figure.marked and figure.ratio is not None else ""
-        echo(f"{figure.told}{mark}")
-        if figure.why:
-            echo(f"  what may explain it: {'; '.join(figure.why)}")
-    for one in found.differences:
-        echo(f"other than planned: {one.told}")
+    for text in (*(f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs), *notes):
+        echo(text)
+    if compared is None:
+        if not notes:
+            echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
+        return
+    ranks = f"{compared.machines} rank{'s' * (compared.machines > 1)}"
+    echo(f"\nPlanned on {format_moment(compared.made)} UTC, for {ranks}:")
+    for text in (*compared.notes, *(word.text for word in plan_words(compared))):
+        echo(f"- {text}")
+    for grid in planned_grids(facts.history.name, compared):
+        echo(f"\n{grid.caption}")
+        print_table(console_for(highlight=False), grid.head, grid.rows)

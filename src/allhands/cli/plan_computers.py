@@ -1,22 +1,24 @@
-"""The computers that ``allhands plan`` plans for, what they have, and the link between them."""
+"""The computers of a plan, their memory and speed, and the link between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from allhands.cluster.doctor.facts import HostFacts
+from allhands.cluster.doctor.run import ask_facts
+from allhands.cluster.doctor.storage import device_memory as memory_of
+from allhands.cluster.hosts import Host, hosts_named
+from allhands.cluster.netbench import BenchOptions, measure
+from allhands.cluster.probes.computer import memory_facts
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
-from allhands.plan.computers import Computer
+from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
+from allhands.plan.job import Prices
 from allhands.plan.links import ExchangeTimes, Measured, link_of
-
-if TYPE_CHECKING:
-    from allhands.cluster.doctor.facts import HostFacts
-    from allhands.cluster.hosts import Host
-    from allhands.plan.job import Prices
+from allhands.runtime.accelerator import device_memory
 
 _DEFAULT_LINK = "1GbE"
 _MOST_DEVICES = 1024
@@ -43,7 +45,7 @@ class AskedComputers:
 
 
 def devices_of(text: str | None) -> list[Device]:
-    """``M1 Pro 32GB, 2 x M1 16GB``; of one kind, because no training is of several.
+    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
 
     Raises:
         ConfigError: they are not known, or too many, or of several kinds.
@@ -68,14 +70,12 @@ def devices_of(text: str | None) -> list[Device]:
 
 
 def on_hosts(config: TrainConfig) -> bool:
-    """Whether it is planned for computers that answer over ssh."""
+    """Tell if the plan is for computers that answer over ssh."""
     return bool(config.hosts or config.hostfile)
 
 
 def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
-    """The computers that the options name, as training reads them; this one with all ranks, if they name none."""
-    from allhands.cluster.hosts import Host, hosts_named
-
+    """Return the computers that the options name; this one with all ranks, if they name none."""
     return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
 
 
@@ -88,14 +88,12 @@ def computers_of(
     say: Say,
     notes: list[str],
 ) -> tuple[Computer, ...]:
-    """All of them, in the order in which they are named; one where the others are like it, or only imagined.
+    """Return the computers in the order of their names; one where the others are like it, or only imagined.
 
     Args:
         kind: of this computer's processor.
         link: between them; where it was measured the speeds were, too.
     """
-    from allhands.plan.computers import listed
-
     if devices:
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
         found = tuple(_described(each, devices[0], watts=watts) for each in devices)
@@ -119,14 +117,10 @@ def _described(device: Device, first: Device, *, watts: bool) -> Computer:
 
 
 def _here(kind: str) -> Computer:
-    """This one: what arrays may take now, or at all where that is the GPU's own."""
+    """Return this computer, with the memory that arrays may take now, or at all where that is the GPU's own."""
     if kind == "cpu":
-        from allhands.cluster.probes.computer import memory_facts
-
         memory = memory_facts()
         return Computer(_HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now")
-    from allhands.runtime.accelerator import device_memory
-
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
     return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
@@ -135,9 +129,7 @@ def _here(kind: str) -> Computer:
 def _answering(
     config: TrainConfig, kind: str, measured: Sequence[float], say: Say, notes: list[str]
 ) -> tuple[Computer, ...]:
-    """A rank of each slot of the hosts, with their memory as they tell it themselves."""
-    from allhands.cluster.doctor.run import ask_facts
-
+    """Return one computer for each slot of the hosts, with the memory that they tell."""
     hosts = hosts_of(config)
     say("asking the computers for their memory ...")
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
@@ -155,11 +147,9 @@ def _answering(
 
 
 def _told(host: Host, facts: HostFacts | None) -> Computer:
-    from allhands.cluster.doctor.storage import device_memory
-
     if facts is None or not facts.memory.total:
         return Computer(host.name)
-    usable, free, _ = device_memory(facts)
+    usable, free, _ = memory_of(facts)
     if not facts.gpus:
         return Computer(host.name, 1.0, free, facts.memory.total, "other programs have the rest now")
     gpu = facts.gpus[0]
@@ -175,7 +165,7 @@ def _speeds(
     measured: Sequence[float],
     notes: list[str],
 ) -> list[float]:
-    """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or as they were ``measured``."""
+    """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as ``measured``."""
     slots = [host.slots for host in hosts]
     mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
     if config.given_weights:
@@ -195,7 +185,7 @@ def _speeds(
 
 
 def _processor(facts: HostFacts | None) -> str:
-    """What computes there, in words; empty if that is not known."""
+    """Name the processor; empty if it is not known."""
     if facts is None:
         return ""
     if facts.gpus:
@@ -204,7 +194,7 @@ def _processor(facts: HostFacts | None) -> str:
 
 
 def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]) -> Prices:
-    """With a power, where energy has a price.
+    """Return the prices, and note the power where only energy has a price.
 
     Raises:
         ConfigError: nothing says what a computer takes.
@@ -214,13 +204,8 @@ def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]
     if not devices:
         hint = "say how much a computer takes while it trains: --watts 60"
         raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
-    watts = {each.name: each.watts for each in devices}
-    if len(set(watts.values())) == 1:
-        each = devices[0].watts
-        notes.append(f"no --watts are given: {each:g} are taken for each computer, as such ones take while they train")
-    else:
-        told = ", ".join(f"{value:g} for {name}" for name, value in watts.items())
-        notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
+    told = ", ".join(dict.fromkeys(f"{each.watts:g} for {each.name}" for each in devices))
+    notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
     return asked.prices
 
 
@@ -230,7 +215,7 @@ def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]
 def link_between(
     config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
 ) -> ExchangeTimes | None:
-    """Measured between ranks that there are, else as described; ``None`` where there is one computer.
+    """Return the link: measured between ranks that there are, else as described; ``None``: there is one computer.
 
     Raises:
         AllhandsError: it is not known, or cannot be measured.
@@ -258,8 +243,6 @@ def link_between(
 
 
 def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeTimes:
-    from allhands.cluster.netbench import BenchOptions, measure
-
     say("measuring the link ...")
     options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
     found = measure(hosts_of(config), config.backend, options)
