@@ -429,7 +429,7 @@ def test_processes_that_take_turns_are_told_of(
     ranks: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    monkeypatch.setattr("allhands.runtime.gpus.nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr("allhands.cli.launching.nvidia_gpus", lambda: gpus)
     launching._tell_cores(TrainingJob(Path(), Path(), num_ranks=ranks, backend="ring"))
     assert capsys.readouterr().err == told
 

@@ -6,8 +6,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -17,24 +16,25 @@ import typer
 from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.options import option_function
 from allhands.config.schema import TrainConfig, build_config
-from allhands.data.records import ColumnNames
+from allhands.data.reading import read_rows
+from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.rows import RowProblem
+from allhands.data.shapes import Example, parse_example, suspicions_of
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.io.formatting import counted
-from allhands.io.terminal import console_for, progress_console
+from allhands.io.terminal import console_for, counting, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from allhands.data.check import CheckOptions, DataFinding, SplitReport
     from allhands.data.explained import Explained
     from allhands.data.lengths import LengthSummary
-    from allhands.data.records import Record
-    from allhands.data.shapes import Example
 
 SPLITS = ("train", "valid", "test")
 # Options of training that decide what it sees.
-_WIDE = 66  # columns of a terminal that tables of lengths have by right
 _SHARED = (
     *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
     *("fine_tune_type", "num_layers", "lora_parameters"),
@@ -122,8 +122,8 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
     loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
-    with _progress() as progress:
-        reports, found = look(splits, examiner, report=progress)
+    with counting(100) as count:
+        reports, found = look(splits, examiner, report=lambda split, done: count(done, f"{split}: {done:,} rows"))
     found += [DataFinding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
     found += [DataFinding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
@@ -178,19 +178,6 @@ def vocabulary_of(model: Path) -> int | None:
     return None
 
 
-@contextmanager
-def _progress() -> Generator[Callable[[str, int], None], None, None]:
-    """A line on standard error that counts, if that is a terminal."""
-    console = progress_console(highlight=False)
-    with console.status("reading") as status:
-
-        def report(split: str, done: int) -> None:
-            if done % 100 == 0:
-                status.update(f"{split}: {done:,} rows")
-
-        yield report
-
-
 # --- what is read ------------------------------------------------------------------------------------
 
 
@@ -228,8 +215,6 @@ def _sources(
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
-    from allhands.data.shapes import Example, suspicions_of
-
     try:
         for record in records:
             yield Example(record.kind, record, None, suspicions_of(record))
@@ -238,11 +223,6 @@ def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
 
 
 def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
-    from allhands.data.reading import read_rows
-    from allhands.data.records import parse_record
-    from allhands.data.rows import RowProblem
-    from allhands.data.shapes import parse_example
-
     for row in read_rows(file):
         if isinstance(row, RowProblem):
             yield row.error()
@@ -358,29 +338,19 @@ def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> 
     title = f"{report.name}: {counted(report.examples, 'example')}" + (f" ({shapes})" if shapes else "")
     console.print(title, style="bold")
     if report.lengths.count:
-        header, *rows = spread_table(
-            {"tokens": report.lengths, "trained tokens": report.trained}, wide=console.width >= _WIDE
-        )
-        console.print(header, style="dim")
-        for row in rows:
-            console.print(row)
+        console.print(spread_table({"tokens": report.lengths, "trained tokens": report.trained}))
     for name, words in _lines(report, config):
         console.print(f"  {name:15}  {words}")
     console.print()
 
 
-def spread_table(spreads: Mapping[str, LengthSummary], *, wide: bool = True) -> list[str]:
-    """A header and a line for each of ``spreads``. Columns are as wide as usual, or as their longest number needs."""
-    table = [["min", "median", "mean", "max", "total"]]
-    table += [
-        [f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}"] for s in spreads.values()
+def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
+    """Return a table with a line for each of ``spreads``."""
+    rows = [
+        (f"  {name:15}", f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}")
+        for name, s in spreads.items()
     ]
-    usual = (8, 9, 9, 9, 13) if wide else (0,) * 5
-    widths = [max(least, *(len(cell) + 2 for cell in column)) for least, *column in zip(usual, *table, strict=True)]
-    return [
-        f"  {name:15}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, cells in zip(("", *spreads), table, strict=True)
-    ]
+    return table_of(("", "min", "median", "mean", "max", "total"), rows)
 
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from allhands.cli.options import Host, HostNames, Port, Token
 from allhands.errors import DataError
 from allhands.io.paths import meant
 from allhands.io.terminal import tell
+from allhands.runtime.http_guard import listen
 
 
 def dashboard(
@@ -31,7 +32,6 @@ def dashboard(
     if not runs.is_dir():
         there = "this is a file" if runs.exists() else "there is no such directory"
         raise DataError(there, where=str(runs), hint=meant(runs, "give the directory in which runs are"))
-    from allhands.runtime.http_guard import listen
 
     listening = listen(host, port, token=token, names=name or ())
     from allhands.report.dashboard.app import Settings, make_app

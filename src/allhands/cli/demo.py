@@ -31,6 +31,7 @@ from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.observe.plots import plot_losses
 from allhands.observe.times import times_markdown, times_table
 from allhands.runtime.blas import allowed_cores
+from allhands.runtime.gpus import nvidia_gpus
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
@@ -189,8 +190,6 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 def hardware_line(cores: int) -> str:
     """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
-    from allhands.runtime.gpus import nvidia_gpus
-
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.cluster.environment import recognise_here
+from allhands.cluster.place import Launch
 from allhands.io.formatting import format_bytes
 from allhands.io.terminal import console_for
 from allhands.runtime.versions import version_of
@@ -19,8 +21,6 @@ from allhands.runtime.versions import version_of
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-    from allhands.cluster.place import Launch
 
 _WIDTH = 80
 _MOST_PEERS = 8
@@ -44,8 +44,6 @@ def show_environment(as_json: AsJson = False) -> None:
     Then what training would use: back-end, peers, paths, time to end. The exit code is 7
     if the launcher's variables contradict each other.
     """
-    from allhands.cluster.environment import recognise_here
-
     report = _Report(recognise_here(), _versions(), _device())
     if as_json:
         typer.echo(json.dumps(as_dictionary(report), indent=1))

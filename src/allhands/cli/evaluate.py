@@ -16,16 +16,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.cli.launching import run
 from allhands.cli.options import ChatTemplate
+from allhands.cli.train import (
+    check_launch,
+    collector_paused,
+    job_of,
+    leave,
+    rank_0_speaks_first,
+    share_cores,
+    with_hostfile,
+)
+from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.join import surroundings_of
+from allhands.cluster.worker import WorkerContext, install
+from allhands.config.combinations import require_stages
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
 from allhands.io.terminal import progress_console, tell
 from allhands.runtime.blas import preload_blas
 
 if TYPE_CHECKING:
-    from allhands.cluster.environment import Launch
-    from allhands.cluster.worker import WorkerContext
-    from allhands.config.eval_schema import EvalConfig
     from allhands.run.evaluating import Evaluation
 
 
@@ -115,12 +128,6 @@ def evaluate(
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     """On this process, on several, or as a rank of somebody else's; the exit code."""
-    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.worker import install
-    from allhands.config.eval_schema import EvalConfig
-    from allhands.config.schema import build_config
-
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
@@ -142,10 +149,6 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
 
     ``env`` is for all of them.
     """
-    from allhands.cli.launching import run
-    from allhands.cli.train import job_of, with_hostfile
-    from allhands.config.combinations import require_stages
-
     # Not in the run's directory: its events are of the training.
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
     kept = False
@@ -188,9 +191,6 @@ def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
 
 
 def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
-    from allhands.cli.train import collector_paused, share_cores
-    from allhands.cluster.join import surroundings_of
-
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()

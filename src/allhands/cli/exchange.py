@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.cli.answering import TrustCode, tell_harm
+from allhands.cli.export_models import export_model
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
+from allhands.io.files import write_whole
 from allhands.io.paths import meant
-from allhands.io.staging import require_place
+from allhands.io.staging import publish, require_place, staging
 
 if TYPE_CHECKING:
     from allhands.model.peft import Adapter
@@ -79,7 +81,6 @@ def export_adapter(
         return
     if adapter_path is None and model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
-    from allhands.cli.export_models import export_model
     from allhands.export.fusing import FuseOptions
 
     tell_harm(adapter_path, model)  # before it may be refused for what the training did
@@ -238,9 +239,6 @@ def _write(
     alone, as a run is; else with the modes of every export.
     """
     import mlx.core as mx
-
-    from allhands.io.files import write_whole
-    from allhands.io.staging import publish, staging
 
     with staging(out, private=private) as staged:
         write_whole(

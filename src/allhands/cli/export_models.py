@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allhands.cli.fuse import tell, tell_gguf
+from allhands.io.staging import publish, require_place, staging
 
 if TYPE_CHECKING:
     from allhands.export.fusing import Fused, FuseOptions
@@ -51,7 +52,6 @@ def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
     from allhands.export.fusing import fuse_model
     from allhands.export.gguf import write_gguf
-    from allhands.io.staging import publish, require_place, staging
     from allhands.model.sources import name_of
 
     require_place(out, "an export", _OURS, force=options.force)

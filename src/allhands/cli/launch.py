@@ -11,16 +11,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
+from allhands.cli.launching import TrainingJob, run, step_in
+from allhands.cli.notices import say
+from allhands.cluster.environment import recognise_here
 from allhands.cluster.hosts import write_hosts
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
-
-if TYPE_CHECKING:
-    from allhands.cli.launching import TrainingJob
+from allhands.loops.supervised import DIRECTORY_VARIABLE
 
 # How the verb is registered: everything after the first word that is no option belongs to the command.
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
@@ -99,51 +100,24 @@ def launch(
 
     For example: allhands launch -n 2 -- python my_script.py --my-option
     """
-    options = LaunchOptions(
-        num_ranks=num_ranks,
-        hostfile=hostfile,
-        hosts=hosts,
-        backend=backend,
-        cores_per_rank=cores_per_rank,
-        min_ranks=min_ranks,
-        max_restarts=max_restarts,
-        hang_timeout_s=hang_timeout_s,
-        start_timeout_s=start_timeout_s,
-        stop_grace_s=stop_grace_s,
-        log_dir=log_dir,
-        checkpoints=checkpoints,
-        tag_output=tag_output,
-    )
-    raise typer.Exit(run_launch(options, command or []))
-
-
-def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Supervise ``command`` as ``options`` say; returns the exit code.
-
-    Raises:
-        ConfigError: no such command, or options that cannot work.
-        AllhandsError: it could not be started.
-    """
-    from allhands.cli.launching import run
-
+    given = {**locals()}
+    del given["command"]
+    options = LaunchOptions(**given)
     _check_options(options)
     _refuse_another_launcher()
     if options.hosts is not None:
         path = write_hosts(options.hosts, options.log_dir / "hosts.txt")
         options = replace(options, hosts=None, hostfile=str(path))
-    words = resolved(command, anywhere=options.hostfile is not None)
+    words = resolved(command or [], anywhere=options.hostfile is not None)
     if options.hostfile is None:
         _tell_python(words)
     job = _job(options)
     if options.checkpoints is None:
         _tell_found(job)
-    return run(job, words)
+    raise typer.Exit(run(job, words))
 
 
 def _job(options: LaunchOptions) -> TrainingJob:
-    from allhands.cli.launching import TrainingJob
-    from allhands.loops.supervised import DIRECTORY_VARIABLE
-
     logs = options.log_dir.resolve()
     chosen = options.checkpoints or os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE, ""))
     directory = Path(chosen).resolve() if chosen else logs
@@ -170,9 +144,6 @@ def _job(options: LaunchOptions) -> TrainingJob:
 
 def _tell_found(job: TrainingJob) -> None:
     """That there are checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
-    from allhands.cli.launching import step_in
-    from allhands.cli.notices import say
-
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
@@ -195,8 +166,6 @@ def _check_options(options: LaunchOptions) -> None:
 
 
 def _refuse_another_launcher() -> None:
-    from allhands.cluster.environment import recognise_here
-
     found = recognise_here()
     if found.size > 1:
         raise ConfigError(
@@ -238,8 +207,6 @@ def _is_this_python(found: str | None) -> bool:
 
 def _tell_python(command: Sequence[str]) -> None:
     """That ``python`` is another one than this, if it lacks what the program is likely to need; it may be meant."""
-    from allhands.cli.notices import say
-
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
         return

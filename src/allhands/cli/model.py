@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
-from allhands.io.terminal import console_for
+from allhands.io.terminal import console_for, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,17 +98,14 @@ def check(
 
 
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in"):
-        table.add_column(heading, justify="left" if heading == "most in" else "right")
+    heads = ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in")
+    rows: list[Sequence[str]] = []
     for row in verdict.compared:
         worst, share = row.worst
-        sizes = str(row.tokens), str(row.blocks)
         losses = f"{row.loss:.5f}", f"{row.expected_loss:.5f}"
-        table.add_row(*sizes, *losses, f"{row.difference:.1e}", f"{row.limit:.1g}", f"{worst} ({share:.1e})")
-    console.print(table)
+        differs = f"{row.difference:.1e}", f"{row.limit:.1g}", f"{worst} ({share:.1e})"
+        rows.append((str(row.tokens), str(row.blocks), *losses, *differs))
+    console.print(table_of(heads, rows, left=(6,)))
     for note in verdict.notes:
         console.print(f"note: {note}")
     if verdict.compared:

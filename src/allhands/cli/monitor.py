@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -30,7 +30,9 @@ from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
 from allhands.observe.monitor.samples import in_order
-from allhands.report.verdict import Verdict, verdict_of
+
+if TYPE_CHECKING:
+    from allhands.report.verdict import Verdict
 
 _NONE = "-"
 _WIDE = 200
@@ -164,6 +166,8 @@ def _view_now(run: Path, board: Board, width: int) -> Group:
 
 def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
     """How the run stands, in the report's words; ``None``: nothing but its processes tells."""
+    from allhands.report.verdict import verdict_of
+
     journal = read_events(run) or read_events(run / LOGS)
     if history is None and not journal:
         return None

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from allhands.cli.launching import require_cores
+from allhands.cluster.candidates import candidates, facts_of
+from allhands.cluster.figures import Failure, Figures, Measurement
+from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.netbench import BenchOptions, measure
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.io.terminal import console_for
+from allhands.io.terminal import console_for, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from allhands.cluster.figures import Failure, Figures, Measurement
-    from allhands.cluster.hosts import Host
 
 _BACKENDS = ("auto", "all", "ring", "mpi", "nccl")
 _WIDTH = 80
@@ -48,8 +50,6 @@ def bench(
 
     A real group is formed, and all-reduces of 4 KiB to 64 MiB are timed over all ranks; then each link by itself.
     """
-    from allhands.cluster.netbench import BenchOptions
-
     chosen = chosen_hosts(hostfile, hosts, num_ranks)
     names = _backends(backend, chosen)
     options = BenchOptions(timeout_s=timeout_s, links=links, progress=None if as_json else _tell)
@@ -68,8 +68,6 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
     Raises:
         ConfigError: options contradict each other, name no computer, or ask it for too many processes.
     """
-    from allhands.cluster.hosts import Host, host_from_name, read_hostfile
-
     given = [
         flag
         for flag, value in (("--hostfile", hostfile), ("--hosts", hosts), ("-n", num_ranks))
@@ -86,7 +84,6 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
         if len(set(names)) < len(names):
             raise ConfigError("a computer is named twice", where="--hosts", hint="slots go into a hostfile")
         return tuple(host_from_name(name, "--hosts") for name in names)
-    from allhands.cli.launching import require_cores
 
     require_cores(num_ranks or 2)
     return (Host("this computer", slots=num_ranks or 2),)
@@ -94,8 +91,6 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
 
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     """Those to measure, in the order in which they would be taken."""
-    from allhands.cluster.candidates import candidates, facts_of
-
     if backend not in _BACKENDS:
         raise ConfigError(
             f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(_BACKENDS)}"
@@ -106,8 +101,6 @@ def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
 
 
 def _measure(hosts: Sequence[Host], backend: str, options: Any, *, many: bool) -> Measurement | None:
-    from allhands.cluster.netbench import measure
-
     try:
         return measure(hosts, backend, options)
     except AllhandsError as error:
@@ -146,12 +139,17 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
 def _show_whole(console: Console, figures: Figures) -> None:
     where = ", ".join(figures.hosts)
     console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}", markup=False)
-    table = _table("all-reduce of", "median", "middle half", "bandwidth", "of the bus")
-    for timing in figures.timings:
-        middle = f"{seconds_text(timing.low_s)} to {seconds_text(timing.high_s)}"
-        rates = rate_text(timing.bytes_per_s), rate_text(figures.bus_bytes_per_s(timing))
-        table.add_row(size_text(timing.num_bytes), seconds_text(timing.median_s), middle, *rates)
-    console.print(table)
+    rows = [
+        (
+            size_text(timing.num_bytes),
+            seconds_text(timing.median_s),
+            f"{seconds_text(timing.low_s)} to {seconds_text(timing.high_s)}",
+            rate_text(timing.bytes_per_s),
+            rate_text(figures.bus_bytes_per_s(timing)),
+        )
+        for timing in figures.timings
+    ]
+    console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
     latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
     console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}", markup=False)
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
@@ -161,13 +159,15 @@ def _show_whole(console: Console, figures: Figures) -> None:
 
 def _show_links(console: Console, result: Measurement) -> None:
     console.print("\neach link by itself, one rank on each computer", markup=False)
-    table = _table("link", "latency", "4 MiB", "of the bus", left=1)
-    for link in result.links:
-        time_text = seconds_text(link.seconds(4 << 20))
-        table.add_row(
-            " - ".join(link.hosts), seconds_text(link.latency_s), time_text, rate_text(link.bus_bytes_per_s())
+    rows = [
+        (
+            " - ".join(link.hosts),
+            *(seconds_text(seconds) for seconds in (link.latency_s, link.seconds(4 << 20))),
+            rate_text(link.bus_bytes_per_s()),
         )
-    console.print(table)
+        for link in result.links
+    ]
+    console.print(table_of(("link", "latency", "4 MiB", "of the bus"), rows))
     if slowest := result.slowest_link:
         console.print(f"slowest link: {' - '.join(slowest.hosts)}", markup=False)
     if result.slow_host:
@@ -185,15 +185,6 @@ def _show_failure(console: Console, failure: Failure) -> None:
 def _show_comparison(console: Console, groups: Sequence[Figures]) -> None:
     best = min(groups, key=lambda figures: figures.seconds(16 << 20))
     console.print(f"fastest for 16 MiB: {best.backend}", markup=False)
-
-
-def _table(*columns: str, left: int = 0) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right")
-    return table
 
 
 def size_text(num_bytes: float) -> str:

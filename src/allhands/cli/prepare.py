@@ -5,27 +5,31 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from allhands.cli.options import ChatTemplate, System, chat_choice
 from allhands.data.demo import write_demo_data
+from allhands.data.intake import Measure, PrepareOptions
+from allhands.data.lengths import bars
+from allhands.data.outcome import PrepareOutcome, Reason
+from allhands.data.prepare import NothingLeft, check_output
+from allhands.data.prepare import prepare as run_prepare
+from allhands.data.reading import file_type
 from allhands.data.records import ColumnNames
+from allhands.data.render import Renderer
+from allhands.data.sources import SourceOptions, find_sources
+from allhands.data.splitting import SplitShare
+from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
-from allhands.io.terminal import console_for, progress_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from allhands.data.intake import Measure, PrepareOptions, Progress
-    from allhands.data.outcome import PrepareOutcome, Reason
-    from allhands.data.sources import SourceOptions
-    from allhands.data.templates import ChatChoice
+from allhands.io.terminal import console_for, counting, table_of
 
 # Longer than any example: the renderer then cuts nothing.
 _WHOLE = 1 << 40
@@ -156,19 +160,19 @@ def data_demo(
 
 
 def _run(flags: _Flags, features: Mapping[str, str]) -> None:
-
-    from allhands.data.prepare import NothingLeft, check_output
-    from allhands.data.prepare import prepare as run_prepare
-    from allhands.data.sources import find_sources
-
     options = _options(flags, features)
     check_output(flags.out, flags.sources, options.force)
     console = console_for(highlight=False)
-    sources = find_sources(flags.sources, _source_options(flags))
+    wanted = SourceOptions(flags.documents, flags.hub_split, flags.hub_config, flags.streaming, flags.limit)
+    sources = find_sources(flags.sources, wanted)
     chat = chat_choice(flags.chat_template, flags.system)
     measure = _measure(flags.model, flags.trust_remote_code, chat) if flags.model else None
     try:
-        with _progress() as progress:
+        with counting(_UPDATE_EVERY) as count:
+
+            def progress(what: str, done: int, total: int | None) -> None:
+                count(done, f"{what}: {done:,}" + (f" of {total:,}" if total else ""))
+
             outcome = run_prepare(sources, flags.out, options, measure=measure, progress=progress)
     except NothingLeft as error:
         _Screen(console, error.outcome).left_out(None)
@@ -177,19 +181,14 @@ def _run(flags: _Flags, features: Mapping[str, str]) -> None:
 
 
 def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
-    from allhands.data.intake import PrepareOptions
-    from allhands.data.splitting import SplitShare
-
     if flags.dedupe not in ("off", "exact", "near"):
         raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
-    if flags.max_seq_length is not None and flags.model is None:
-        hint = "add --model: without it, lengths are in characters"
-        raise ConfigError(
-            "it is a number of tokens, and there is no model to count them", where="--max-seq-length", hint=hint
-        )
-    if flags.chat_template is not None and flags.model is None:
-        hint = "add --model: it is used to count tokens, and nothing of it is written"
-        raise ConfigError("there is no model whose template it could replace", where="--chat-template", hint=hint)
+    for flag, value, what in (
+        ("--max-seq-length", flags.max_seq_length, "without it, lengths are in characters"),
+        ("--chat-template", flags.chat_template, "it is used to count tokens, and nothing of it is written"),
+    ):
+        if value is not None and flags.model is None:
+            raise ConfigError("it has no effect without a model", where=flag, hint=f"add --model: {what}")
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
         columns={**columns, **features},
@@ -241,48 +240,14 @@ def _short_columns(given: Sequence[str], features: Mapping[str, str]) -> tuple[d
     return columns, typed
 
 
-def _source_options(flags: _Flags) -> SourceOptions:
-    from allhands.data.sources import SourceOptions
-
-    return SourceOptions(
-        documents=flags.documents,
-        hub_split=flags.hub_split,
-        hub_config=flags.hub_config,
-        streaming=flags.streaming,
-        limit=flags.limit,
-    )
-
-
 def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     """Records as tokens for the tokenizer of ``model``."""
-    from allhands.data.render import Renderer
     from allhands.model.load import load_tokenizer
 
     # Where system messages are merged, they are so before they come here.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
-
-
-@contextmanager
-def _progress() -> Generator[Progress, None, None]:
-    """A line on standard error that counts, if that is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    console = progress_console()
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            if done % _UPDATE_EVERY and done != total:
-                return
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield progress
 
 
 # --- the screen -------------------------------------------------------------------------------------
@@ -307,28 +272,18 @@ class _Screen:
         self._next(flags)
 
     def _title(self, text: str) -> None:
-        from rich.text import Text
 
         self._console.print()
         self._console.print(Text(text, style="bold"))
 
     def _say(self, text: str, indent: int = 2) -> None:
-        from rich.padding import Padding
-        from rich.text import Text
 
         self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
     def _table(self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for number, name in enumerate(names):
-            widest = max(len(row[number]) for row in rows) if number == 0 else None
-            table.add_column(name, justify="right" if number in right else "left", min_width=widest)
-        for row in rows:
-            table.add_row(*map(Text, row))
+        table = table_of(names, rows, left=[place for place in range(len(names)) if place not in right])
+        table.columns[0].min_width = max(len(row[0]) for row in rows)
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
@@ -407,8 +362,6 @@ class _Screen:
             self._say(f"and {len(reasons) - _MANY} more reasons")
 
     def _lengths(self, flags: _Flags) -> None:
-        from allhands.data.lengths import bars
-
         lengths = self._outcome.lengths
         if lengths is None or not lengths.count:
             return
@@ -427,13 +380,10 @@ class _Screen:
 
     def _whole_texts(self, flags: _Flags) -> bool:
         """Whether a text file may have become a single row."""
-        from allhands.data.reading import file_type
-
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
     def _next(self, flags: _Flags) -> None:
-        from rich.text import Text
 
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from allhands.errors import ConfigError
+from allhands.io.files import make_directory, require_ours, write_whole
 from allhands.io.terminal import echo
+from allhands.observe.journal import read_events
 
 Runs = Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files; the first is compared with.")]
 Out = Annotated[
@@ -34,8 +36,6 @@ def report(
     One HTML file that needs no network, and the same words and tables as Markdown: curves, what they say of
     overfitting and underfitting, speed, memory, restarts, machines, data, samples and configuration.
     """
-    from allhands.io.files import make_directory, require_ours, write_whole
-    from allhands.observe.journal import read_events
     from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
     from allhands.report.markdown import one_line
 

@@ -12,6 +12,7 @@ import typer
 from allhands.cli.answering import Adapter, ModelName, TrustCode, tell_harm
 from allhands.cli.options import ChatTemplate, Host, HostNames, Port, System, Token, chat_choice
 from allhands.io.terminal import tell
+from allhands.runtime.http_guard import listen
 
 
 def serve(
@@ -43,8 +44,6 @@ def serve(
     web pages may not, unless --allow-origin names them; other computers only if --host lets them, with a token.
     Ends with Ctrl-C.
     """
-    from allhands.runtime.http_guard import listen
-
     choice = chat_choice(chat_template, system)
     listening = listen(host, port, token=token, names=name or (), origins=allowed_origins or ())
     if listening.is_open:

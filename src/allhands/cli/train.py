@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allhands.checkpoints import find, find_latest, run_name
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
@@ -22,6 +23,7 @@ from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import surroundings_of
+from allhands.cluster.supervisor import SupervisorEvent
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config.combinations import require_stages
 from allhands.config.schema import TrainConfig, build_config
@@ -29,9 +31,9 @@ from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.io.paths import written
 from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
-from allhands.observe.journal import read_events
+from allhands.observe.journal import EVENTS_FILE, Journal, read_events
 from allhands.runtime import faults
-from allhands.runtime.blas import preload_blas
+from allhands.runtime.blas import available_cores, limit_cores, preload_blas
 from allhands.runtime.jit_cache import publish
 from allhands.runtime.without_torch import leave_torch_out
 
@@ -169,7 +171,6 @@ def _check_resume(config: TrainConfig) -> None:
     """
     if not config.train or config.resume is None or config.hostfile is not None:
         return
-    from allhands.checkpoints import find, find_latest
 
     directory = Path(config.adapter_path)
     if config.resume == "auto":
@@ -245,8 +246,6 @@ def _tell(lines: list[str]) -> None:
 
 def _has_begun(directory: Path) -> bool:
     """Whether ranks have been started for this directory before, here or on other computers."""
-    from allhands.checkpoints import run_name
-
     return run_name(directory) is not None or any(event["kind"] == "started" for event in read_events(directory))
 
 
@@ -293,9 +292,6 @@ def leave(launch: Launch) -> None:
 
 def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
     """Write down that a run without a supervisor was ended, not lost; how to go on."""
-    from allhands.cluster.supervisor import SupervisorEvent
-    from allhands.observe.journal import EVENTS_FILE, Journal
-
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
     journal.write(SupervisorEvent("finished", f"stopped (exit code {code})", exit_code=code), worker.attempt)
@@ -353,8 +349,6 @@ def _console(tagged: bool) -> Console:
 
 def share_cores(config: TrainConfig, launch: Launch) -> int | None:
     """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
-    from allhands.runtime.blas import available_cores, limit_cores
-
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)

@@ -6,7 +6,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -153,6 +154,18 @@ def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = 
 
     stream = sys.stderr if stream is None else stream
     return Console(file=stream, force_terminal=is_screen(stream, environ), **options)
+
+
+@contextmanager
+def counting(every: int) -> Generator[Callable[[int, str], None]]:
+    """Show a line on standard error that counts, if that is a terminal; takes the number and the line's words."""
+    with progress_console(highlight=False).status("reading") as status:
+
+        def show(done: int, words: str) -> None:
+            if done % every == 0:
+                status.update(words)
+
+        yield show
 
 
 def fitted(text: str, width: int) -> str:
