@@ -181,7 +181,7 @@ class _Compared:
         planned = plan.start_s if line.start_s is None else line.start_s
         if planned:
             figure = Figure("start", "time to the start", planned, self._start_s(), marked)
-            yield _explained(figure, _why_start(figure, line.machines if line.start_s is None else 1))
+            yield figure
         reports = _met_nothing_new(history, self.reports)
         step_s = typical(report.step_time_s for report in reports)
         one = Figure("step", "a step", line.prediction.step_s, step_s if math.isfinite(step_s) else None, marked)
@@ -196,14 +196,10 @@ class _Compared:
         validations_s = line.validation_s * ran / plan.steps
         figure = Figure("steps", name, rest_s, whole, marked)
         longer = figure.ratio is not None and figure.ratio > 1.0
-        why = [*(_why_whole(history, validations_s) if longer else []), *["a step was not as planned"] * one.off]
-        yield _explained(figure, why)
+        yield _explained(figure, _why_whole(history, validations_s) if longer else ())
         if validations_s > _PART * rest_s:
             spent = None if whole is None else sum(each.duration_s for each in history.valid)
-            each = Figure("validations", "of that all validations", validations_s, spent, marked)
-            # Where the run had none, that it was trained with other options says it all.
-            told = "a forward pass was reckoned by its products and sums, and not measured"
-            yield _explained(each, [told] * bool(spent))
+            yield Figure("validations", "of that all validations", validations_s, spent, marked)
 
     def _start_s(self) -> float | None:
         """Return the seconds from the first process to the first step, if that has been seen."""
@@ -314,26 +310,12 @@ def _why_step(plan: KeptPlan, line: KeptLine, reports: Sequence[TrainReport]) ->
         cause = slower if exchange_s > planned_s else "a faster link"
         times = f"{_seconds(exchange_s)} of a step, and {_seconds(planned_s)} were planned"
         found.append(f"the exchange took {times}: {cause}")
-    if found:
-        return found
-    if step_s > line.prediction.step_s:
-        others = "or the computer did something else besides, or had become hot"
-        return [f"the plan counts the quickest of few steps; {others}"]
-    return ["the computer did something else while it was planned"]
+    return found
 
 
 def _tokens_of(reports: Sequence[TrainReport]) -> float:
     """Return the tokens of a step."""
     return typical(report.tokens_per_s * report.step_time_s for report in reports)
-
-
-def _why_start(figure: Figure, ranks: int) -> Iterator[str]:
-    if figure.ratio is not None and figure.ratio < 1.0:
-        yield "the model and the data were in the computer's memory already"
-        return
-    if ranks > 1:
-        yield f"one process was planned with; {ranks} start more slowly, and have to find each other"
-    yield "the model or the data had to be read anew"
 
 
 def _why_whole(history: RunHistory, validations_s: float) -> Iterator[str]:
@@ -349,19 +331,16 @@ def _why_whole(history: RunHistory, validations_s: float) -> Iterator[str]:
 
 
 def _why_memory(plan: KeptPlan, figure: Figure, reports: Sequence[TrainReport]) -> Iterator[str]:
-    more = figure.ratio is not None and figure.ratio > 1.0
-    if plan.device:
-        yield "of computers that are only described rows of the full length are counted"
     tokens = _tokens_of(reports) / plan.step.tokens
-    if more and (rose := _rose(figure.planned or 0.0, reports)):
+    if figure.ratio is not None and figure.ratio < 1.0:
+        if plan.device:
+            yield "of computers that are only described rows of the full length are counted"
+        elif tokens < 1.0 - _TOKENS:
+            yield "shorter rows than it was planned with"
+    elif rose := _rose(figure.planned or 0.0, reports):
         yield rose
-    elif more:
-        shapes = "" if tokens > 1.0 + _TOKENS else " and batches of more shapes"
-        yield f"longer rows{shapes} than those of the steps that it was planned with{'; validations' if shapes else ''}"
-    elif tokens < 1.0 - _TOKENS:
-        yield "shorter rows than it was planned with"
-    elif not plan.device:
-        yield "the plan leaves room for what may come together, and did not"
+    elif tokens > 1.0 + _TOKENS:
+        yield "longer rows than those of the steps that it was planned with"
 
 
 def _rose(planned: float, reports: Sequence[TrainReport]) -> str:
