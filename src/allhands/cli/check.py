@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 
 from allhands.cli.findings import message_of, remedy_of, size_findings
-from allhands.cli.options import option_function
+from allhands.cli.options import options_of, parameter, with_parameters
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.reading import read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
@@ -57,45 +56,31 @@ _SEVERITIES = {"ruins": "ruins the run", "harms": "harms the run", "note": "good
 _COLOURS = {"ruins": "bold red", "harms": "yellow", "note": "cyan"}
 
 
-def _option(kind: Any, name: str, words: str, **more: Any) -> Any:
-    return Annotated[kind, typer.Option(name, help=words, **more)]
+def _check(
+    *, show: int, strict: bool, as_json: bool, row: Sequence[int] = (), split: str | None = None, **flags: Any
+) -> None:
+    config = build_config(flags, flags.get("config"))
+    if run_check(config, _chosen_splits(split), ShownSample(show, row), as_json=as_json) and strict:
+        raise typer.Exit(DataError.exit_code)
 
 
-def _command() -> Callable[..., None]:
-    def check(
-        data: str | None, show: int, row: list[int] | None, split: str | None, strict: bool, as_json: bool, **flags: Any
-    ) -> None:
-        given = {name: value for name, value in {**flags, "data": data}.items() if value is not None}
-        config = build_config(given, flags.get("config"))
-        sample = ShownSample(show, row or ())
-        if run_check(config, _chosen_splits(split), sample, as_json=as_json) and strict:
-            raise typer.Exit(DataError.exit_code)
-
-    place = typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
-    own: dict[str, tuple[Any, Any]] = {
-        "data": (Annotated[str | None, place], None),
-        "show": (
-            _option(int, "--show", "Examples to print as training sees them.", min=0, metavar="N", show_default=False),
-            0,
-        ),
-        "row": (
-            _option(list[int] | None, "--row", "Print the example of this line. Repeatable.", min=1, metavar="LINE"),
-            None,
-        ),
-        "split": (_option(str | None, "--split", "Only train, valid or test. [all]", metavar="NAME"), None),
-        "strict": (_option(bool, "--strict", "Exit code 3 if anything ruins the run."), False),
-        "as_json": (_option(bool, "--json", "Print numbers and findings as JSON."), False),
-    }
-    kind = inspect.Parameter.KEYWORD_ONLY
-    training = inspect.signature(option_function(lambda _: None, "")).parameters
-    parameters = [inspect.Parameter(name, kind, default=value, annotation=a) for name, (a, value) in own.items()]
-    parameters[1:1] = [training[name] for name in _SHARED]
-    check.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    check.__doc__ = _HELP
-    return check
-
-
-check = _command()
+_SHOW = typer.Option("--show", help="Examples to print as training sees them.", min=0, metavar="N", show_default=False)
+_ROW = typer.Option("--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE")
+_SPLIT = typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")
+_STRICT = typer.Option("--strict", help="Exit code 3 if anything ruins the run.")
+check = with_parameters(
+    _check,
+    _HELP,
+    [
+        parameter("data", str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)),
+        *options_of(TrainConfig, _SHARED),
+        parameter("show", int, _SHOW, 0),
+        parameter("row", list[int] | None, _ROW),
+        parameter("split", str | None, _SPLIT),
+        parameter("strict", bool, _STRICT, default=False),
+        parameter("as_json", bool, typer.Option("--json", help="Print numbers and findings as JSON."), default=False),
+    ],
+)
 
 
 def _chosen_splits(name: str | None) -> tuple[str, ...]:

@@ -10,14 +10,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from allhands.cli.launching import run
-from allhands.cli.options import ChatTemplate
+from allhands.cli.options import options_of, parameter, with_parameters
 from allhands.cli.train import (
     check_launch,
     collector_paused,
@@ -42,81 +41,14 @@ if TYPE_CHECKING:
     from allhands.run.evaluating import Evaluation
 
 
-class Split(StrEnum):
-    """Of the data."""
-
-    train = "train"
-    valid = "valid"
-    test = "test"
-
-
-# Options that are none of EvalConfig's keys.
-_OWN = ("as_json", "tasks", "limit", "num_shots")
-
-
-def evaluate(
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'. [demo]")
-    ] = None,
-    adapter_path: Annotated[str | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", help="Directory with .jsonl files, a Hub dataset, or 'demo'. [demo]")
-    ] = None,
-    split: Annotated[Split | None, typer.Option("--split", help="Part of the data. [test]")] = None,
-    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="Count the answers only.")] = None,
-    train_on: Annotated[
-        str | None, typer.Option("--train-on", help="With --mask-prompt: assistant, last or all. [assistant]")
-    ] = None,
-    chat_template: ChatTemplate = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            "--system", metavar="template|merge", help="merge: put system messages before questions. [the adapter's]"
-        ),
-    ] = None,
-    max_seq_length: Annotated[
-        int | None, typer.Option("--max-seq-length", help="Tokens an example; what is longer is cut. [2048]")
-    ] = None,
-    packing: Annotated[
-        bool | None, typer.Option("--packing", help="Join all texts and cut them into rows of --max-seq-length.")
-    ] = None,
-    test_batches: Annotated[
-        int | None, typer.Option("--test-batches", help="Batches; -1 is the whole split. [-1]")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Examples a batch. [8]")] = None,
-    micro_batch_tokens: Annotated[
-        int | None, typer.Option("--micro-batch-tokens", help="Tokens computed at once on a rank. [chosen by device]")
-    ] = None,
-    num_ranks: Annotated[int | None, typer.Option("--num-ranks", "-n", help="Processes to start here. [1]")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="Who moves the bytes. [auto]")] = None,
-    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", help="Cores of each process.")] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Computers to evaluate on.")] = None,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", help="Computers to evaluate on, by name: node1,node2:2.")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks. [data]")
-    ] = None,
-    pp_split: Annotated[
-        str | None, typer.Option("--pp-split", help="With --strategy pipeline: blocks of each rank, such as 20,12.")
-    ] = None,
-    config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None,
-    num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = None,
+def _eval(
+    *,
+    as_json: bool,
+    tasks: str | None = None,
+    limit: int | None = None,
+    num_shots: int | None = None,
+    **given: Any,
 ) -> None:
-    """Loss and perplexity of a model on a part of the data.
-
-    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
-    """
-    given = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
     if tasks is not None:
         _run_tasks(given, tasks, limit, num_shots, as_json)
         return
@@ -124,6 +56,28 @@ def evaluate(
         if value is not None:
             raise ConfigError("it has no effect without --tasks", where=flag, hint="for less data give --test-batches")
     raise typer.Exit(_evaluate(given, as_json))
+
+
+_FIELDS = (
+    *("model", "adapter_path", "data", "split", "mask_prompt", "train_on", "chat_template", "system"),
+    *("max_seq_length", "packing", "test_batches", "batch_size", "micro_batch_tokens", "num_ranks", "backend"),
+    *("cores_per_rank", "hostfile", "hosts", "strategy", "pp_split", "config", "trust_remote_code"),
+)
+_TASKS = "Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."
+evaluate = with_parameters(
+    _eval,
+    """Loss and perplexity of a model on a part of the data.
+
+    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
+    """,
+    [
+        *options_of(EvalConfig, _FIELDS),
+        parameter("as_json", bool, typer.Option("--json", help="Print the result as JSON."), default=False),
+        parameter("tasks", str | None, typer.Option("--tasks", help=_TASKS)),
+        parameter("limit", int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")),
+        parameter("num_shots", int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")),
+    ],
+)
 
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:

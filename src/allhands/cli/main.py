@@ -63,24 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             _tell_interrupted(arguments)
-    except UnknownCommand as error:
-        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
-        print_error(error)
-        code = error.exit_code
-    except AllhandsError as error:
-        print_error(error)
-        code = error.exit_code
     except KeyboardInterrupt:
         _tell_interrupted(arguments)
-        code = 130
-    except BrokenPipeError:
-        # The reader of our output has gone (a pager, head): nothing is left to say to it.
-        _silence_output()
-        code = 0
-    except SystemExit as error:
-        # rich and the parser turn that into an exit of their own.
-        cause = error.__context__
-        if not isinstance(cause, BrokenPipeError):
+        code = _INTERRUPTED
+    except (BrokenPipeError, SystemExit) as error:
+        # The reader of our output has gone (a pager, head): nothing is left to say to it. rich and the parser turn that
+        # into an exit of their own.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()
         code = 0
@@ -103,7 +92,12 @@ def _silence_output() -> None:
 
 
 def _exit_of(error: Exception) -> int | None:
-    """Exit code of the command-line parser's own exceptions and of an output that is full; ``None`` for others."""
+    """Tell an error; return its exit code, or ``None`` for a defect of allhands."""
+    if isinstance(error, UnknownCommand):
+        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
+    if isinstance(error, AllhandsError):
+        print_error(error)
+        return error.exit_code
     if hint := _hint_for_flag(error):
         print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
         return ConfigError.exit_code

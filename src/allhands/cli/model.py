@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from allhands.config.schema import build_config
+from allhands.cli.options import options_of, with_parameters
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError
 from allhands.io.terminal import console_for, table_of
 
@@ -62,39 +64,41 @@ def get(
     console.print(f"model: {get_model(name, target, conversion, force=force, report=console.print)}")
 
 
-def check(
-    source: ModelArgument = None,
-    model: ModelOption = None,
-    data: Annotated[str | None, typer.Option("--data", help="What will be trained on: its longest row counts.")] = None,
-    fine_tune_type: Annotated[str | None, typer.Option("--fine-tune-type", help="lora, dora or full.")] = None,
-    num_layers: Annotated[int | None, typer.Option("--num-layers", help="Blocks to train; -1 is all.")] = None,
-    max_seq_length: Annotated[int | None, typer.Option("--max-seq-length", help="Tokens of the long row.")] = None,
-    lora_parameters: Annotated[str | None, typer.Option("--lora-parameters", help="As for train (JSON).")] = None,
-    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="As for train.")] = None,
-    chat_template: Annotated[str | None, typer.Option("--chat-template", help="As for train.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="As for train.")] = None,
-    grad_checkpoint: Annotated[bool | None, typer.Option("--grad-checkpoint", help="As for train.")] = None,
-    compile: Annotated[str | None, typer.Option("--compile", help="on: the form that GPUs use.")] = None,
-    trust_remote_code: Annotated[bool | None, typer.Option("--trust-remote-code", help="As for train.")] = None,
-) -> None:
-    """Compare a training step's loss and gradient with those of mlx_lm's own model.
-
-    A short row and a long one are computed by both. Every training does this before its first step, but within
-    seconds: with fewer blocks where the model is large.
-    """
-    given = {name: value for name, value in locals().items() if name not in ("source", "model")}
+def _check(source: str | None = None, model: str | None = None, **given: Any) -> None:
     name = _named_once(source, model)
     config = build_config({**given, "model": name, "train": True, "val_batches": 0})
     from allhands.run.gradient_check_alone import check_gradient
 
     console = console_for(highlight=False, soft_wrap=True, markup=False)
-    longest = max_seq_length or DEFAULT_LONGEST
-    verdict = check_gradient(config, longest, with_data=data is not None, say=console.print)
+    longest = given.get("max_seq_length") or DEFAULT_LONGEST
+    verdict = check_gradient(config, longest, with_data="data" in given, say=console.print)
     _print_verdict(console, verdict)
     if not verdict.compared:
         raise ConfigError("nothing could be compared", where=name, hint="; ".join(verdict.notes))
     verdict.raise_if_wrong(name)
     console.print("right: nothing differs by more than rounding")
+
+
+check = with_parameters(
+    _check,
+    """Compare a training step's loss and gradient with those of mlx_lm's own model.
+
+    A short row and a long one are computed by both. Every training does this before its first step, but within
+    seconds: with fewer blocks where the model is large. Options are those of training; with --data its longest row
+    is compared.
+    """,
+    [
+        inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument),
+        inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelOption),
+        *options_of(
+            TrainConfig,
+            (
+                *("data", "fine_tune_type", "num_layers", "max_seq_length", "lora_parameters", "mask_prompt"),
+                *("chat_template", "system", "grad_checkpoint", "compile", "trust_remote_code"),
+            ),
+        ),
+    ],
+)
 
 
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -20,34 +20,49 @@ if TYPE_CHECKING:
 
 # Numbers that may be written with a unit: the configuration reads them.
 AS_TEXT = frozenset({"clear_cache_threshold"})
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 # Flags that people's hands know besides the generated ones.
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 
 def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] = TrainConfig) -> Callable[..., None]:
-    """A function for typer whose parameters are the fields of ``kind``; all default to ``None``.
+    """Return a function for typer whose parameters are the fields of ``kind``.
 
     ``run`` receives ``flags``, a dictionary of the options that were given.
     """
 
     def command(*, verbose: bool | None = None, **flags: Any) -> None:
         if verbose is not None:
-            if flags.get("log_level") is not None:
+            if "log_level" in flags:
                 raise twice(("--log-level", "--verbose"), "--log-level")
             flags["log_level"] = "verbose"
-        run({name: _plain(value) for name, value in flags.items() if value is not None})
+        run(flags)
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind))
-        for name in dict.fromkeys([*kind.FIRST, *kind.model_fields])
-    ]
+    parameters = options_of(kind, dict.fromkeys([*kind.FIRST, *kind.model_fields]))
     if "log_level" in kind.model_fields:
+        words = "As --log-level verbose."
         panel = group_of("verbose")
-        words = typer.Option(
-            "-v", "--verbose", help="As --log-level verbose.", show_default=False, rich_help_panel=panel
-        )
-        kind_of = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter("verbose", kind_of, default=None, annotation=Annotated[bool | None, words]))
+        option = typer.Option("-v", "--verbose", help=words, show_default=False, rich_help_panel=panel)
+        parameters.append(parameter("verbose", bool | None, option))
+    return with_parameters(command, doc, parameters)
+
+
+def options_of(kind: type[TrainConfig], names: Iterable[str]) -> list[inspect.Parameter]:
+    """Return options for fields of a configuration; all default to ``None``."""
+    return [inspect.Parameter(name, _KEYWORD, default=None, annotation=_annotation(name, kind)) for name in names]
+
+
+def parameter(name: str, kind: Any, place: Any, default: Any = None) -> inspect.Parameter:
+    """Return an option or argument of a verb's own, as typer describes its ``place``."""
+    return inspect.Parameter(name, _KEYWORD, default=default, annotation=Annotated[kind, place])
+
+
+def with_parameters(run: Callable[..., None], doc: str, parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Return a function for typer with these parameters, which passes on to ``run`` those that are not ``None``."""
+
+    def command(**given: Any) -> None:
+        run(**{name: _plain(value) for name, value in given.items() if value is not None})
+
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
     return command

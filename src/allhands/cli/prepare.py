@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.options import ChatTemplate, System, chat_choice, parameter, with_parameters
 from allhands.data.demo import write_demo_data
 from allhands.data.intake import Measure, PrepareOptions
 from allhands.data.lengths import bars
@@ -108,44 +108,38 @@ The directory is whole or absent, and every row is in it or listed as left out.
 """
 
 
-def _signature() -> inspect.Signature:
-    """The parameters: the fields of :class:`_Flags`, and a flag for each column name."""
-    from typing import get_type_hints
-
-    kind = inspect.Parameter.KEYWORD_ONLY
-    hints = get_type_hints(_Flags, include_extras=True)
-    empty = inspect.Parameter.empty
-    parameters = [
-        inspect.Parameter(
-            flag.name,
-            kind,
-            default=empty if flag.name in ("sources", "out") else flag.default,
-            annotation=hints[flag.name],
-        )
-        for flag in fields(_Flags)
-    ]
-    for column in fields(ColumnNames):
-        part = column.name.removesuffix("_feature").replace("_", " ")
-        default = f" [{column.default}]" if isinstance(column.default, str) else ""
-        option = typer.Option(
-            f"--{column.name.replace('_', '-')}", metavar="NAME", help=f"Column of the {part}.{default}"
-        )
-        parameters.append(inspect.Parameter(column.name, kind, default=None, annotation=Annotated[str | None, option]))
-    return inspect.Signature(parameters)
+def _prepare(**flags: Any) -> None:
+    features = {name: flags.pop(name) for name in [*flags] if name in _COLUMNS}
+    _run(_Flags(**flags), features)
 
 
-def _command() -> Callable[..., None]:
-    def prepare(**flags: Any) -> None:
-        names = {field.name for field in fields(_Flags)}
-        features = {name: value for name, value in flags.items() if name not in names and value is not None}
-        _run(_Flags(**{name: value for name, value in flags.items() if name in names}), features)
-
-    prepare.__signature__ = _signature()  # type: ignore[attr-defined]
-    prepare.__doc__ = _HELP
-    return prepare
+_HINTS = get_type_hints(_Flags, include_extras=True)
+_COLUMNS = {column.name: column.default for column in fields(ColumnNames)}
 
 
-prepare = _command()
+def _column(name: str) -> inspect.Parameter:
+    """Return the option that names the column of a part."""
+    part, default = name.removesuffix("_feature").replace("_", " "), _COLUMNS[name]
+    words = f"Column of the {part}." + (f" [{default}]" if isinstance(default, str) else "")
+    return parameter(name, str | None, typer.Option(f"--{name.replace('_', '-')}", metavar="NAME", help=words))
+
+
+prepare = with_parameters(
+    _prepare,
+    _HELP,
+    [
+        *(
+            inspect.Parameter(
+                flag.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if flag.default is MISSING else flag.default,
+                annotation=_HINTS[flag.name],
+            )
+            for flag in fields(_Flags)
+        ),
+        *map(_column, _COLUMNS),
+    ],
+)
 
 
 def data_demo(
