@@ -13,6 +13,7 @@ import typer
 
 from allhands.cli.options import option_function
 from allhands.cli.parser import App
+from allhands.cli.plan_asked import AskedComputers, check_computers
 from allhands.cli.plan_shown import show
 from allhands.config.aliases import canonical_flag
 from allhands.config.pretrain_schema import PretrainConfig
@@ -78,10 +79,11 @@ def plan(
     picture = _place_of(picture, force=force)  # before anything that takes long
     config = training_config(context.args)
     devices = None if device is None else ", ".join(device)
-    from allhands.cli.plan_facts import AskedComputers, facts_of
-
     prices = Prices(price_per_hour, watts, price_per_kwh)
     asked = AskedComputers(devices, link, _numbers(machines), once, timeout_s, prices)
+    check_computers(config, asked)
+    from allhands.cli.plan_facts import facts_of
+
     job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
     # Options that this kind of training does not have are no options of the plan.

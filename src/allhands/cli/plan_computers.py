@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from allhands.cli.plan_asked import AskedComputers, hosts_of, on_hosts
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.doctor.run import ask_facts
 from allhands.cluster.doctor.storage import device_memory as memory_of
-from allhands.cluster.hosts import Host, hosts_named
+from allhands.cluster.hosts import Host
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.cluster.probes.computer import memory_facts
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
 from allhands.plan.computers import Computer, listed
-from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
+from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device
 from allhands.plan.job import Prices
 from allhands.plan.links import ExchangeTimes, Measured, link_of
 from allhands.runtime.accelerator import device_memory
 
 _DEFAULT_LINK = "1GbE"
-_MOST_DEVICES = 1024
 _ASK_S = 10.0
 _ALIKE = 1.1  # speeds that differ by less are noise
 _HERE = "this computer"
@@ -29,54 +29,7 @@ _HERE = "this computer"
 Say = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class AskedComputers:
-    """The command's own options; see :func:`allhands.cli.plan.plan`."""
-
-    device: str | None
-    link: str | None
-    machines: tuple[int, ...]
-    once: bool
-    timeout_s: float
-    prices: Prices
-
-
 # --- computers ----------------------------------------------------------------------------------------
-
-
-def devices_of(text: str | None) -> list[Device]:
-    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
-
-    Raises:
-        ConfigError: they are not known, or too many, or of several kinds.
-    """
-    found: list[Device] = []
-    for part in (text or "").split(","):
-        if not part.strip():
-            continue
-        number, x, rest = part.strip().partition(" x ")
-        several = bool(x) and number.isdecimal()
-        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
-        found += [device_of(rest if several else part)] * times
-        if len(found) > _MOST_DEVICES:
-            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
-            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
-    if text is not None and not found:
-        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
-    if len({each.kind for each in found}) > 1:
-        hint = "MLX has no back-end for both in one group: plan for one kind"
-        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
-    return found
-
-
-def on_hosts(config: TrainConfig) -> bool:
-    """Tell if the plan is for computers that answer over ssh."""
-    return bool(config.hosts or config.hostfile)
-
-
-def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
-    """Return the computers that the options name; this one with all ranks, if they name none."""
-    return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
 
 
 def computers_of(

@@ -10,22 +10,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from allhands.cli.launching import require_cores
+from allhands.cli.plan_asked import AskedComputers, devices_of, hosts_of, on_hosts
 from allhands.cli.plan_calibration import Calibration, calibrate, small_passes, steps_of, time_to_start
-from allhands.cli.plan_computers import (
-    AskedComputers,
-    computers_of,
-    devices_of,
-    hosts_of,
-    link_between,
-    on_hosts,
-    prices_of,
-)
+from allhands.cli.plan_computers import computers_of, link_between, prices_of
 from allhands.cli.plan_validations import number_of, open_splits, seconds_of, valid_rows
 from allhands.config.pretrain_schema import PretrainConfig, pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
-from allhands.distributed.mesh import check_weights
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
@@ -104,7 +95,6 @@ class _Facts:
     def __init__(self, config: TrainConfig, asked: AskedComputers, say: Say) -> None:
         self.config, self.asked, self.say = config, asked, say
         self.devices = devices_of(asked.device)
-        _check(config, asked, described=self.devices != [])
         self.kind = self.devices[0].kind if self.devices else detect().kind
         self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
         self.notes = list(config.notes)
@@ -367,24 +357,6 @@ class _Facts:
         # The steps that were measured have written nothing.
         later = WRITING_BYTES if self.config.sample_prompts else 0
         return later + max(0, measured.expected_bytes - of_process(on_cpu(self.blocks, work), 0, 0))
-
-
-def _check(config: TrainConfig, asked: AskedComputers, *, described: bool) -> None:
-    if not described:
-        if not on_hosts(config):
-            require_cores(config.num_ranks)
-        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
-    several = config.num_ranks > 1
-    values = {"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile}
-    values["-n"] = "several" if several and not config.hostfile else None
-    given = [flag for flag, value in values.items() if value]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
-    if described and given and given != ["--link"]:
-        hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
-        raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
-    if asked.machines and (several or on_hosts(config) or len(devices_of(asked.device)) > 1):
-        raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")
 
 
 # --- the model ----------------------------------------------------------------------------------------
