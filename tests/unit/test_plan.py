@@ -21,7 +21,7 @@ from allhands.plan.job import Job, Prices
 from allhands.plan.links import Link, Measured, link_of
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import look_ahead
-from allhands.plan.speed import StepModel, enough, fitted, predict
+from allhands.plan.speed import StepModel, enough, fitted, laws, predict
 from allhands.plan.strategies import Way, ways_of_one, ways_of_team
 from allhands.run.model_sizes import adapter_weights, all_weights, expert_weights, flops_per_token
 from allhands.run.training_memory import Blocks, Work, on_cpu, on_gpu
@@ -107,7 +107,10 @@ def test_two_sizes_of_batch_tell_what_does_not_get_shorter() -> None:
 
 def test_without_an_exchange_it_is_amdahls_law() -> None:
     for ranks in (1, 2, 4, 8):
-        assert predict(STEP, FREE, [1.0] * ranks).speed_up == pytest.approx(1 / (0.1 + 0.9 / ranks))
+        found = predict(STEP, FREE, [1.0] * ranks)
+        assert found.speed_up == pytest.approx(laws(0.1, ranks)["amdahl"])
+        assert found.scaled == pytest.approx(ranks)
+    assert laws(0.1, 4) == pytest.approx({"amdahl": 1 / (0.1 + 0.225), "gustafson": 3.7})
 
 
 def test_an_exchange_is_waited_for_call_by_call() -> None:
@@ -143,13 +146,13 @@ def test_where_another_computer_saves_little() -> None:
 
 
 def strategies(
-    work: Work, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
+    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
 ) -> list[Way]:
     """All ways on one computer and on so many equal ones."""
     found = list(ways_of_one(work, of, quantised=quantised))
     if ranks > 1:
         shares = [1 / ranks] * ranks
-        found += ways_of_team(work, shares, bucket_bytes, of, quantised=quantised, divides=divides)
+        found += ways_of_team(work, blocks, shares, bucket_bytes, of, quantised=quantised, divides=divides)
     return found
 
 
@@ -188,6 +191,19 @@ def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> N
     assert replace(work, batch_tokens=2048).divided(2).accumulated
 
 
+def test_experts_are_divided_and_the_rest_is_not() -> None:
+    work = Work("full", 8192, 32, 93_400_000_000, 93_400_000_000, "adamw")
+    found = {s.name: s for s in strategies(work, MIXTRAL, 8, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)}
+    divided, plain = found["experts sharded"], found["data parallel"]
+    # 45.1 of 46.7 billion are experts', of which a rank keeps an eighth; attention and embeddings are on each.
+    assert divided.parts["weights"] == pytest.approx(93.4e9 * (1 - 45.1 / 46.7 * 7 / 8), rel=0.02)
+    assert divided.parts["optimizer"] == 2 * divided.parts["weights"]
+    assert divided.parts["activations"] == plain.parts["activations"]
+    assert not divided.built
+    few = strategies(work, MIXTRAL, 16, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)
+    assert "experts sharded" not in {s.name for s in few}
+
+
 @pytest.mark.parametrize(
     ("blocks", "work", "gigabytes"),
     [
@@ -211,28 +227,35 @@ def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: Blocks, work: Wor
 
 def test_each_way_saves_what_it_divides() -> None:
     work = Work("full", 32_768, 16, 2_500_000_000, 2_500_000_000, "adamw", masters=True)
-    found = {s.name: s for s in strategies(work, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
+    found = {s.name: s for s in strategies(work, LLAMA, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
     plain, divided = found["data parallel"], found["optimizer divided"]
     assert plain.parts["optimizer"] == 6 * 2_500_000_000
     assert divided.parts["optimizer"] == plain.parts["optimizer"] // 4
     assert plain.rank_bytes - divided.rank_bytes == plain.parts["optimizer"] - divided.parts["optimizer"]
     # With few tokens the update is the peak, and what is renewed there is divided, too.
     few = replace(work, tokens=4096)
-    less = {s.name: s for s in strategies(few, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
+    less = {s.name: s for s in strategies(few, LLAMA, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
     saved = less["data parallel"].rank_bytes - less["optimizer divided"].rank_bytes
     renewed = on_gpu(LLAMA, few).renewed
     assert plain.parts["optimizer"] * 3 / 4 < saved <= plain.parts["optimizer"] * 3 / 4 + renewed
     assert found["checkpointing"].parts["activations"] < 0.2 * found["as it is"].parts["activations"]
     assert plain.parts["activations"] == pytest.approx(found["as it is"].parts["activations"] / 4, rel=0.01)
-    undivided = list(strategies(work, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False))
+    assert found["parameters sharded"].parts["weights"] < 0.4 * plain.parts["weights"]
+    assert {name for name, s in found.items() if not s.built} == {
+        "parameters sharded",
+        "tensors sharded",
+    }
+    undivided = list(strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False))
     simple = {name for name, each in found.items() if not each.combined}
     assert {s.name for s in undivided if not s.combined} == simple - {"optimizer divided"}
     whole = replace(work, optimizer="muon")
-    found_whole = strategies(whole, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
+    found_whole = strategies(whole, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
     assert "optimizer divided" not in {s.name for s in found_whole}
-    small = list(strategies(work, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
+    small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
     assert [s.ranks for s in small if not s.combined] == [1, 1, 1]
-    one_row = list(strategies(replace(work, row_tokens=32_768), 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
+    one_row = list(
+        strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True)
+    )
     assert [s.name for s in one_row] == ["as it is", "checkpointing"], "no micro-batch is smaller than a row"
 
 

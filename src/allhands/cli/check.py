@@ -309,7 +309,7 @@ def _print_all(
     shown: Sequence[ShownRecord],
     special: Sequence[str],
 ) -> None:
-    console = console_for(highlight=False, markup=False, emoji=False)
+    console = console_for()
     for report in reports:
         if report.lengths.max or report.bad_rows or report.name == "train":
             _print_split(console, report, config)

@@ -120,7 +120,7 @@ def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
 
 def _console() -> Console:
     # Width: as a person reads it; numbers and paths are not coloured.
-    found = console_for(highlight=False, markup=False, emoji=False)
+    found = console_for()
     found.width = min(found.width, _WIDTH)
     return found
 

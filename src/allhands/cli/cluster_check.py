@@ -125,7 +125,7 @@ def _told() -> Generator[Callable[[str], None]]:
 
 
 def _console() -> Console:
-    found = console_for(highlight=False, markup=False, emoji=False)
+    found = console_for()
     found.width = min(found.width, _WIDTH)
     return found
 

@@ -77,7 +77,7 @@ def compare(
         # Both are asked in the same words.
         kept = adapter_path / TEMPLATE_FILE
         chat = ChatChoice(str(kept)) if kept.is_file() else None
-        console = console_for(highlight=False)
+        console = console_for()
         before, speed_before = answers(model, None, prompts, max_tokens, chat, load)
         if speaks:
             show_speed(console, "before", speed_before)
@@ -89,7 +89,7 @@ def compare(
         show_comparison(console, comparison, show, max_tokens, scored=data == "demo")
         if target is not None:
             save_comparison(comparison, target)
-            console.print(f"answers: {target}", soft_wrap=True, markup=False)
+            console.print(f"answers: {target}", soft_wrap=True)
 
     if ranks is not None:
         raise typer.Exit(

@@ -50,7 +50,7 @@ def demo(
 
     It is trained on one process and on two, and asked before and after.
     """
-    console = console_for(highlight=False)
+    console = console_for()
     started = time.perf_counter()
     for name, mark in _WRITTEN.items():
         if (out / name).exists() and mark not in (out / name).read_bytes():
@@ -68,7 +68,7 @@ def demo(
     prompts = held_out_prompts(str(out / "data"), NUM_PROMPTS)
     before, speed = answers(model, None, prompts, MAX_TOKENS)
     show_speed(console, "baseline", speed)
-    console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}", markup=False)
+    console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
     cores = cores_for_two()
     histories = [_training(console, out, model, ranks, cores, iters, seed) for ranks in (1, 2)]
@@ -88,13 +88,12 @@ def demo(
     console.print(
         f'  allhands generate --model {model} --adapter-path {adapter} --prompt "How do I make tea?"',
         soft_wrap=True,
-        markup=False,
     )
 
 
 def _title(console: Console, title: str, command: str) -> None:
     console.print()
-    console.rule(f"[bold]{title}[/bold]", align="left")
+    console.rule(title, align="left", style="bold")
     console.print(f"the command for this step: {command}", style="dim")
 
 
@@ -102,7 +101,7 @@ def _model(console: Console, path: Path) -> Path:
     from allhands.model.load import get_model
 
     if not path.exists():
-        get_model("demo", path, report=lambda line: console.print(line, markup=False, soft_wrap=True))
+        get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
     console.print(f"model: {path}", soft_wrap=True)
     return path
 

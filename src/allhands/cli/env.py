@@ -101,7 +101,7 @@ def _device() -> dict[str, Any]:
 
 
 def _show(report: _Report) -> None:
-    console = console_for(highlight=False, markup=False, emoji=False)
+    console = console_for()
     console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
     with console.capture() as shown:
         _print(console, report)

@@ -58,7 +58,7 @@ def get(
     name = _named_once(source, model)
     from allhands.model.load import Conversion, get_model
 
-    console = console_for(highlight=False, soft_wrap=True, markup=False)
+    console = console_for(soft_wrap=True)
     target = out or Path("models") / name.rstrip("/").split("/")[-1]
     conversion = Conversion(quantize, group_size, dequantize, dtype)
     console.print(f"model: {get_model(name, target, conversion, force=force, report=console.print)}")
@@ -69,7 +69,7 @@ def _check(source: str | None = None, model: str | None = None, **given: Any) ->
     config = build_config({**given, "model": name, "train": True, "val_batches": 0})
     from allhands.run.gradient_check_alone import check_gradient
 
-    console = console_for(highlight=False, soft_wrap=True, markup=False)
+    console = console_for(soft_wrap=True)
     longest = given.get("max_seq_length") or DEFAULT_LONGEST
     verdict = check_gradient(config, longest, with_data="data" in given, say=console.print)
     _print_verdict(console, verdict)

@@ -154,7 +154,7 @@ def _console() -> Console:
     """Nothing has to be left out where no terminal limits the width."""
     if is_screen(sys.stdout):
         return progress_console(sys.stdout, highlight=False)
-    return console_for(highlight=False, width=None if is_read_live(sys.stdout) else _WIDE)
+    return console_for(width=None if is_read_live(sys.stdout) else _WIDE)
 
 
 def _view_now(run: Path, board: Board, width: int) -> Group:

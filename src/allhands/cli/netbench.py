@@ -119,7 +119,7 @@ def _tell(text: str) -> None:
 
 def show(results: Sequence[Measurement], console: Console | None = None) -> None:
     """Print tables of what has been found, and what has failed."""
-    console = console or console_for(highlight=False, width=_WIDTH)
+    console = console or console_for(width=_WIDTH)
     for result in results:
         if result.whole is not None:
             _show_whole(console, result.whole)
@@ -128,17 +128,17 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
         for failure in result.failures:
             _show_failure(console, failure)
         for group in result.not_measured:
-            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)", markup=False)
+            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)")
         console.print()
     if any(result.whole or result.links for result in results):
-        console.print(_LEGEND, markup=False)
+        console.print(_LEGEND)
     if len(fastest := [result.whole for result in results if result.whole]) > 1:
         _show_comparison(console, fastest)
 
 
 def _show_whole(console: Console, figures: Figures) -> None:
     where = ", ".join(figures.hosts)
-    console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}", markup=False)
+    console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}")
     rows = [
         (
             size_text(timing.num_bytes),
@@ -151,14 +151,14 @@ def _show_whole(console: Console, figures: Figures) -> None:
     ]
     console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
     latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
-    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}", markup=False)
+    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}")
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
     text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
 def _show_links(console: Console, result: Measurement) -> None:
-    console.print("\neach link by itself, one rank on each computer", markup=False)
+    console.print("\neach link by itself, one rank on each computer")
     rows = [
         (
             " - ".join(link.hosts),
@@ -169,22 +169,22 @@ def _show_links(console: Console, result: Measurement) -> None:
     ]
     console.print(table_of(("link", "latency", "4 MiB", "of the bus"), rows))
     if slowest := result.slowest_link:
-        console.print(f"slowest link: {' - '.join(slowest.hosts)}", markup=False)
+        console.print(f"slowest link: {' - '.join(slowest.hosts)}")
     if result.slow_host:
-        console.print(f"every link of {result.slow_host} is slow: look at its cable, or its Wi-Fi", markup=False)
+        console.print(f"every link of {result.slow_host} is slow: look at its cable, or its Wi-Fi")
 
 
 def _show_failure(console: Console, failure: Failure) -> None:
-    console.print(f"failed on {', '.join(failure.hosts)}: {failure.message}", markup=False)
+    console.print(f"failed on {', '.join(failure.hosts)}: {failure.message}")
     for line in failure.log_tail[-_TAIL:]:
-        console.print(f"  | {line}", markup=False)
+        console.print(f"  | {line}")
     if failure.hint:
-        console.print(f"  what to do: {failure.hint}", markup=False)
+        console.print(f"  what to do: {failure.hint}")
 
 
 def _show_comparison(console: Console, groups: Sequence[Figures]) -> None:
     best = min(groups, key=lambda figures: figures.seconds(16 << 20))
-    console.print(f"fastest for 16 MiB: {best.backend}", markup=False)
+    console.print(f"fastest for 16 MiB: {best.backend}")
 
 
 def size_text(num_bytes: float) -> str:

@@ -206,4 +206,4 @@ def show_after(run: Path, *, as_json: bool) -> None:
         echo(f"- {text}")
     for grid in planned_grids(facts.history.name, compared):
         echo(f"\n{grid.caption}")
-        print_table(console_for(highlight=False), grid.head, grid.rows)
+        print_table(console_for(), grid.head, grid.rows)

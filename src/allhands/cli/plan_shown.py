@@ -20,7 +20,7 @@ _FITS = {True: "yes", False: "no", None: "?"}
 
 def show(outlook: Outlook, notes: Sequence[str]) -> None:
     """Print the tables and the advice."""
-    console = console_for(highlight=False, markup=False)
+    console = console_for()
     for note in notes:
         console.print(f"- {note}")
     console.print()
@@ -46,15 +46,16 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
 def _show_time(console: Console, outlook: Outlook) -> None:
     for line in _times_before(outlook):
         console.print(line)
-    heads = (_unit(outlook.job), "a step", "waiting", "all of it", "faster", "efficient")
+    heads = (_unit(outlook.job), "a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
     rows: list[Sequence[str]] = []
     for line in outlook.lines:
         found, speed_up = line.prediction, outlook.lines[0].training_s / line.training_s
         waiting, efficient = found.exposed_s / found.step_s, speed_up / found.capacity
+        laws = [f"{law:.2f}" for law in outlook.laws[line.machines].values()]
         faster = f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}"
         times = (_milliseconds(found.step_s), f"{100 * waiting:.0f} %", format_duration(line.training_s))
-        rows.append((str(line.machines), *times, faster, f"{100 * efficient:.0f} %"))
-    print_table(console, heads, rows, ("efficient",))
+        rows.append((str(line.machines), *times, faster, f"{100 * efficient:.0f} %", *laws))
+    print_table(console, heads, rows, ("Gustafson", "Amdahl", "efficient"))
     for line in _times_after(outlook):
         console.print(line)
     console.print()
@@ -101,6 +102,8 @@ def _times_after(outlook: Outlook) -> Iterator[str]:
         longer = [step_s > seconds.get(outlook.enough, step_s) for n, step_s in seconds.items() if n > outlook.enough]
         what = "makes a step longer" if longer and all(longer) else "saves less than 5 % of a step"
         yield f"Beyond {outlook.enough}, another {another} {what}."
+    if len(lines) > 1:
+        yield "Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged."
 
 
 def _show_lighter(console: Console, outlook: Outlook) -> None:
@@ -134,13 +137,17 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     parts["logits"] = "logits"
     shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
     ways = {f"{way.ranks}: {way.name}": way for way in outlook.memory if way.ranks in shown}
+    here = {name: way for name, way in ways.items() if way.built}
+    # Ways that are not here are of interest where none that is here is enough.
+    if any(each.fits is not False for each in (*here.values(), *outlook.pipelines)):
+        ways = here
     sends = any(way.sent_bytes for way in ways.values())
     heads = (f"{_unit(job)}: way", *parts.values(), "peak", *["sent"] * sends, "fits")
     rows: list[Sequence[str]] = []
     for name, way in ways.items():
         cells = [format_bytes(way.parts[part]) for part in parts]
         sent = [format_size(way.sent_bytes) if way.sent_bytes else "-"] * sends
-        rows.append((name, *cells, format_bytes(way.rank_bytes), *sent, _FITS[way.fits]))
+        rows.append((name, *cells, format_bytes(way.rank_bytes), *sent, _FITS[way.fits] if way.built else "-"))
     print_table(console, heads, rows, ("grads", "logits", "optim.", "sent"))
     sent = "; sent: by a rank in a step" * sends
     console.print(f"optim.: what the optimizer keeps; activ.: what the passes keep{sent}")
@@ -150,6 +157,9 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     for name, way in ways.items():
         if way.flags:
             console.print(f"{name}: {way.flags}")
+    if len(ways) > len(here):
+        where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"
+        console.print(f"-: allhands has no such way{where}")
     console.print()
 
 

@@ -156,7 +156,7 @@ def data_demo(
 def _run(flags: _Flags, features: Mapping[str, str]) -> None:
     options = _options(flags, features)
     check_output(flags.out, flags.sources, options.force)
-    console = console_for(highlight=False)
+    console = console_for()
     wanted = SourceOptions(flags.documents, flags.hub_split, flags.hub_config, flags.streaming, flags.limit)
     sources = find_sources(flags.sources, wanted)
     chat = chat_choice(flags.chat_template, flags.system)
@@ -363,7 +363,7 @@ class _Screen:
         self._say(lengths.sentence())
         unicode = (self._console.encoding or "").lower().startswith("utf")
         for line in bars(self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
-            self._console.print(f"  {line}", markup=False, no_wrap=True)
+            self._console.print(f"  {line}", no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
         elif lengths.over_limit and self._whole_texts(flags):

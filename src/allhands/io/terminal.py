@@ -62,7 +62,9 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
 
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
     that happens to be a terminal: of tables 80 in a file, where text is broken only if ``COLUMNS`` says at what width.
+    Text is printed as it is: brackets are no markup, colons no emoji, and numbers have no colours.
     """
+    options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
     if environ.get("NO_COLOR"):
         options["color_system"] = None
@@ -96,7 +98,7 @@ def _careful_console() -> type[Console]:
     class Careful(Console):
         def print(self, *objects: Any, **how: Any) -> None:
             text = objects[0] if len(objects) == 1 else None
-            if isinstance(text, str) and not how.get("soft_wrap") and (how.get("markup") is False or "[" not in text):
+            if isinstance(text, str) and not how.get("soft_wrap"):
                 if row_width(self):
                     objects = (fitted(text, self.width),)
                 elif os.environ.get("COLUMNS"):

@@ -77,6 +77,7 @@ class KeptMemory:
     ranks: int
     rank_bytes: _Bytes
     flags: str
+    built: bool = True
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
 from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
-from allhands.plan.speed import Prediction, enough, predict
+from allhands.plan.speed import Prediction, enough, laws, predict
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, cheapest, those_told, ways_of_one, ways_of_team
 from allhands.run.training_memory import RING_BYTES, Memory, Work, of_process
 
@@ -79,6 +79,12 @@ class Outlook:
         """Return the line of so many computers."""
         return next(line for line in self.lines if line.machines == machines)
 
+    @property
+    def laws(self) -> dict[int, dict[str, float]]:
+        """Return the speed-ups without an exchange, by number of computers."""
+        serial = self.job.step.serial_s / self.lines[0].prediction.step_s
+        return {line.machines: laws(serial, line.prediction.capacity) for line in self.lines}
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes."""
         step = asdict(self.job.step)
@@ -89,7 +95,7 @@ class Outlook:
             "one_process_s": self.job.whole_s,
             "validations": self.job.validations,
             "validation_s": self.job.validation_s,
-            "step": {**step, "alone_s": self.job.step.alone_s},
+            "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
             "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
             "usable_bytes": largest(self.job.computers).usable_bytes,
             "computers": [computer.as_json() for computer in self.job.computers],
@@ -101,6 +107,7 @@ class Outlook:
             ],
             "enough_machines": self.enough,
             "advised_machines": self.advised,
+            "laws": self.laws,
             "memory": [_plain(way) for way in self.memory],
             "lighter": [asdict(each) for each in self.lighter],
             "pipelines": [asdict(each) for each in self.pipelines],
@@ -203,7 +210,7 @@ class _Planner:
 
     def _able(self) -> Callable[[Computer], bool]:
         """Return a test if a computer holds its share of a batch that is divided among all, in any way."""
-        ways = [way for way in self._ways(self.job.computers) if self._is_open(way.flags)]
+        ways = [way for way in self._ways(self.job.computers) if way.built and self._is_open(way.flags)]
         places = {each: place for place, each in enumerate(self.job.computers)}
         return lambda each: not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
 
@@ -279,6 +286,7 @@ class _Planner:
             shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
             found = ways_of_team(
                 work,
+                blocks,
                 shares,
                 min(job.step.bucket_bytes, job.step.gradient_bytes),
                 of,
@@ -311,7 +319,7 @@ class _Planner:
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
         """Tell the computers that cannot take part, each with the least that its share takes and what it has."""
-        ways = [way for way in ways if self._is_open(way.flags)]
+        ways = [way for way in ways if way.built and self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
             return ()
         found: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""How long a step takes on any number of computers, from how long it takes on one.
+"""How long a step takes on any number of computers, from how long it takes on one: Amdahl's law and its neighbours.
 
 A step is a part that does not get shorter (the update, the program itself), a part that is divided among the ranks (the
 passes), and the exchange. On one computer only the first two are there, and two batch sizes tell them apart.
@@ -54,6 +54,11 @@ class StepModel:
         """Of a step on one computer."""
         return self.serial_s + self.tokens * self.token_s
 
+    @property
+    def serial_fraction(self) -> float:
+        """Amdahl's."""
+        return self.serial_s / self.alone_s
+
     def times(self, factor: float) -> StepModel:
         """With ``factor`` as many rows in a batch."""
         return replace(self, tokens=self.tokens * factor, rows=round(self.rows * factor))
@@ -67,6 +72,7 @@ class Prediction:
         compute_s: of the rank that takes longest.
         exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
         speed_up: against the fastest of them alone with the same batch.
+        scaled: tokens in the time of one computer's, if each has a batch of its own (Gustafson).
         capacity: how many of the fastest of them all of them are worth: their number where all are equal.
     """
 
@@ -76,6 +82,7 @@ class Prediction:
     exchange_s: float
     exposed_s: float
     speed_up: float
+    scaled: float
     capacity: float
 
     @property
@@ -133,7 +140,8 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
         exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, whole / turns / max(speeds))
+    scaled = whole * model.alone_s / (turns * model.alone_s + exposed)
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / turns / max(speeds))
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
@@ -147,6 +155,12 @@ def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
         last, place = done[0]
         heapq.heapreplace(done, (last + 1 / speeds[place], place))
     return last
+
+
+def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
+    """Return the speed-up of Amdahl (the same batch) and of Gustafson (a batch for each), with nothing exchanged."""
+    amdahl = 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
+    return {"amdahl": amdahl, "gustafson": ranks - serial_fraction * (ranks - 1)}
 
 
 def enough(seconds: Mapping[int, float]) -> int:

@@ -9,7 +9,8 @@ from functools import partial
 from allhands.parallel.costs import LocalCosts, with_left_out
 from allhands.parallel.registry import STRATEGIES, Entry, TrainingNeeds
 from allhands.parallel.rounds import Rounds
-from allhands.run.training_memory import Memory, Work
+from allhands.run.model_sizes import all_weights, expert_weights
+from allhands.run.training_memory import Blocks, Memory, Work
 
 # Bytes of a weight in 4 bits with groups of 64, against one of two bytes.
 _QUANTISED = 4.5 / 16
@@ -32,6 +33,7 @@ class Way:
         parts: bytes of the rank with the largest share by what they are for, in the order of a table.
         rank_bytes: of that rank at the peak; less than all parts, which do not come together.
         by_rank: the same of each rank; all alike where each has an equal share.
+        built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
         sent_bytes: that a rank sends in a step; 0 where that is not worked out.
         fits: whether each rank's bytes do; ``None`` where that is not known.
@@ -42,6 +44,7 @@ class Way:
     ranks: int
     parts: dict[str, int]
     rank_bytes: int
+    built: bool = True
     flags: str = ""
     combined: bool = False
     by_rank: tuple[int, ...] = ()
@@ -66,28 +69,30 @@ def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) ->
         of: the arrays of a rank's work at its peak.
         quantised: whether the model's weights are already.
     """
-    yield _of("as it is", 1, work, of(work), 0)
-    half = max(work.row_tokens, work.tokens // 2)
-    if half < work.tokens:
-        one = work.cut(half)
-        yield _of("half micro-batches", 1, one, of(one), 0, flags=_cut(half))
-    if not work.recomputed:
-        again = replace(work, recomputed=True)
-        yield _of("checkpointing", 1, again, of(again), 0, flags=CHECKPOINT)
-    for name, flags, change in _less(work):
-        if flags not in (CHECKPOINT, _cut(half)):
-            less = change(work)
-            yield _of(name, 1, less, of(less), 0, flags=flags, combined=True)
+
+    def way(name: str, flags: str, changed: Work, *, combined: bool = False) -> Way:
+        return replace(_of(name, 1, changed, of(changed), 0, combined=combined), flags=flags)
+
+    yield way("as it is", "", work)
+    half = _cut(max(work.row_tokens, work.tokens // 2))
+    changes = {flags: (name, change(work)) for name, flags, change in _less(work)}
+    simple = {half: "half micro-batches", CHECKPOINT: "checkpointing"}
+    for flags, name in simple.items():
+        if flags in changes:
+            yield way(name, flags, changes[flags][1])
+    for flags, (name, changed) in changes.items():
+        if flags not in simple:
+            yield way(name, flags, changed, combined=True)
     if not quantised and work.method != "full":
         small = _in_four_bits(work)
-        yield _of("weights in 4 bits", 1, small, of(small), 0, flags=QUANTISE)
+        yield way("weights in 4 bits", QUANTISE, small)
         for name, flags, change in _less(small):
-            less = change(small)
-            yield _of(f"4 bits, {name}", 1, less, of(less), 0, flags=f"{QUANTISE}{_THEN}{flags}", combined=True)
+            yield way(f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", change(small), combined=True)
 
 
 def ways_of_team(
     work: Work,
+    blocks: Blocks,
     shares: Sequence[float],
     bucket_bytes: int,
     of: Callable[[Work], Memory],
@@ -154,6 +159,7 @@ def ways_of_team(
             yield way(
                 f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", partial(_both, _in_four_bits, change), combined=True
             )
+    yield from _of_frameworks(work, blocks, ranks, bucket_bytes, of)
 
 
 def _in_rounds(rounds: Rounds) -> Entry:
@@ -206,7 +212,7 @@ def _cut(tokens: int) -> str:
 
 def cheapest(ways: Sequence[Way]) -> Way | None:
     """Return the way that fits and costs the least: what changes results comes last, before it what takes time most."""
-    able = [way for way in ways if way.fits is not False]
+    able = [way for way in ways if way.built and way.fits is not False]
     return min(able, key=lambda way: (QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags), default=None)
 
 
@@ -220,7 +226,7 @@ def those_told(ways: Sequence[Way]) -> list[Way]:
     chosen = [] if best is None else [best]
     found = False
     for rounded in (False, True):  # 4 bits change the results: they come by themselves, and after the others
-        group = [way for way in ways if way.flags.startswith(QUANTISE) is rounded]
+        group = [way for way in ways if way.built and way.flags.startswith(QUANTISE) is rounded]
         more = [way for way in group if way.combined]
         found |= any(way.fits is not False for way in group if not way.combined)
         if more and not found:
@@ -230,6 +236,43 @@ def those_told(ways: Sequence[Way]) -> list[Way]:
     return [way for way in ways if not way.combined or way in chosen]
 
 
+def _of_frameworks(
+    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Callable[[Work], Memory]
+) -> Iterator[Way]:
+    """Ways that divide the model itself."""
+    share = work.divided(ranks)
+    memory = of(share)
+    if work.method == "full":
+        block = work.weights_bytes // max(1, blocks.layers)
+        whole = replace(memory, weights=memory.weights // ranks + 2 * block, optimizer=memory.optimizer // ranks)
+        parted = work.trained_bytes * (ranks - 1) // ranks
+        update = memory.update - parted - memory.renewed * (ranks - 1) // ranks
+        whole = replace(whole, backward=whole.backward - parted, update=update)
+        yield _of("parameters sharded", ranks, share, whole, 2 * block, built=False)
+    tensor = of(
+        replace(
+            work,
+            weights_bytes=work.weights_bytes // ranks,
+            trained_bytes=work.trained_bytes // ranks,
+            by_adam_bytes=work.by_adam_bytes // ranks,
+        )
+    )
+    # What lies between the products is on every rank whole: about a third of what is kept.
+    saved = tensor.activations - (tensor.activations // 3 + 2 * tensor.activations // (3 * ranks))
+    tensor = replace(
+        tensor,
+        activations=tensor.activations - saved,
+        backward=tensor.backward - saved,
+        loss=max(tensor.logits, tensor.loss - saved),
+    )
+    yield _of("tensors sharded", ranks, work, tensor, 0, built=False)
+    if blocks.experts >= ranks:
+        kept = 1 - expert_weights(blocks) / all_weights(blocks, tied=True) * (ranks - 1) / ranks
+        trained = int(kept * work.trained_bytes) if work.method == "full" else work.trained_bytes
+        some = replace(share, weights_bytes=int(kept * work.weights_bytes), trained_bytes=trained)
+        yield _of("experts sharded", ranks, some, of(some), bucket_bytes, built=False)
+
+
 def _of(
     name: str,
     ranks: int,
@@ -237,7 +280,7 @@ def _of(
     memory: Memory,
     bucket_bytes: int,
     *,
-    flags: str = "",
+    built: bool = True,
     combined: bool = False,
 ) -> Way:
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
@@ -250,4 +293,4 @@ def _of(
         "buckets": bucket_bytes,
     }
     whole = memory.arrays + bucket_bytes
-    return Way(name, ranks, parts, whole, flags, combined, (whole,) * ranks)
+    return Way(name, ranks, parts, whole, built, combined=combined, by_rank=(whole,) * ranks)
