@@ -20,6 +20,7 @@ from written_runs import write_run
 
 from allhands.cli.compare import compare, compared, comparison_table, held_out_prompts, score_lines
 from allhands.cli.generate import generate
+from allhands.cli.verbs_models import Compare, Generate
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 from allhands.infer.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
@@ -57,7 +58,7 @@ def ask(model: Path, **changes: Any) -> None:
         "ignore_chat_template": False,
         "trust_remote_code": False,
     }
-    generate(**{**values, **changes})
+    generate(Generate(**{**values, **changes}))
 
 
 def rows(path: Path, *content: Any) -> Path:
@@ -281,7 +282,7 @@ def test_compare_writes_prompts_answers_and_scores(
     tiny_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "answers.json"
-    compare(str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=out)
+    compare(Compare(str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=out))
     assert out.stat().st_mode & 0o777 == 0o600  # as all that holds what people asked
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
@@ -297,13 +298,13 @@ def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapte
     run = write_run(tmp_path / "run")
     for name in ("adapters.safetensors", "adapter_config.json"):
         (run / name).write_bytes((adapter / name).read_bytes())
-    compare(str(tiny_model), run, num_prompts=2, max_tokens=4, show=1)
+    compare(Compare(str(tiny_model), run, num_prompts=2, max_tokens=4, show=1))
     saved = json.loads((run / "answers.json").read_text(encoding="utf-8"))
     (found,) = read_facts(run).answers
     assert list(found.prompts) == saved["prompts"] == held_out_prompts("demo", 2)
     assert list(found.after) == saved["after"]
     # Of an adapter that is no run nothing is written.
-    compare(str(tiny_model), adapter, num_prompts=2, max_tokens=4, show=1)
+    compare(Compare(str(tiny_model), adapter, num_prompts=2, max_tokens=4, show=1))
     assert not (adapter / "answers.json").exists()
 
 
@@ -314,12 +315,16 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
     monkeypatch.setattr("allhands.cli.compare.answers", lambda *each: asked.append(each))
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError, match="file"):
-        compare(str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=tmp_path / "file" / "answers.json")
+        compare(
+            Compare(
+                str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=tmp_path / "file" / "answers.json"
+            )
+        )
     assert not asked
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to compare") as caught:
-        compare(str(tiny_model), None, num_prompts=3, max_tokens=6, show=1)
+        compare(Compare(str(tiny_model), None, num_prompts=3, max_tokens=6, show=1))
     assert caught.value.where == "--adapter-path"

@@ -11,27 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from allhands.cli.answering import (
-    Adapter,
-    BackendName,
-    DividedBy,
-    Hostfile,
-    Hosts,
-    MaxTokens,
-    ModelName,
-    NumRanks,
-    Seed,
-    Split,
-    SystemPrompt,
-    Temperature,
-    TopP,
-    TrustCode,
-    ranks_asked,
-    tell_harm,
-    tell_notes,
-)
+from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
 from allhands.cli.divided import at_terminal, require_terminal_here, run_divided
-from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.verbs_models import Chat
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks
 from allhands.io.paths import require_words
@@ -45,33 +27,12 @@ if TYPE_CHECKING:
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-def chat(
-    model: ModelName = "demo",
-    adapter_path: Adapter = None,
-    system_prompt: SystemPrompt = None,
-    max_tokens: MaxTokens = 512,
-    temp: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    chat_template: ChatTemplate = None,
-    system: System = "template",
-    trust_remote_code: TrustCode = False,
-    strategy: DividedBy = None,
-    num_ranks: NumRanks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    backend: BackendName = None,
-    pp_split: Split = None,
-) -> None:
-    """Talk with a model, with or without a trained adapter.
-
-    It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
-    is a turn. A model larger than one computer talks with --strategy pipeline.
-    """
-    ranks = ranks_asked(locals())
-    choice = chat_choice(chat_template, system)
+def chat(asked: Chat) -> None:
+    """Run the verb."""
+    ranks = ranks_asked(asked)
+    choice = chat_choice(asked.chat_template, asked.system)
     if ranks is not None and VARIABLE not in os.environ:
-        require_terminal_here(hosts, hostfile)
+        require_terminal_here(asked.hosts, asked.hostfile)
         raise typer.Exit(at_terminal(_talk))
     from allhands.infer.conversation import Conversation
     from allhands.infer.generate import Sampling, load_for_generation
@@ -80,23 +41,27 @@ def chat(
     def conversation(loaded: LoadedModel, *, speaks: bool = True) -> Conversation:
         if speaks:
             tell_notes(loaded)
-            tell_harm(adapter_path, model)
-        how = Sampling(temp, top_p, seed)
-        return Conversation(loaded, how, max_tokens=max_tokens, system_prompt=system_prompt)
+            tell_harm(asked.adapter_path, asked.model)
+        how = Sampling(asked.temp, asked.top_p, asked.seed)
+        return Conversation(loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt)
 
     if ranks is None:
-        with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
-            loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
+        with limits_told(answering(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code)):
+            loaded = load_for_generation(
+                asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code, chat=choice
+            )
             _talk(conversation(loaded))
         return
     path = os.environ[VARIABLE]
 
     def work(answering: AnsweringRanks, speaks: bool) -> None:
-        talks = conversation(answering.load(adapter_path, choice), speaks=speaks)
+        talks = conversation(answering.load(asked.adapter_path, choice), speaks=speaks)
         answering.converse(talks, path)
 
     env = {VARIABLE: path}
-    raise typer.Exit(run_divided(model, adapter_path, ranks, work, trust_remote_code=trust_remote_code, env=env))
+    raise typer.Exit(
+        run_divided(asked.model, asked.adapter_path, ranks, work, trust_remote_code=asked.trust_remote_code, env=env)
+    )
 
 
 def _talk(conversation: Talks) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 
 from allhands.cli.findings import message_of, remedy_of, size_findings
-from allhands.cli.options import options_of, parameter, with_parameters
+from allhands.cli.verbs_training import DataCheck
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.reading import read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
@@ -33,54 +33,24 @@ if TYPE_CHECKING:
     from allhands.data.lengths import LengthSummary
 
 SPLITS = ("train", "valid", "test")
-# Options of training that decide what it sees.
-_SHARED = (
-    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
-    *("fine_tune_type", "num_layers", "lora_parameters"),
-    *("batch_size", "iters", "epochs", "packing", "isolate_documents", "seed"),
-    *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
-    *("hf_dataset", "trust_remote_code", "config"),
-)
 # Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
 NEAR_LIMIT = 20_000
 # Characters of a run that are shown at its beginning and at its end.
 _SHOWN_CHARACTERS = 600
 
-_HELP = """Tell what training would see of a data set, before a run is spent on it.
-
-DIR is what allhands train takes as --data: a folder, 'demo' or a Hub dataset. Options and defaults are those of
-training, and so is the YAML file (-c).
-"""
-
 _SEVERITIES = {"ruins": "ruins the run", "harms": "harms the run", "note": "good to know"}
 _COLOURS = {"ruins": "bold red", "harms": "yellow", "note": "cyan"}
 
 
-def _check(
-    *, show: int, strict: bool, as_json: bool, row: Sequence[int] = (), split: str | None = None, **flags: Any
-) -> None:
-    config = build_config(flags, flags.get("config"))
-    if run_check(config, _chosen_splits(split), ShownSample(show, row), as_json=as_json) and strict:
+def check(asked: DataCheck) -> None:
+    """Run the verb."""
+    data = {} if asked.data is None else {"data": asked.data}
+    config, sample = (
+        build_config({**data, **asked.flags}, asked.flags.get("config")),
+        ShownSample(asked.show, asked.row or ()),
+    )
+    if run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json) and asked.strict:
         raise typer.Exit(DataError.exit_code)
-
-
-_SHOW = typer.Option("--show", help="Examples to print as training sees them.", min=0, metavar="N", show_default=False)
-_ROW = typer.Option("--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE")
-_SPLIT = typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")
-_STRICT = typer.Option("--strict", help="Exit code 3 if anything ruins the run.")
-check = with_parameters(
-    _check,
-    _HELP,
-    [
-        parameter("data", str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)),
-        *options_of(TrainConfig, _SHARED),
-        parameter("show", int, _SHOW, 0),
-        parameter("row", list[int] | None, _ROW),
-        parameter("split", str | None, _SPLIT),
-        parameter("strict", bool, _STRICT, default=False),
-        parameter("as_json", bool, typer.Option("--json", help="Print numbers and findings as JSON."), default=False),
-    ],
-)
 
 
 def _chosen_splits(name: str | None) -> tuple[str, ...]:

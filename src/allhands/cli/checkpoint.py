@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from allhands.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_path, damage, find, is_checkpoint, look_at
 from allhands.checkpoints.format import StoredArray
 from allhands.checkpoints.reading import OtherFormatError
+from allhands.cli.verbs_runs import CheckpointInspect, CheckpointList, CheckpointVerify
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
@@ -32,37 +33,21 @@ _WIDTH = 80
 _ID_DIGITS = 8
 _WHAT_TO_GIVE = "give the directory of a run, or of a checkpoint in its checkpoints/"
 
-Looked = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False)
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Inspected = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint, or a run: its latest. [adapters]", show_default=False),
-]
 
-
-def list_checkpoints(path: Looked = Path("adapters"), quick: Quick = False) -> None:
-    """List the checkpoints of a run: step, time, size, and whether they are whole.
-
-    The exit code is 9 if none is whole.
-    """
-    place = _place(path)
-    found = _survey(place, verify=not quick)
+def list_checkpoints(asked: CheckpointList) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
+    found = _survey(place, verify=not asked.quick)
     console = _console()
     _print_path(console, place)
-    console.print(_table(found, "sizes are right" if quick else "whole", of_run=not _is_one(found, place)))
+    console.print(_table(found, "sizes are right" if asked.quick else "whole", of_run=not _is_one(found, place)))
     if _first_whole(found) is None:
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def verify_checkpoints(path: Looked = Path("adapters")) -> None:
-    """Read every checkpoint of a run, or one, and compare it with its sums.
-
-    The exit code is 9 if any is damaged.
-    """
-    place = _place(path)
+def verify_checkpoints(asked: CheckpointVerify) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
     found = _survey(place, verify=True)
     console, one = _console(), _is_one(found, place)
     _print_path(console, place)
@@ -78,15 +63,15 @@ def verify_checkpoints(path: Looked = Path("adapters")) -> None:
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: progress, settings, files and arrays."""
-    place = _place(path)
+def inspect_checkpoint(asked: CheckpointInspect) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
     try:
         checkpoint = find(str(place), place)
     except CheckpointError as error:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
-    if as_json:
+    if asked.as_json:
         facts = {"path": str(checkpoint.path), "arrays": [array.to_json() for array in checkpoint.arrays]}
         typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
         return

@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from allhands.cli.verbs_cluster import BACKENDS, ClusterCheck
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.terminal import console_for, progress_console
 
@@ -23,46 +24,29 @@ if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
 
 _WIDTH = 80
-_BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 
 
-def cluster_check(
-    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="MLX's JSON, or MPI's 'host slots=N'.")] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Is it there, and the same everywhere?")] = None,
-    data: Annotated[str | None, typer.Option("--data", help="Are they there, and the same everywhere?")] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Meant for training.")
-    ] = "auto",
-    adapter_path: Annotated[str, typer.Option("--adapter-path", help="Where a run would write.")] = "adapters",
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes of files only; do not read them.")] = False,
-    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Measure a real group of MLX.")] = True,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1.0, help="Seconds to wait for a computer.")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found out as JSON.")] = False,
-) -> None:
-    """Find what is wrong with a set of computers before training does.
-
-    The exit code is 7 if something stops training, 0 if there are only warnings.
-    """
+def cluster_check(asked: ClusterCheck) -> None:
+    """Run the verb."""
     from allhands.cluster.doctor.checks import well
     from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 
-    computers = _computers(hostfile, hosts)
+    computers = _computers(asked.hostfile, asked.hosts)
     with _told() as progress:
         options = ClusterCheckOptions(
-            option=_option(hostfile, hosts),
-            backend=_backend(backend, hostfile),
-            model=model,
-            data=data,
-            adapter_path=adapter_path,
-            hashed=not quick,
-            bench=bench,
-            timeout_s=timeout_s,
+            option=_option(asked.hostfile, asked.hosts),
+            backend=_backend(asked.backend, asked.hostfile),
+            model=asked.model,
+            data=asked.data,
+            adapter_path=asked.adapter_path,
+            hashed=not asked.quick,
+            bench=asked.bench,
+            timeout_s=asked.timeout_s,
             progress=progress,
         )
         cluster, findings = diagnose(computers, options)
-    if as_json:
+    if asked.as_json:
         print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
     else:
         show(_console(), cluster, findings, well(cluster))
@@ -105,11 +89,11 @@ def _backend(asked: str, hostfile: Path | None) -> str:
     """
     from allhands.cluster.hosts import hostfile_backend
 
-    if asked not in _BACKENDS:
-        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}")
+    if asked not in BACKENDS:
+        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}")
     if asked == "auto" and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in _BACKENDS else "auto"
+        return own if own in BACKENDS else "auto"
     return asked
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
 
 import typer
 
@@ -32,63 +33,81 @@ allhands pretrain --data data/stories --tokenizer tokenizer --shape llama-15m
 allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 """,
 }
-# Module and function of each verb, and its line of the overview, for which nothing is imported.
+# Of each verb the class of its options in verbs_*.py, module and function of its work, which is imported when the verb
+# is called, and its line of the overview, for which nothing is imported.
 _VERBS = {
-    "plan": ("plan:plan", "Tell what a training takes, and if more computers help."),
-    "launch": ("launch:launch", "Start a program of your own on every rank, and keep it going."),
-    "generate": ("generate:generate", "Ask a model, with or without a trained adapter."),
-    "compare": ("compare:compare", "Answer held-out prompts before and after training."),
-    "plot": ("plot:plot", "Draw the loss curves of runs on one graph; print their times."),
-    "monitor": ("monitor:monitor", "Show memory, load and phases of a run's processes, live."),
-    "demo": ("demo:demo", "A small model learns to talk like a pirate: the whole road."),
-    "report": ("report:report", "Write a page about a run, or several compared."),
-    "dashboard": ("dashboard:dashboard", "Show runs in the browser while they go on."),
-    "chat": ("chat:chat", "Talk with a model, with or without a trained adapter."),
-    "eval": ("evaluate:evaluate", "Loss and perplexity of a model on a part of the data."),
-    "serve": ("serve:serve", "Answer requests to a model over HTTP, as OpenAI does."),
-    "fuse": ("fuse:fuse", "Merge a trained adapter into its model."),
-    "export": ("exchange:export_adapter", "Write what was trained for other programs."),
-    "import": ("exchange:import_adapter", "Take an adapter that another program has trained."),
-    "upload": ("upload:upload", "Put a model or an adapter on the Hugging Face Hub."),
-    "container": ("container:container", "Train as the program of a container image."),
-    "env": ("env:show_environment", "Show who has started this process, and what follows from it."),
-    "version": ("env:version", "Versions of allhands and of what it stands on."),
+    "plan": ("runs.Plan plan:plan", "Tell what a training takes, and if more computers help."),
+    "launch": ("training.Launch launch:launch", "Start a program of your own on every rank, and keep it going."),
+    "generate": ("models.Generate generate:generate", "Ask a model, with or without a trained adapter."),
+    "compare": ("models.Compare compare:compare", "Answer held-out prompts before and after training."),
+    "plot": ("runs.Plot plot:plot", "Draw the loss curves of runs on one graph; print their times."),
+    "monitor": ("runs.Monitor monitor:monitor", "Show memory, load and phases of a run's processes, live."),
+    "demo": ("runs.Demo demo:demo", "A small model learns to talk like a pirate: the whole road."),
+    "report": ("runs.Report report:report", "Write a page about a run, or several compared."),
+    "dashboard": ("runs.Dashboard dashboard:dashboard", "Show runs in the browser while they go on."),
+    "chat": ("models.Chat chat:chat", "Talk with a model, with or without a trained adapter."),
+    "eval": ("training.Eval evaluate:evaluate", "Loss and perplexity of a model on a part of the data."),
+    "serve": ("models.Serve serve:serve", "Answer requests to a model over HTTP, as OpenAI does."),
+    "fuse": ("models.Fuse fuse:fuse", "Merge a trained adapter into its model."),
+    "export": ("models.Export exchange:export_adapter", "Write what was trained for other programs."),
+    "import": ("models.Import exchange:import_adapter", "Take an adapter that another program has trained."),
+    "upload": ("models.Upload upload:upload", "Put a model or an adapter on the Hugging Face Hub."),
+    "container": ("runs.Container container:container", "Train as the program of a container image."),
+    "env": ("runs.Env env:show_environment", "Show who has started this process, and what follows from it."),
+    "version": ("runs.Version env:version", "Versions of allhands and of what it stands on."),
 }
 _GROUPS = {
-    "model": ("Fetch and convert models.", {"get": "model:get", "check": "model:check"}),
-    "data": ("Training data.", {"prepare": "prepare:prepare", "check": "check:check", "demo": "prepare:data_demo"}),
+    "model": (
+        "Fetch and convert models.",
+        {"get": "models.ModelGet model:get", "check": "training.ModelCheck model:check"},
+    ),
+    "data": (
+        "Training data.",
+        {
+            "prepare": "data.DataPrepare prepare:prepare",
+            "check": "training.DataCheck check:check",
+            "demo": "data.DataDemo prepare:data_demo",
+        },
+    ),
     "tokenizer": (
         "Make tokenizers, and see how they cut texts.",
-        {"train": "tokenizer:train", "show": "tokenizer:show"},
+        {"train": "data.TokenizerTrain tokenizer:train", "show": "data.TokenizerShow tokenizer:show"},
     ),
     "checkpoint": (
         "Checkpoints of a training run.",
         {
-            "list": "checkpoint:list_checkpoints",
-            "inspect": "checkpoint:inspect_checkpoint",
-            "verify": "checkpoint:verify_checkpoints",
+            "list": "runs.CheckpointList checkpoint:list_checkpoints",
+            "inspect": "runs.CheckpointInspect checkpoint:inspect_checkpoint",
+            "verify": "runs.CheckpointVerify checkpoint:verify_checkpoints",
         },
     ),
     "cluster": (
         "Several computers: check, prepare and measure them.",
         {
-            "init": "cluster_init:cluster_init",
-            "sync": "cluster_sync:sync",
-            "check": "cluster_check:cluster_check",
-            "bench": "netbench:bench",
+            "init": "cluster.ClusterInit cluster_init:cluster_init",
+            "sync": "cluster.ClusterSync cluster_sync:sync",
+            "check": "cluster.ClusterCheck cluster_check:cluster_check",
+            "bench": "cluster.ClusterBench netbench:bench",
         },
     ),
 }
-_ABOUT_HOSTS = {"cluster_sync:sync", "cluster_check:cluster_check"}
+# How the parser treats words of verbs that pass them on: to training, or to another program.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "Plan": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "Launch": {"allow_interspersed_args": False},
+    "Container": {"ignore_unknown_options": True, "allow_interspersed_args": False},
+}
+_ABOUT_HOSTS = ("ClusterSync", "ClusterCheck")
 
 
-def register(app: typer.Typer, verb: str | None = None) -> None:
+def register(app: typer.Typer, called: Sequence[str] = ()) -> None:
     """Attach every verb to ``app``.
 
     Args:
-        verb: the one that is called, or what stands in its place; the others then get no more than their line of
-            the overview, and what they need is not imported. ``None``: all of them in full.
+        called: the verb that is called, or what stands in its place; the others then get no more than their line of
+            the overview, and what they need is not imported. Empty: all of them in full.
     """
+    verb = called[0] if called else None
     for name, text in _TRAINING.items():
         app.command(name, help=text)(_training(name) if verb in (None, name) else _not_called)
     for name, (place, summary) in _VERBS.items():
@@ -99,16 +118,48 @@ def register(app: typer.Typer, verb: str | None = None) -> None:
     for name, (summary, members) in _GROUPS.items():
         group = App(help=summary, no_args_is_help=True)
         for member, place in members.items() if verb in (None, name) else ():
-            _attach(group, member, place)
+            if member in called[1:] or not members.keys() & called[1:]:
+                _attach(group, member, place)
         app.add_typer(group, name=name)
 
 
 def _attach(app: typer.Typer, name: str, place: str) -> None:
-    """Add the verb whose function is at ``place``; its module may have ``SETTINGS`` for the parser."""
-    module_name, function = place.split(":")
-    module = import_module(f"allhands.cli.{module_name}")
-    more: dict[str, Any] = {"cls": HostsCommand} if place in _ABOUT_HOSTS else {}
-    app.command(name, context_settings=getattr(module, "SETTINGS", None), **more)(getattr(module, function))
+    """Add the verb whose options and work are at ``place``."""
+    kind = place.split()[0].partition(".")[2]
+    more: dict[str, Any] = {"cls": HostsCommand} if kind in _ABOUT_HOSTS else {}
+    app.command(name, context_settings=_SETTINGS.get(kind), **more)(function_of(place))
+
+
+def function_of(place: str) -> Callable[..., None]:
+    """Return the function whose parameters are the fields of the options' class, for typer; it does the work with them.
+
+    A field that is annotated with several options is the dictionary of those that were given.
+    """
+    options_place, work = place.split()
+    group, name = options_place.split(".")
+    kind: Any = getattr(import_module(f"allhands.cli.verbs_{group}"), name)
+    parameters: list[Parameter] = []
+    several: dict[str, list[Parameter]] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for name in kind._fields:
+        options: Any = next(iter(getattr(hints[name], "__metadata__", ())), None)
+        if isinstance(options, list):
+            several[name] = options
+            parameters += options
+        else:
+            default = kind._field_defaults.get(name, Parameter.empty)
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+
+    def command(**given: Any) -> None:
+        for name, options in several.items():
+            values = {one.name: given.pop(one.name) for one in options}
+            given[name] = {option: value for option, value in values.items() if value is not None}
+        module, function = work.split(":")
+        getattr(import_module(f"allhands.cli.{module}"), function)(kind(**given))
+
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = kind.__doc__
+    return command
 
 
 def _not_called() -> None:

@@ -6,26 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.answering import (
-    Adapter,
-    BackendName,
-    DividedBy,
-    Hostfile,
-    Hosts,
-    MaxTokens,
-    ModelName,
-    NumRanks,
-    Split,
-    ranks_asked,
-)
+from allhands.cli.answering import ranks_asked
 from allhands.cli.divided import run_divided
+from allhands.cli.verbs_models import Compare
 from allhands.data.demo import demo_records, pirate_share
 from allhands.data.records import ColumnNames, Record
 from allhands.data.splits import full_places, load_split
@@ -44,58 +34,39 @@ Load = Callable[[Path | None, ChatChoice | None], "LoadedModel"]
 SCORED = b'"after_share"'
 
 
-def compare(
-    model: ModelName = "demo",
-    adapter_path: Adapter = None,
-    data: Annotated[str, typer.Option("--data", help="Whose test split to ask: a directory, or 'demo'.")] = "demo",
-    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16,
-    show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4,
-    max_tokens: MaxTokens = 60,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that holds no such answers.")] = False,
-    strategy: DividedBy = None,
-    num_ranks: NumRanks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    backend: BackendName = None,
-    pp_split: Split = None,
-) -> None:
-    """Answer held-out prompts before and after training.
-
-    The answers are shown side by side; of pirates, with a score of how pirate they are.
-    """
-    ranks = ranks_asked(locals())
-    if adapter_path is None:
+def compare(asked: Compare) -> None:
+    """Run the verb."""
+    ranks = ranks_asked(asked)
+    adapter = asked.adapter_path
+    if adapter is None:
         raise ConfigError("there is nothing to compare with", where="--adapter-path", hint="give a trained adapter")
 
     def work(load: Load | None, speaks: bool) -> None:
         # The place of the answers is found before anything that takes long.
-        target = _place_of_answers(adapter_path, out, force=force) if speaks else None
-        prompts = held_out_prompts(data, num_prompts)
+        target = _place_of_answers(adapter, asked.out, force=asked.force) if speaks else None
+        prompts = held_out_prompts(asked.data, asked.num_prompts)
         # Both are asked in the same words.
-        kept = adapter_path / TEMPLATE_FILE
+        kept = adapter / TEMPLATE_FILE
         chat = ChatChoice(str(kept)) if kept.is_file() else None
         console = console_for()
-        before, speed_before = answers(model, None, prompts, max_tokens, chat, load)
+        before, speed_before = answers(asked.model, None, prompts, asked.max_tokens, chat, load)
         if speaks:
             show_speed(console, "before", speed_before)
-        after, speed_after = answers(model, adapter_path, prompts, max_tokens, load=load)
+        after, speed_after = answers(asked.model, adapter, prompts, asked.max_tokens, load=load)
         if not speaks:
             return
         show_speed(console, "after", speed_after)
         comparison = compared(prompts, before, after)
-        show_comparison(console, comparison, show, max_tokens, scored=data == "demo")
+        show_comparison(console, comparison, asked.show, asked.max_tokens, scored=asked.data == "demo")
         if target is not None:
             save_comparison(comparison, target)
             console.print(f"answers: {target}", soft_wrap=True)
 
     if ranks is not None:
         raise typer.Exit(
-            run_divided(model, adapter_path, ranks, lambda answering, speaks: work(answering.load, speaks))
+            run_divided(asked.model, adapter, ranks, lambda answering, speaks: work(answering.load, speaks))
         )
-    check_adapter(adapter_path)
+    check_adapter(adapter)
     work(None, True)
 
 

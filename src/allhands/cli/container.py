@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
 from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
 from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
+from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, read_text, recognise
 from allhands.cluster.place import Launch, Paths
 from allhands.cluster.platforms import from_bucket
@@ -31,8 +32,6 @@ from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.runtime.blas import allowed_cores
 
-# How the verb is registered: what it is given belongs to ``allhands train``, or is another program.
-SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 RESTARTS = 3
 # Of the time that a platform gives to end: for copying what was trained.
 _LEAST_STOP_S = 5.0
@@ -83,17 +82,9 @@ class Machine:
         return replace(found, platform=platform)
 
 
-def container(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[train] [OPTIONS]", help="Options of allhands train; or another program to run."),
-    ] = None,
-) -> None:
-    """Train as the program of a container image.
-
-    Reads what SageMaker, Vertex AI or Kubernetes hand to it, and leaves the model where they look for it.
-    """
-    raise typer.Exit(run_container(arguments or [], here()))
+def container(asked: Container) -> None:
+    """Run the verb."""
+    raise typer.Exit(run_container(asked.arguments or [], here()))
 
 
 def here() -> Machine:

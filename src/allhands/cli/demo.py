@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from allhands.cli.answering import Seed
 from allhands.cli.compare import (
     SCORED,
     answers,
@@ -21,6 +18,7 @@ from allhands.cli.compare import (
     show_speed,
 )
 from allhands.cli.train import supervise_training
+from allhands.cli.verbs_runs import Demo
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError
@@ -39,51 +37,42 @@ MAX_TOKENS = 50
 _WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
-def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory for everything the demo makes.")] = Path(
-        "demo-run"
-    ),
-    iters: Annotated[int, typer.Option("--iters", min=2, help="Iterations: batches to train on.")] = 60,
-    seed: Seed = 0,
-) -> None:
-    """A small model learns to talk like a pirate: the whole road.
-
-    It is trained on one process and on two, and asked before and after.
-    """
+def demo(asked: Demo) -> None:
+    """Run the verb."""
     console = console_for()
     started = time.perf_counter()
     for name, mark in _WRITTEN.items():
-        if (out / name).exists() and mark not in (out / name).read_bytes():
-            raise ConfigError(f"there is another {name}", where=f"--out {out}", hint="choose another directory")
-    make_directory(out)
+        if (asked.out / name).exists() and mark not in (asked.out / name).read_bytes():
+            raise ConfigError(f"there is another {name}", where=f"--out {asked.out}", hint="choose another directory")
+    make_directory(asked.out)
 
     _title(console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo")
-    model = str(_model(console, out / "model"))
+    model = str(_model(console, asked.out / "model"))
 
     _title(console, "2. Data: everyday questions, answered in pirate English", "allhands data demo")
-    counts = write_demo_data(out / "data")
-    console.print(f"{out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+    counts = write_demo_data(asked.out / "data")
+    console.print(f"{asked.out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
 
     _title(console, "3. Baseline: the model answers questions it will not be trained on", "allhands generate")
-    prompts = held_out_prompts(str(out / "data"), NUM_PROMPTS)
+    prompts = held_out_prompts(str(asked.out / "data"), NUM_PROMPTS)
     before, speed = answers(model, None, prompts, MAX_TOKENS)
     show_speed(console, "baseline", speed)
     console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
     cores = cores_for_two()
-    histories = [_training(console, out, model, ranks, cores, iters, seed) for ranks in (1, 2)]
+    histories = [_training(console, asked.out, model, ranks, cores, asked.iters, asked.seed) for ranks in (1, 2)]
 
     _title(console, "5. One computer against two", "allhands plot RUN RUN")
-    _show_times(console, out, histories, cores)
+    _show_times(console, asked.out, histories, cores)
 
     _title(console, "6. The same questions again, before and after", "allhands compare")
-    adapter = out / "two-processes"
+    adapter = asked.out / "two-processes"
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
     comparison = compared(prompts, before, after)
     show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
-    save_comparison(comparison, out / ANSWERS_FILE)
-    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {out}", soft_wrap=True)
+    save_comparison(comparison, asked.out / ANSWERS_FILE)
+    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {asked.out}", soft_wrap=True)
     console.print("ask it yourself:", soft_wrap=True)
     console.print(
         f'  allhands generate --model {model} --adapter-path {adapter} --prompt "How do I make tea?"',

@@ -8,10 +8,11 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.place import Launch
 from allhands.io.formatting import format_bytes
@@ -26,8 +27,6 @@ _WIDTH = 80
 _MOST_PEERS = 8
 _PACKAGES = ("allhands", "mlx", "mlx-lm")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-
 
 @dataclass(frozen=True)
 class _Report:
@@ -38,21 +37,17 @@ class _Report:
     device: dict[str, Any]
 
 
-def show_environment(as_json: AsJson = False) -> None:
-    """Show who has started this process, and what follows from it.
-
-    Then what training would use: back-end, peers, paths, time to end. The exit code is 7
-    if the launcher's variables contradict each other.
-    """
+def show_environment(asked: Env) -> None:
+    """Run the verb."""
     report = _Report(recognise_here(), _versions(), _device())
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps(as_dictionary(report), indent=1))
         return
     _show(report)
 
 
-def version() -> None:
-    """Versions of allhands and of what it stands on."""
+def version(_: Version) -> None:
+    """Run the verb."""
     for name in ("allhands", "mlx", "mlx-lm", "numpy"):
         typer.echo(f"{name} {version_of(name) or 'is not installed'}")
 

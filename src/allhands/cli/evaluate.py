@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from allhands.cli.launching import run
-from allhands.cli.options import options_of, parameter, with_parameters
 from allhands.cli.train import (
     check_launch,
     collector_paused,
@@ -26,6 +25,7 @@ from allhands.cli.train import (
     share_cores,
     with_hostfile,
 )
+from allhands.cli.verbs_training import Eval
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext, install
@@ -41,43 +41,15 @@ if TYPE_CHECKING:
     from allhands.run.evaluating import Evaluation
 
 
-def _eval(
-    *,
-    as_json: bool,
-    tasks: str | None = None,
-    limit: int | None = None,
-    num_shots: int | None = None,
-    **given: Any,
-) -> None:
-    if tasks is not None:
-        _run_tasks(given, tasks, limit, num_shots, as_json)
+def evaluate(asked: Eval) -> None:
+    """Run the verb."""
+    if asked.tasks is not None:
+        _run_tasks(asked, asked.tasks)
         return
-    for flag, value in (("--limit", limit), ("--num-shots", num_shots)):
+    for flag, value in (("--limit", asked.limit), ("--num-shots", asked.num_shots)):
         if value is not None:
             raise ConfigError("it has no effect without --tasks", where=flag, hint="for less data give --test-batches")
-    raise typer.Exit(_evaluate(given, as_json))
-
-
-_FIELDS = (
-    *("model", "adapter_path", "data", "split", "mask_prompt", "train_on", "chat_template", "system"),
-    *("max_seq_length", "packing", "test_batches", "batch_size", "micro_batch_tokens", "num_ranks", "backend"),
-    *("cores_per_rank", "hostfile", "hosts", "strategy", "pp_split", "config", "trust_remote_code"),
-)
-_TASKS = "Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."
-evaluate = with_parameters(
-    _eval,
-    """Loss and perplexity of a model on a part of the data.
-
-    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
-    """,
-    [
-        *options_of(EvalConfig, _FIELDS),
-        parameter("as_json", bool, typer.Option("--json", help="Print the result as JSON."), default=False),
-        parameter("tasks", str | None, typer.Option("--tasks", help=_TASKS)),
-        parameter("limit", int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")),
-        parameter("num_shots", int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")),
-    ],
-)
+    raise typer.Exit(_evaluate(asked.flags, asked.as_json))
 
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
@@ -178,9 +150,9 @@ def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
     return lines
 
 
-def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: int | None, as_json: bool) -> None:
+def _run_tasks(asked: Eval, tasks: str) -> None:
     """Benchmarks of lm-evaluation-harness, on this process."""
-    known = {"model", "adapter_path", "batch_size", "trust_remote_code"}
+    flags, known = asked.flags, {"model", "adapter_path", "batch_size", "trust_remote_code"}
     for name in flags:
         if name not in known:
             flag = f"--{name.replace('_', '-')}"
@@ -201,12 +173,12 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
         flags.get("model", "demo"),
         Path(adapter) if adapter else None,
         flags.get("batch_size", 8),
-        limit,
-        num_shots,
+        asked.limit,
+        asked.num_shots,
         flags.get("trust_remote_code", False),
     )
     results = run_harness(harness, names)
-    if as_json:
+    if asked.as_json:
         print(json.dumps(results, default=str))
         return
     for task, values in results.items():

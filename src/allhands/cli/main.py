@@ -30,8 +30,8 @@ _LEFT = {
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
-def make_app(verb: str | None = None) -> App:
-    """The parser with every verb; given the one that is called, what the others need is not imported."""
+def make_app(*called: str) -> App:
+    """Return the parser with every verb; given the one that is called, what the others need is not imported."""
     app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
@@ -42,7 +42,7 @@ def make_app(verb: str | None = None) -> App:
         rich_markup_mode=None,
         context_settings={"token_normalize_func": canonical_flag, "help_option_names": ["-h", "--help"]},
     )
-    commands.register(app, verb)
+    commands.register(app, called)
     return app
 
 
@@ -55,9 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = with_auto_resume(arguments)
     try:
         check_variables(os.environ)
-        result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
-            args=arguments, prog_name="allhands", standalone_mode=False
-        )
+        called = [canonical_flag(word) for word in arguments[:2]] or [""]
+        result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         sys.stdout.flush()  # not after this, where nobody could say what is amiss
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):

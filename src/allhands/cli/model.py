@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from allhands.cli.options import options_of, with_parameters
-from allhands.config.schema import TrainConfig, build_config
+from allhands.cli.verbs_models import ModelGet
+from allhands.cli.verbs_training import ModelCheck
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.io.terminal import console_for, table_of
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 # Tokens of the long row where no data say how long rows are.
 DEFAULT_LONGEST = 1024
-
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository.")
-]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")]
 
 
 def _named_once(argument: str | None, option: str | None) -> str:
@@ -41,31 +36,20 @@ def _named_once(argument: str | None, option: str | None) -> str:
     return given[0]
 
 
-def get(
-    source: ModelArgument = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None,
-    model: ModelOption = None,
-    quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None,
-    group_size: Annotated[int | None, typer.Option("--group-size", help="Values a quantisation group.")] = None,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False,
-) -> None:
-    """Fetch a model into a normal MLX model directory.
-
-    It is quantised, dequantised or cast as asked.
-    """
-    name = _named_once(source, model)
+def get(asked: ModelGet) -> None:
+    """Run the verb."""
+    name = _named_once(asked.source, asked.model)
     from allhands.model.load import Conversion, get_model
 
     console = console_for(soft_wrap=True)
-    target = out or Path("models") / name.rstrip("/").split("/")[-1]
-    conversion = Conversion(quantize, group_size, dequantize, dtype)
-    console.print(f"model: {get_model(name, target, conversion, force=force, report=console.print)}")
+    target = asked.out or Path("models") / name.rstrip("/").split("/")[-1]
+    conversion = Conversion(asked.quantize, asked.group_size, asked.dequantize, asked.dtype)
+    console.print(f"model: {get_model(name, target, conversion, force=asked.force, report=console.print)}")
 
 
-def _check(source: str | None = None, model: str | None = None, **given: Any) -> None:
-    name = _named_once(source, model)
+def check(asked: ModelCheck) -> None:
+    """Run the verb."""
+    given, name = asked.flags, _named_once(asked.source, asked.model)
     config = build_config({**given, "model": name, "train": True, "val_batches": 0})
     from allhands.run.gradient_check_alone import check_gradient
 
@@ -77,28 +61,6 @@ def _check(source: str | None = None, model: str | None = None, **given: Any) ->
         raise ConfigError("nothing could be compared", where=name, hint="; ".join(verdict.notes))
     verdict.raise_if_wrong(name)
     console.print("right: nothing differs by more than rounding")
-
-
-check = with_parameters(
-    _check,
-    """Compare a training step's loss and gradient with those of mlx_lm's own model.
-
-    A short row and a long one are computed by both. Every training does this before its first step, but within
-    seconds: with fewer blocks where the model is large. Options are those of training; with --data its longest row
-    is compared.
-    """,
-    [
-        inspect.Parameter("source", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument),
-        inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelOption),
-        *options_of(
-            TrainConfig,
-            (
-                *("data", "fine_tune_type", "num_layers", "max_seq_length", "lora_parameters", "mask_prompt"),
-                *("chat_template", "system", "grad_checkpoint", "compile", "trust_remote_code"),
-            ),
-        ),
-    ],
-)
 
 
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:

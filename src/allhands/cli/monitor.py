@@ -7,11 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allhands.cli.netbench import chosen_hosts
+from allhands.cli.verbs_runs import Monitor
 from allhands.cluster.hosts import Host
 from allhands.cluster.monitoring import RemoteSamples
 from allhands.errors import AllhandsError, DataError
@@ -45,31 +44,8 @@ _DISPENSABLE = (
 )
 
 
-@dataclass(frozen=True)
-class MonitorOptions:
-    """What is to be shown, and how."""
-
-    run: Path
-    once: bool = False
-    as_json: bool = False
-    every_s: float = 2.0
-    hosts: str | None = None
-    hostfile: str | None = None
-
-
-def monitor(
-    run: Annotated[Path, typer.Argument(help="Directory of a run that goes on, or has ended.")],
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every sample as a line of JSON instead.")] = False,
-    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between two looks.")] = 2.0,
-    hosts: Annotated[str | None, typer.Option("--hosts", help="Look there too, over ssh: a,b.")] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="The same, of the computers of a file.")] = None,
-) -> None:
-    """Show memory, load and phases of a run's processes, live.
-
-    Ends when the run does; of one that has ended the last values and the highest are shown.
-    """
-    options = MonitorOptions(run, once, as_json, every, hosts, hostfile)
+def monitor(options: Monitor) -> None:
+    """Run the verb."""
     with _sources(options) as (new, remote):
         samples = _first(options, new, remote)
         board = Board(samples)
@@ -87,18 +63,18 @@ Read = Callable[[], list[Sample]]
 
 
 @contextmanager
-def _sources(options: MonitorOptions) -> Generator[tuple[Read, RemoteSamples], None, None]:
+def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, None]:
     """What returns the samples that are new, in order, and the other computers among those that tell them."""
     follower = Follower(options.run)
     with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
         yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
 
 
-def _hosts(options: MonitorOptions) -> Sequence[Host]:
+def _hosts(options: Monitor) -> Sequence[Host]:
     return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
 
 
-def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sample]:
+def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
     """What is known at first, once every computer has answered, or had time to."""
     if not options.hosts and not options.hostfile and not options.run.is_dir():
         raise DataError(
@@ -123,20 +99,20 @@ def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sa
     return samples
 
 
-def _print_json(options: MonitorOptions, samples: Sequence[Sample], board: Board, new: Read) -> None:
+def _print_json(options: Monitor, samples: Sequence[Sample], board: Board, new: Read) -> None:
     while True:
         for sample in samples:
             print(encode_sample(sample))
         sys.stdout.flush()
         if options.once or board.over(time.time(), gone_here(board)):
             return
-        time.sleep(options.every_s)
+        time.sleep(options.every)
         samples = new()
         for sample in samples:
             board.add(sample)
 
 
-def _live(options: MonitorOptions, board: Board, new: Read) -> None:
+def _live(options: Monitor, board: Board, new: Read) -> None:
     console = _console()
 
     def show() -> Group:
@@ -144,7 +120,7 @@ def _live(options: MonitorOptions, board: Board, new: Read) -> None:
 
     with Live(show(), console=console, auto_refresh=False, transient=False) as live:
         while not board.over(time.time(), gone_here(board)):
-            time.sleep(options.every_s)
+            time.sleep(options.every)
             for sample in new():
                 board.add(sample)
             live.update(show(), refresh=True)

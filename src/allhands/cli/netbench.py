@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from allhands.cli.launching import require_cores
+from allhands.cli.verbs_cluster import MEASURED, ClusterBench
 from allhands.cluster.candidates import candidates, facts_of
 from allhands.cluster.figures import Failure, Figures, Measurement
 from allhands.cluster.hosts import Host, host_from_name, read_hostfile
@@ -19,7 +20,6 @@ from allhands.io.terminal import console_for, table_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-_BACKENDS = ("auto", "all", "ring", "mpi", "nccl")
 _WIDTH = 80
 _TAIL = 5
 _LEGEND = """\
@@ -29,32 +29,13 @@ of the bus: what each link carries; compare it with the speed of the cable
 """
 
 
-def bench(
-    hostfile: Annotated[
-        str | None, typer.Option("--hostfile", help="Computers to measure, in MLX's JSON or MPI's lines.")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="The same, by name.")] = None,
-    num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Back-end; 'all': each that is possible.")
-    ] = "auto",
-    links: Annotated[bool, typer.Option("--links/--no-links", help="Also measure each pair of computers.")] = True,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=5.0, help="Seconds for each back-end, at most.")
-    ] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Measure how fast the computers exchange gradients.
-
-    A real group is formed, and all-reduces of 4 KiB to 64 MiB are timed over all ranks; then each link by itself.
-    """
-    chosen = chosen_hosts(hostfile, hosts, num_ranks)
-    names = _backends(backend, chosen)
-    options = BenchOptions(timeout_s=timeout_s, links=links, progress=None if as_json else _tell)
+def bench(asked: ClusterBench) -> None:
+    """Run the verb."""
+    chosen = chosen_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
+    names = _backends(asked.backend, chosen)
+    options = BenchOptions(timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell)
     found = [result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))]
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps([result.as_json() for result in found], indent=1))
     else:
         show(found)
@@ -91,10 +72,8 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
 
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     """Those to measure, in the order in which they would be taken."""
-    if backend not in _BACKENDS:
-        raise ConfigError(
-            f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(_BACKENDS)}"
-        )
+    if backend not in MEASURED:
+        raise ConfigError(f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(MEASURED)}")
     if backend != "all":
         return [backend]
     return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -15,6 +15,7 @@ from allhands.cli.options import option_function
 from allhands.cli.parser import App
 from allhands.cli.plan_asked import AskedComputers, check_computers
 from allhands.cli.plan_shown import show
+from allhands.cli.verbs_runs import Plan
 from allhands.config.aliases import canonical_flag
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig, build_config
@@ -30,61 +31,26 @@ from allhands.plan.kept import has_begun, keep_plan, plan_record
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import look_ahead
 
-# Everything that is not this command's own is an option of the training that is planned.
-SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-
-def plan(
-    context: typer.Context,
-    device: Annotated[
-        list[str] | None,
-        typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable."),
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
-    ] = None,
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            "--after", metavar="RUN", help="Only tell what a run shows: is it as planned, has it outgrown this?"
-        ),
-    ] = None,
-    machines: Annotated[
-        str | None, typer.Option("--machines", help="Imagine so many computers of the one kind: 1,2,4,8.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", help="Of one computer.")] = None,
-    watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
-    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of ours.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Tell what a training takes, and if more computers help.
-
-    Will it fit, how long will it take on one computer and on several, what does it cost, and what to do.
-
-    All other options are those of `allhands train` (with --shape or --tokenizer: `allhands pretrain`), and mean the
-    training that is planned. Six steps of it are trained here first, unless --device names other computers. With
-    --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
-    directory (--adapter-path), and compared with the run by `allhands report`.
-    """
-    for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
+def plan(asked: Plan) -> None:
+    """Run the verb."""
+    for flag, price in (("hour", asked.price_per_hour), ("kwh", asked.price_per_kwh)):
         _require_amount(f"--price-per-{flag}", price, "2.5")
-    _require_amount("--watts", watts, "60")
-    if after is not None:
-        show_after(after, as_json=as_json)
+    _require_amount("--watts", asked.watts, "60")
+    if asked.after is not None:
+        show_after(asked.after, as_json=asked.as_json)
         return
-    picture = _place_of(picture, force=force)  # before anything that takes long
-    config = training_config(context.args)
-    devices = None if device is None else ", ".join(device)
-    prices = Prices(price_per_hour, watts, price_per_kwh)
-    asked = AskedComputers(devices, link, _numbers(machines), once, timeout_s, prices)
-    check_computers(config, asked)
+    picture = _place_of(asked.picture, force=asked.force)  # before anything that takes long
+    config = training_config(asked.context.args)
+    devices = None if asked.device is None else ", ".join(asked.device)
+    prices = Prices(asked.price_per_hour, asked.watts, asked.price_per_kwh)
+    computers = AskedComputers(devices, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices)
+    check_computers(config, computers)
     from allhands.cli.plan_facts import facts_of
 
-    job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
+    job, notes, measured = facts_of(
+        config, computers, lambda text: None if asked.as_json else typer.echo(text, err=True)
+    )
     outlook = look_ahead(job)
     # Options that this kind of training does not have are no options of the plan.
     options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
@@ -95,8 +61,8 @@ def plan(
         "notes": notes,
         "measured": None if measured is None else asdict(measured),
     }
-    kept, told = _keep(Path(config.adapter_path), values, imagined=device is not None)
-    if as_json:
+    kept, told = _keep(Path(config.adapter_path), values, imagined=asked.device is not None)
+    if asked.as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
             tell(told)
@@ -107,7 +73,7 @@ def plan(
         from allhands.plan.chart import draw_chart
 
         # Last, because what was measured is not to be lost if it cannot be written.
-        typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
+        typer.echo(f"chart: {draw_chart(outlook, picture)}", err=asked.as_json)
 
 
 def _place_of(picture: Path | None, *, force: bool) -> Path | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from allhands.cli.verbs_runs import Plot
 from allhands.errors import DataError
 from allhands.io.files import require_ours
 from allhands.io.pictures import DRAWN_HERE
@@ -17,27 +15,19 @@ from allhands.observe.plots import can_be_drawn, plot_losses, plot_memory
 from allhands.observe.times import times_table
 
 
-def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="PNG to write.")] = Path("loss.png"),
-    title: Annotated[str | None, typer.Option("--title", help="Title of the graph.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no such picture.")] = False,
-) -> None:
-    """Draw the loss curves of runs on one graph; print their times.
-
-    Of a single run the memory of its processes is drawn, too, beside it.
-    """
-    histories = [read_metrics(run) for run in runs]
-    samples = _samples(runs[0]) if len(runs) == 1 else None
-    for file in (out,) if samples is None else (out, _beside(out)):
-        require_ours(file, [DRAWN_HERE], "picture of runs", force=force)
-    written = plot_losses(histories, out, title=title)
+def plot(asked: Plot) -> None:
+    """Run the verb."""
+    histories = [read_metrics(run) for run in asked.runs]
+    samples = _samples(asked.runs[0]) if len(asked.runs) == 1 else None
+    for file in (asked.out,) if samples is None else (asked.out, _beside(asked.out)):
+        require_ours(file, [DRAWN_HERE], "picture of runs", force=asked.force)
+    written = plot_losses(histories, asked.out, title=asked.title)
     console = console_for()
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
     if samples is not None:
         # The run's processes beside its curves.
-        memory = plot_memory(samples, _beside(out), title=title)
+        memory = plot_memory(samples, _beside(asked.out), title=asked.title)
         console.print(f"memory: {memory}", highlight=False, soft_wrap=True)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Any, cast
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from allhands.cli.options import ChatTemplate, System, chat_choice, parameter, with_parameters
+from allhands.cli.answering import chat_choice
+from allhands.cli.verbs_data import DataDemo, DataPrepare
 from allhands.data.demo import write_demo_data
 from allhands.data.intake import Measure, PrepareOptions
 from allhands.data.lengths import bars
@@ -40,141 +40,39 @@ _UPDATE_EVERY = 100
 _BARS_WIDTH = 76
 
 
-@dataclass(frozen=True)
-class _Flags:
-    """The options as they were typed; help and defaults of the command line are made from the fields."""
-
-    sources: Annotated[
-        list[str], typer.Argument(help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE...")
-    ]
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
-    model: Annotated[
-        str | None, typer.Option("--model", help="Count lengths in this model's tokens, through its chat template.")
-    ] = None
-    max_seq_length: Annotated[
-        int | None,
-        typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
-    ] = None
-    chat_template: ChatTemplate = None
-    system: System = "template"
-    column: Annotated[
-        list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
-    ] = None
-    valid: Annotated[
-        str | None, typer.Option("--valid", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
-    ] = None
-    test: Annotated[
-        str | None, typer.Option("--test", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
-    ] = None
-    split_by: Annotated[
-        str | None,
-        typer.Option("--split-by", metavar="COLUMN", help="Rows alike in it stay in one split; 'source': the file."),
-    ] = None
-    resplit: Annotated[bool, typer.Option("--resplit", help="Split anew what has splits already.")] = False
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
-    shuffle: Annotated[
-        bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
-    ] = True
-    dedupe: Annotated[
-        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
-    ] = "off"
-    near_threshold: Annotated[
-        float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
-    ] = 0.8
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
-    documents: Annotated[
-        str,
-        typer.Option(
-            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
-        ),
-    ] = "auto"
-    hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
-    hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
-    streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
-    ] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
-
-
-_HELP = """Turn files of any usual shape into a training folder.
-
-Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be used
-are left out and listed with file and line.
-
-Splits that are cut here have no content in common, near duplicates included.
-The directory is whole or absent, and every row is in it or listed as left out.
-"""
-
-
-def _prepare(**flags: Any) -> None:
-    features = {name: flags.pop(name) for name in [*flags] if name in _COLUMNS}
-    _run(_Flags(**flags), features)
-
-
-_HINTS = get_type_hints(_Flags, include_extras=True)
-_COLUMNS = {column.name: column.default for column in fields(ColumnNames)}
-
-
-def _column(name: str) -> inspect.Parameter:
-    """Return the option that names the column of a part."""
-    part, default = name.removesuffix("_feature").replace("_", " "), _COLUMNS[name]
-    words = f"Column of the {part}." + (f" [{default}]" if isinstance(default, str) else "")
-    return parameter(name, str | None, typer.Option(f"--{name.replace('_', '-')}", metavar="NAME", help=words))
-
-
-prepare = with_parameters(
-    _prepare,
-    _HELP,
-    [
-        *(
-            inspect.Parameter(
-                flag.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if flag.default is MISSING else flag.default,
-                annotation=_HINTS[flag.name],
-            )
-            for flag in fields(_Flags)
-        ),
-        *map(_column, _COLUMNS),
-    ],
-)
-
-
-def data_demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate"),
-) -> None:
-    """Write the shipped pirate chat data as .jsonl files."""
-    counts = write_demo_data(out)
-    typer.echo(f"{out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
-
-
-# --- from flags to options --------------------------------------------------------------------------
-
-
-def _run(flags: _Flags, features: Mapping[str, str]) -> None:
-    options = _options(flags, features)
-    check_output(flags.out, flags.sources, options.force)
+def prepare(asked: DataPrepare) -> None:
+    """Run the verb."""
+    options = _options(asked)
+    check_output(asked.out, asked.sources, options.force)
     console = console_for()
-    wanted = SourceOptions(flags.documents, flags.hub_split, flags.hub_config, flags.streaming, flags.limit)
-    sources = find_sources(flags.sources, wanted)
-    chat = chat_choice(flags.chat_template, flags.system)
-    measure = _measure(flags.model, flags.trust_remote_code, chat) if flags.model else None
+    wanted = SourceOptions(asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit)
+    sources = find_sources(asked.sources, wanted)
+    chat = chat_choice(asked.chat_template, asked.system)
+    measure = _measure(asked.model, asked.trust_remote_code, chat) if asked.model else None
     try:
         with counting(_UPDATE_EVERY) as count:
 
             def progress(what: str, done: int, total: int | None) -> None:
                 count(done, f"{what}: {done:,}" + (f" of {total:,}" if total else ""))
 
-            outcome = run_prepare(sources, flags.out, options, measure=measure, progress=progress)
+            outcome = run_prepare(sources, asked.out, options, measure=measure, progress=progress)
     except NothingLeft as error:
         _Screen(console, error.outcome).left_out(None)
         raise
-    _Screen(console, outcome).everything(flags)
+    _Screen(console, outcome).everything(asked)
 
 
-def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
+def data_demo(asked: DataDemo) -> None:
+    """Run the verb."""
+    counts = write_demo_data(asked.out)
+    typer.echo(f"{asked.out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+
+
+# --- from flags to options --------------------------------------------------------------------------
+
+
+def _options(flags: DataPrepare) -> PrepareOptions:
+    features = flags.features
     if flags.dedupe not in ("off", "exact", "near"):
         raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
     for flag, value, what in (
@@ -255,7 +153,7 @@ class _Screen:
         self._outcome = outcome
         self._folder = _common_folder([source.name for source in outcome.sources])
 
-    def everything(self, flags: _Flags) -> None:
+    def everything(self, flags: DataPrepare) -> None:
         """All sections, in order."""
         self._sources()
         self._splits()
@@ -355,7 +253,7 @@ class _Screen:
         if len(reasons) > _MANY:
             self._say(f"and {len(reasons) - _MANY} more reasons")
 
-    def _lengths(self, flags: _Flags) -> None:
+    def _lengths(self, flags: DataPrepare) -> None:
         lengths = self._outcome.lengths
         if lengths is None or not lengths.count:
             return
@@ -372,12 +270,12 @@ class _Screen:
                 "which loses nothing"
             )
 
-    def _whole_texts(self, flags: _Flags) -> bool:
+    def _whole_texts(self, flags: DataPrepare) -> bool:
         """Whether a text file may have become a single row."""
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
-    def _next(self, flags: _Flags) -> None:
+    def _next(self, flags: DataPrepare) -> None:
 
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)

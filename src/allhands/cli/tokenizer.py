@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from allhands.cli.verbs_data import TokenizerShow, TokenizerTrain
 from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.tokens_shown import cut, load_tokenizer_file
 from allhands.errors import ConfigError
@@ -22,56 +23,34 @@ if TYPE_CHECKING:
 _UPDATE_EVERY = 1000
 
 
-def train(
-    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="SOURCE", help="A file, a directory, or OWNER/NAME of the Hub. Repeatable."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write.")] = None,
-    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")] = 4096,
-    special: Annotated[
-        list[str] | None, typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable.")
-    ] = None,
-    split_digits: Annotated[
-        bool, typer.Option("--split-digits", help="Every digit a token of its own; else up to three are one.")
-    ] = False,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat-template", metavar="chatml", help="Add the template, and its tokens.")
-    ] = None,
-    text_key: Annotated[str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")] = "text",
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a tokenizer that was made before.")] = False,
-) -> None:
-    """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
-
-    Byte-level BPE: it can cut every text. It learns from the training split, and is measured on the validation split or
-    else on the end of the text. The same data give the same files.
-    """
+def train(asked: TokenizerTrain) -> None:
+    """Run the verb."""
     from allhands.data.vocabulary import OUTPUT, VocabularyOptions, train_tokenizer
 
-    options = VocabularyOptions(vocabulary, tuple(special or ()), split_digits, chat_template, text_key, force)
-    if out is None:
+    options = VocabularyOptions(
+        asked.vocabulary,
+        tuple(asked.special or ()),
+        asked.split_digits,
+        asked.chat_template,
+        asked.text_key,
+        asked.force,
+    )
+    if asked.out is None:
         raise ConfigError("--out is missing", where="tokenizer train", hint="say where to write: --out tokenizer")
-    require_place(out, "a tokenizer", OUTPUT, force=force)
-    found = find_sources([*(data or ()), *(sources or ())], SourceOptions(limit=limit))
+    require_place(asked.out, "a tokenizer", OUTPUT, force=asked.force)
+    found = find_sources([*(asked.data or ()), *(asked.sources or ())], SourceOptions(limit=asked.limit))
     with counting(_UPDATE_EVERY) as count:
         report = train_tokenizer(
-            found, out, options, lambda texts, num_bytes: count(texts, f"{texts} texts, {format_size(num_bytes)}")
+            found, asked.out, options, lambda texts, num_bytes: count(texts, f"{texts} texts, {format_size(num_bytes)}")
         )
-    for line in report_lines(report, vocabulary, out):
+    for line in report_lines(report, asked.vocabulary, asked.out):
         typer.echo(line)
 
 
-def show(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; '-' reads standard input.")],
-) -> None:
-    """Show how a text is cut into tokens."""
-    tokenizer = load_tokenizer_file(directory)
-    found = cut(tokenizer, sys.stdin.read() if text == "-" else text)
+def show(asked: TokenizerShow) -> None:
+    """Run the verb."""
+    tokenizer = load_tokenizer_file(asked.directory)
+    found = cut(tokenizer, sys.stdin.read() if asked.text == "-" else asked.text)
     each = f": {found.num_bytes / len(found.ids):.2f} bytes a token" if found.ids else ""
     typer.echo(f"{len(found.ids)} tokens, {found.num_bytes} bytes{each}")
     typer.echo(bracketed(found.pieces))

@@ -211,7 +211,9 @@ class _Compared:
 
     def _memory(self) -> tuple[KeptMemory | None, tuple[str, ...]]:
         """Return the plan's way of dividing the work as the run did, and the options of which the plan has others."""
-        ways = [way for way in self.plan.memory if way.built and way.ranks == self.ranks and "--quantize" not in way.flags]
+        ways = [
+            way for way in self.plan.memory if way.built and way.ranks == self.ranks and "--quantize" not in way.flags
+        ]
         option: tuple[str, ...] = ()
         if self.ranks > 1:
             ways, option = self._divided_or_not(ways), ("strategy",)
