@@ -9,6 +9,7 @@ from allhands.cli.verbs_models import Chat, Compare, Generate
 from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
 from allhands.io.terminal import tell
+from allhands.run.adapter_files import warning_of
 
 if TYPE_CHECKING:
     from allhands.model.load import LoadedModel
@@ -38,7 +39,6 @@ def tell_notes(loaded: LoadedModel) -> None:
 
 def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
     """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
-    from allhands.run.adapter_files import warning_of
 
     if told := warning_of(adapter_path, model):
         tell(f"allhands: warning: {told}")

@@ -8,29 +8,32 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.verbs_training import DataCheck
 from allhands.config.schema import TrainConfig, build_config
+from allhands.data.check import WHOLE, CheckOptions, DataFinding, Examiner, SplitReport, template_findings
+from allhands.data.check import check as look
+from allhands.data.explained import Explained
+from allhands.data.lengths import LengthSummary, percent
 from allhands.data.reading import read_rows
 from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.render import Renderer
 from allhands.data.rows import RowProblem
 from allhands.data.shapes import Example, parse_example, suspicions_of
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.io.formatting import counted
 from allhands.io.terminal import console_for, counting, table_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from allhands.data.check import CheckOptions, DataFinding, SplitReport
-    from allhands.data.explained import Explained
-    from allhands.data.lengths import LengthSummary
+from allhands.model.load import load_tokenizer
+from allhands.model.tokenizer import positions_in
+from allhands.run.datasets import chat_of, find_splits
+from allhands.runtime.accelerator import detect
 
 SPLITS = ("train", "valid", "test")
 # Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
@@ -66,11 +69,6 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
         DataError: the data are missing, or the one split that is asked for.
         typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
     """
-    from allhands.data.check import DataFinding, Examiner, template_findings
-    from allhands.data.check import check as look
-    from allhands.model.load import load_tokenizer
-    from allhands.model.tokenizer import positions_in
-    from allhands.run.datasets import chat_of
 
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
@@ -99,8 +97,6 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
 
 
 def _options(config: TrainConfig, model: Path) -> CheckOptions:
-    from allhands.data.check import CheckOptions
-    from allhands.runtime.accelerator import detect
 
     return CheckOptions(
         max_seq_length=config.max_seq_length,
@@ -143,7 +139,6 @@ def _sources(
 
     And what is to be known of how they are read, each with its split.
     """
-    from allhands.run.datasets import find_splits
 
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
     chosen = config.model_copy(update={**wanted, "val_batches": -1})
@@ -227,8 +222,6 @@ class ShownSample:
 
 
 def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
-    from allhands.data.check import WHOLE
-    from allhands.data.render import Renderer
 
     limit = WHOLE if config.packing else config.max_seq_length
     renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
@@ -310,7 +303,6 @@ def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     """The other numbers of a split."""
-    from allhands.data.lengths import percent
 
     if report.lengths.count:
         left = " that are left" if report.tokens != report.lengths.total else ""
@@ -371,7 +363,6 @@ def _say(console: Console, words: str, indent: int, style: str = "") -> None:
 
 
 def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequence[str]) -> None:
-    from rich.text import Text
 
     coloured = console.color_system is not None and not console.no_color
     legend = Text("legend: ")
@@ -395,7 +386,6 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
     """A stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
-    from rich.text import Text
 
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from allhands.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_path, damage, find, is_checkpoint, look_at
 from allhands.checkpoints.format import StoredArray
@@ -24,10 +26,6 @@ from allhands.errors import CheckpointError
 from allhands.io.formatting import format_count, format_duration, format_size
 from allhands.io.paths import meant
 from allhands.io.terminal import console_for, table_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _WIDTH = 80
 _ID_DIGITS = 8

@@ -7,21 +7,23 @@ import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from allhands.cli.verbs_cluster import BACKENDS, ClusterCheck
+from allhands.cluster.doctor.checks import well
+from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
+from allhands.cluster.doctor.findings import Check, Finding
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
+from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, read_hostfile
 from allhands.errors import ConfigError, DistributedError
+from allhands.io.formatting import format_bytes, format_duration
 from allhands.io.terminal import console_for, progress_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
-    from allhands.cluster.doctor.findings import Check, Finding
-    from allhands.cluster.hosts import Host
 
 _WIDTH = 80
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
@@ -29,8 +31,6 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
-    from allhands.cluster.doctor.checks import well
-    from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
 
     computers = _computers(asked.hostfile, asked.hosts)
     with _told() as progress:
@@ -60,7 +60,6 @@ def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
     Raises:
         ConfigError: neither or both ways, or something that is no name.
     """
-    from allhands.cluster.hosts import host_from_name, read_hostfile
 
     if (hostfile is None) == (names is None):
         raise ConfigError(
@@ -87,7 +86,6 @@ def _backend(asked: str, hostfile: Path | None) -> str:
     Raises:
         ConfigError: there is none of that name.
     """
-    from allhands.cluster.hosts import hostfile_backend
 
     if asked not in BACKENDS:
         raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}")
@@ -142,9 +140,6 @@ def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """One row each, the worst first."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, collapse_padding=True)
     for name, ratio in (("", None), ("check", None), ("hosts", 2), ("what is wrong", 7)):
@@ -158,7 +153,6 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def host_line(host: HostReport) -> str:
     """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
-    from allhands.io.formatting import format_bytes
 
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
@@ -200,7 +194,6 @@ def _speed(link: LinkSpeed) -> str:
 
 
 def _seconds(taken: float) -> str:
-    from allhands.io.formatting import format_duration
 
     return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
 

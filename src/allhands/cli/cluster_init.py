@@ -7,18 +7,19 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from allhands.cli.verbs_cluster import PLACE, ClusterInit
+from allhands.cluster.setup import hostfile
+from allhands.cluster.setup.flow import SetUp
+from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes, hosts_of
+from allhands.cluster.setup.plan import Step, shown
+from allhands.cluster.setup.source import find_source, wheel_store
+from allhands.cluster.setup.survey import Surveyor, wanted_from
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
 from allhands.io.terminal import tell
-
-if TYPE_CHECKING:
-    from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes
-    from allhands.cluster.setup.plan import Step
 
 _END = "END_OF_HOSTFILE"
 
@@ -48,7 +49,6 @@ def run_init(wishes: Wishes) -> int:
         ConfigError: something would have to be asked, and nobody is there to answer.
         AllhandsError: nothing could be done at all.
     """
-    from allhands.cluster.setup.flow import SetUp
 
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
@@ -65,10 +65,6 @@ def run_init(wishes: Wishes) -> int:
 def _wishes(
     hosts: str, output: Path, python: str | None, env_dir: str, origin: str | None, mode: Mode, *, install_key: bool
 ) -> Wishes:
-    from allhands.cluster.setup import hostfile
-    from allhands.cluster.setup.outcome import Wishes, hosts_of
-    from allhands.cluster.setup.source import find_source, wheel_store
-    from allhands.cluster.setup.survey import Surveyor, wanted_from
 
     names = [name for name, _ in hosts_of(hosts)]
     output = output.absolute()
@@ -122,7 +118,6 @@ class _Terminal:
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
     """Commands to copy, each under a comment that says what it is for."""
-    from allhands.cluster.setup.plan import shown
 
     found: list[str] = []
     for step in steps:

@@ -9,21 +9,24 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from allhands.cli.notices import say
+from allhands.cli.sync_stages import plan_stages, wanted_stages
 from allhands.cli.verbs_cluster import ClusterSync
+from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.sync import HostState, SyncOptions, SyncState, make_plan, synchronise
+from allhands.cluster.sync.plan import FoundFile
+from allhands.cluster.sync.run import Show
+from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import format_duration, format_size
 from allhands.io.terminal import progress_console
+from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
-
-if TYPE_CHECKING:
-    from allhands.cluster.hosts import Host
-    from allhands.cluster.sync import HostState, SyncOptions, SyncState
-    from allhands.cluster.sync.plan import FoundFile
-    from allhands.cluster.sync.run import Show
 
 _SHOWN_FILES = 8
 
@@ -52,8 +55,6 @@ def sync(asked: ClusterSync) -> None:
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
-    from allhands.cluster.sync import SyncOptions
-    from allhands.runtime.blas import cache_dir
 
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
@@ -68,7 +69,6 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
 
 
 def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
-    from allhands.cluster.hosts import host_from_name, read_hostfile
 
     if (hostfile is None) == (names is None):
         hint = "give --hostfile FILE, or --hosts a,b,c"
@@ -85,10 +85,6 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
     Raises:
         AllhandsError: nothing could be copied anywhere.
     """
-    from allhands.cli.notices import say
-    from allhands.cli.sync_stages import plan_stages, wanted_stages
-    from allhands.cluster.sync import make_plan, synchronise
-    from allhands.config.yaml_files import read_yaml
 
     content = {} if wanted.config is None else read_yaml(wanted.config)
     model = wanted.model or content.get("model")
@@ -146,7 +142,6 @@ def _model_path(source: str) -> str:
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     leave_torch_out()
-    from allhands.cli.notices import say
     from allhands.model.sources import resolve
 
     return str(resolve(source, report=say).absolute())
@@ -218,7 +213,6 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
     if not shown:
         yield lambda state: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     text = TextColumn("{task.description}", markup=False)
     rest = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))

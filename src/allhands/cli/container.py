@@ -24,13 +24,19 @@ import typer
 
 from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
 from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
+from allhands.cli.notices import say
+from allhands.cli.train import job_of, supervise_training, work
 from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, read_text, recognise
+from allhands.cluster.node import NodeJob, run_node
+from allhands.cluster.patience import Patience
 from allhands.cluster.place import Launch, Paths
 from allhands.cluster.platforms import from_bucket
+from allhands.cluster.ranks import LaunchSpec
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.runtime.blas import allowed_cores
+from allhands.runtime.gpus import nvidia_gpus
 
 RESTARTS = 3
 # Of the time that a platform gives to end: for copying what was trained.
@@ -91,7 +97,6 @@ def here() -> Machine:
     """This machine."""
     if not has_cuda():
         return Machine()
-    from allhands.runtime.gpus import nvidia_gpus
 
     return Machine(gpus=nvidia_gpus(), cuda=True)
 
@@ -139,7 +144,6 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    from allhands.cli.notices import say
 
     say(text)
 
@@ -186,8 +190,6 @@ class ContainerRun:
         for note in self.launch.notes:
             _say(f"note: {note}")
         if self.launch.size > 1 and not self.is_share:
-            from allhands.cli.train import work
-
             return work(config, self.launch), None  # a rank of somebody else's launcher
         mirror = self._mirror(config)
         if mirror is not None:
@@ -315,7 +317,6 @@ class ContainerRun:
 
     def _train(self, config: TrainConfig) -> tuple[int, str | None]:
         """All ranks on this computer, under the supervisor."""
-        from allhands.cli.train import supervise_training
 
         command = [sys.executable, "-m", "allhands", "train", *as_flags(config)]
         code = supervise_training(config, command)
@@ -324,10 +325,6 @@ class ContainerRun:
 
     def _train_share(self, config: TrainConfig) -> tuple[int, str | None]:
         """This computer's ranks of a job over several."""
-        from allhands.cli.train import job_of
-        from allhands.cluster.node import NodeJob, run_node
-        from allhands.cluster.patience import Patience
-        from allhands.cluster.ranks import LaunchSpec
 
         launch, count = self.launch, self.launch.ranks_per_node
         if launch.meeting is None:

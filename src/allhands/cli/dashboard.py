@@ -10,6 +10,8 @@ from allhands.cli.verbs_runs import Dashboard
 from allhands.errors import DataError
 from allhands.io.paths import meant
 from allhands.io.terminal import tell
+from allhands.report.dashboard.app import Settings, make_app
+from allhands.report.dashboard.serving import run
 from allhands.runtime.http_guard import listen
 
 
@@ -21,8 +23,6 @@ def dashboard(asked: Dashboard) -> None:
         raise DataError(there, where=str(asked.runs), hint=meant(asked.runs, "give the directory in which runs are"))
 
     listening = listen(asked.host, asked.port, token=token, names=asked.name or ())
-    from allhands.report.dashboard.app import Settings, make_app
-    from allhands.report.dashboard.serving import run
 
     token = listening.guard.token
     known = f"?token={quote(token, safe='')}" if token else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -25,6 +27,7 @@ from allhands.errors import AllhandsError, ConfigError
 from allhands.io.files import make_directory, write_whole
 from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
+from allhands.model.load import get_model
 from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.observe.plots import plot_losses
 from allhands.observe.times import times_markdown, times_table
@@ -87,7 +90,6 @@ def _title(console: Console, title: str, command: str) -> None:
 
 
 def _model(console: Console, path: Path) -> Path:
-    from allhands.model.load import get_model
 
     if not path.exists():
         get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
@@ -144,7 +146,6 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
 
 def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
-    import json
 
     # Without the file it came from, which would be read again and undo a flag that had put a default back.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
@@ -160,7 +161,6 @@ def arguments(config: TrainConfig) -> list[str]:
 
 def command_line(config: TrainConfig) -> str:
     """What a person would type for ``config``."""
-    import shlex
 
     return shlex.join(["allhands", *arguments(config)])
 

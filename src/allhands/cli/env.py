@@ -8,9 +8,12 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
@@ -18,10 +21,6 @@ from allhands.cluster.place import Launch
 from allhands.io.formatting import format_bytes
 from allhands.io.terminal import console_for
 from allhands.runtime.versions import version_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _WIDTH = 80
 _MOST_PEERS = 8
@@ -180,8 +179,6 @@ def _here(report: _Report) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     titled = any(title for title, _ in rows)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
 from allhands.io.terminal import progress_console, tell
+from allhands.run.adapter_files import what_is
 from allhands.runtime.blas import preload_blas
 
 if TYPE_CHECKING:
@@ -110,8 +112,6 @@ def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
     if launch.launcher == "single" and (config.hostfile or config.hosts):
         return  # other computers have files of their own
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
-        from allhands.run.adapter_files import what_is
-
         found, hint = what_is(Path(config.adapter_path))
         raise ModelError(f"there is no adapter (adapters.safetensors): {found}", where=config.adapter_path, hint=hint)
 
@@ -157,7 +157,6 @@ def _run_tasks(asked: Eval, tasks: str) -> None:
         if name not in known:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError("it has no effect with --tasks", where=flag, hint="leave one of the two out")
-    from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlx.core as mx
 
 from allhands.cli.answering import tell_harm
 from allhands.cli.export_models import export_model
 from allhands.cli.verbs_models import Export, Format, Import, Target
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
+from allhands.export.fusing import FuseOptions
 from allhands.io.files import write_whole
 from allhands.io.paths import meant
 from allhands.io.staging import publish, require_place, staging
-
-if TYPE_CHECKING:
-    from allhands.model.peft import Adapter
-
+from allhands.io.trees import flatten
+from allhands.model.load import load_model
+from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, Adapter, to_peft
+from allhands.model.peft_base import PeftBase
+from allhands.model.peft_check import check_peft
+from allhands.model.peft_import import from_peft
+from allhands.run.adapter_files import check_adapter, model_below
 
 _OURS = ("adapters.safetensors", "adapter_config.json")
 
@@ -30,8 +36,6 @@ def export_adapter(asked: Export) -> None:
             raise ConfigError(f"it has no effect with --to {asked.to.value}", where=flag, hint="leave it out")
 
     if asked.to is Target.peft:
-        from allhands.run.adapter_files import check_adapter
-
         if asked.adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
         check_adapter(asked.adapter_path)
@@ -42,7 +46,6 @@ def export_adapter(asked: Export) -> None:
         return
     if asked.adapter_path is None and asked.model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
-    from allhands.export.fusing import FuseOptions
 
     tell_harm(asked.adapter_path, asked.model)  # before it may be refused for what the training did
     export_model(
@@ -53,11 +56,6 @@ def export_adapter(asked: Export) -> None:
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
-    from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
-    from allhands.model.peft_base import PeftBase
-    from allhands.model.peft_check import check_peft
-    from allhands.run.adapter_files import model_below
 
     adapter = _read(adapter_path, *_OURS)
     below = model or model_below(adapter_path, adapter.config)
@@ -95,14 +93,8 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
 
 def import_adapter(asked: Import) -> None:
     """Run the verb."""
-    import mlx.core as mx
 
     from allhands.infer.generate import put_on
-    from allhands.io.trees import flatten
-    from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE
-    from allhands.model.peft_base import PeftBase
-    from allhands.model.peft_import import from_peft
 
     assert asked.source is Format.peft
     if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
@@ -158,9 +150,6 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     Raises:
         ModelError: one is missing or cannot be read.
     """
-    import mlx.core as mx
-
-    from allhands.model.peft import Adapter
 
     for name in (weights, config):
         if not (directory / name).is_file():
@@ -195,7 +184,6 @@ def _write(
     ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
     alone, as a run is; else with the modes of every export.
     """
-    import mlx.core as mx
 
     with staging(out, private=private) as staged:
         write_whole(

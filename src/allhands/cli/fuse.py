@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allhands.cli.answering import tell_harm
 from allhands.cli.verbs_models import Fuse
 from allhands.errors import ConfigError
-
-if TYPE_CHECKING:
-    from allhands.export.fusing import Fused
+from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
+from allhands.export.gguf import check_convertible, gguf_writer
+from allhands.model.sources import name_of, resolve
 
 GGUF_NAME = "ggml-model-f16.gguf"
 
@@ -20,17 +19,12 @@ def fuse(asked: Fuse) -> None:
     if asked.upload_repo is not None:
         hint = f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it"
         raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
-    from allhands.export.fusing import FuseOptions, fuse_model
 
     tell_harm(asked.adapter_path)  # before it may be refused for what the training did
     options = FuseOptions(
         asked.model, asked.adapter_path, asked.dequantize, asked.dtype, asked.force, asked.trust_remote_code
     )
     if asked.export_gguf:
-        from allhands.export.fusing import described
-        from allhands.export.gguf import check_convertible, gguf_writer
-        from allhands.model.sources import name_of, resolve
-
         # Before any work is done.
         below = described(asked.adapter_path, asked.model)[1]
         writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from allhands.cli.verbs_models import ModelGet
 from allhands.cli.verbs_training import ModelCheck
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.io.terminal import console_for, table_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from allhands.run.gradient_check import GradientVerdict
+from allhands.model.load import Conversion, get_model
+from allhands.run.gradient_check import GradientVerdict
+from allhands.run.gradient_check_alone import check_gradient
 
 # Tokens of the long row where no data say how long rows are.
 DEFAULT_LONGEST = 1024
@@ -39,7 +37,6 @@ def _named_once(argument: str | None, option: str | None) -> str:
 def get(asked: ModelGet) -> None:
     """Run the verb."""
     name = _named_once(asked.source, asked.model)
-    from allhands.model.load import Conversion, get_model
 
     console = console_for(soft_wrap=True)
     target = asked.out or Path("models") / name.rstrip("/").split("/")[-1]
@@ -51,7 +48,6 @@ def check(asked: ModelCheck) -> None:
     """Run the verb."""
     given, name = asked.flags, _named_once(asked.source, asked.model)
     config = build_config({**given, "model": name, "train": True, "val_batches": 0})
-    from allhands.run.gradient_check_alone import check_gradient
 
     console = console_for(soft_wrap=True)
     longest = given.get("max_seq_length") or DEFAULT_LONGEST

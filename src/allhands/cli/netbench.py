@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
 from allhands.cli.launching import require_cores
 from allhands.cli.verbs_cluster import MEASURED, ClusterBench
@@ -16,9 +17,6 @@ from allhands.cluster.hosts import Host, host_from_name, read_hostfile
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.terminal import console_for, table_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _WIDTH = 80
 _TAIL = 5

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from allhands.io.formatting import format_bytes, format_duration, format_size
 from allhands.io.terminal import console_for, print_table
 from allhands.plan.computers import largest
 from allhands.plan.job import Job
 from allhands.plan.outlook import Outlook
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _FELT = 0.01  # of a training's time
 _FITS = {True: "yes", False: "no", None: "?"}

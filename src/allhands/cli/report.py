@@ -12,12 +12,13 @@ from allhands.errors import ConfigError
 from allhands.io.files import make_directory, require_ours, write_whole
 from allhands.io.terminal import echo
 from allhands.observe.journal import read_events
+from allhands.observe.metrics import METRICS_FILE
+from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
+from allhands.report.markdown import one_line
 
 
 def report(asked: Report) -> None:
     """Run the verb."""
-    from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
-    from allhands.report.markdown import one_line
 
     _require_different(asked.runs)
     target = asked.out or _usual(asked.runs)
@@ -46,7 +47,6 @@ def report(asked: Report) -> None:
 
 def _require_different(runs: list[Path]) -> None:
     """Refuse to compare a run with itself, by whatever name it is called."""
-    from allhands.observe.metrics import METRICS_FILE
 
     seen = set[Path]()
     for run in runs:

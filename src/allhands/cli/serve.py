@@ -8,6 +8,8 @@ from types import FrameType
 
 from allhands.cli.answering import chat_choice, tell_harm
 from allhands.cli.verbs_models import Serve
+from allhands.infer.serving import ServeOptions
+from allhands.infer.serving import serve as answer
 from allhands.io.terminal import tell
 from allhands.runtime.http_guard import listen
 
@@ -27,8 +29,6 @@ def serve(asked: Serve) -> None:
         every = "every web page that is open in a browser"
         told = f"{every} can use the model, and read what it says: rather name those that may (--allow-origin)"
         tell(f"allhands: warning: {told}")
-    from allhands.infer.serving import ServeOptions
-    from allhands.infer.serving import serve as answer
 
     def ready() -> None:
         tell_harm(asked.adapter_path, asked.model)

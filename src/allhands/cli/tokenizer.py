@@ -5,27 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from allhands.cli.verbs_data import TokenizerShow, TokenizerTrain
 from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.tokens_shown import cut, load_tokenizer_file
+from allhands.data.vocabulary import OUTPUT, VocabularyOptions, VocabularyReport, train_tokenizer
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_duration, format_size
 from allhands.io.staging import require_place
 from allhands.io.terminal import counting
-
-if TYPE_CHECKING:
-    from allhands.data.vocabulary import VocabularyReport
 
 _UPDATE_EVERY = 1000
 
 
 def train(asked: TokenizerTrain) -> None:
     """Run the verb."""
-    from allhands.data.vocabulary import OUTPUT, VocabularyOptions, train_tokenizer
 
     options = VocabularyOptions(
         asked.vocabulary,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from allhands.cli.verbs_models import Upload
+from allhands.export.hub import upload as send
 
 
 def upload(asked: Upload) -> None:
     """Run the verb."""
-    from allhands.export.hub import upload as send
 
     print(f"uploaded: {send(asked.directory, asked.to, private=asked.private, message=asked.message)}")
