@@ -48,10 +48,8 @@ _COLOURS = {"ruins": "bold red", "harms": "yellow", "note": "cyan"}
 def check(asked: DataCheck) -> None:
     """Run the verb."""
     data = {} if asked.data is None else {"data": asked.data}
-    config, sample = (
-        build_config({**data, **asked.flags}, asked.flags.get("config")),
-        ShownSample(asked.show, asked.row or ()),
-    )
+    config = build_config({**data, **asked.flags}, asked.flags.get("config"))
+    sample = ShownSample(asked.show, asked.row or ())
     if run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json) and asked.strict:
         raise typer.Exit(DataError.exit_code)
 

@@ -125,27 +125,22 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
         with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
             code, reason = ContainerRun(machine, launch, Path(scratch)).run(words)
     except AllhandsError as error:
-        tell_failure(failure_file, f"allhands: error: {error}", _say)
+        tell_failure(failure_file, f"allhands: error: {error}", say)
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"a defect of allhands: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        tell_failure(failure_file, text, _say)
+        tell_failure(failure_file, text, say)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
     if reason is not None:
-        tell_failure(failure_file, f"allhands: error: {reason}", _say)
+        tell_failure(failure_file, f"allhands: error: {reason}", say)
     return code
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
-
-
-def _say(text: str) -> None:
-
-    say(text)
 
 
 def _failure_file_unseen(machine: Machine) -> Path | None:
@@ -186,9 +181,9 @@ class ContainerRun:
     def run(self, words: Sequence[str]) -> tuple[int, str | None]:
         """Train; the exit code, and the reason if it is that of a failure."""
         config = self.configure(words)
-        _say(f"{self._place()}: allhands train {shlex.join(as_flags(config))}")
+        say(f"{self._place()}: allhands train {shlex.join(as_flags(config))}")
         for note in self.launch.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         if self.launch.size > 1 and not self.is_share:
             return work(config, self.launch), None  # a rank of somebody else's launcher
         mirror = self._mirror(config)
@@ -224,7 +219,7 @@ class ContainerRun:
         given = {name: self._from_bucket(name, value) for name, value in parse_arguments(words).items()}
         asked = merged(given, {name: self._from_bucket(name, value) for name, value in self._hyperparameters().items()})
         for note in asked.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         values = asked.model_dump(exclude_unset=True)
         if self.is_share:
             self._check_share(asked)
@@ -273,7 +268,7 @@ class ContainerRun:
         if "data" not in given:
             data, notes = data_of(paths.data, self.scratch)
             for note in notes:
-                _say(f"note: {note}")
+                say(f"note: {note}")
             if data is not None:
                 values["data"] = str(data)
             elif self.launch.platform.name in _CLOUDS:
@@ -341,9 +336,9 @@ class ContainerRun:
             hang_timeout_s=job.hang_timeout_s,
             weights=job.weights,
         )
-        end = run_node(NodeJob(spec, launch.rank, count, launch.meeting, Patience(tell=_say), _say))
+        end = run_node(NodeJob(spec, launch.rank, count, launch.meeting, Patience(tell=say), say))
         if end.reason is not None:
-            _say(f"error: {end.reason}")
+            say(f"error: {end.reason}")
         return end.code, end.reason
 
     # --- results ----------------------------------------------------------------------------------
@@ -354,7 +349,7 @@ class ContainerRun:
             return None
         if Path(config.adapter_path) != self.scratch / "run":
             return None  # a person's own choice
-        return Mirror(Path(config.adapter_path), checkpoints, _say, logs_only=not self._leads())
+        return Mirror(Path(config.adapter_path), checkpoints, say, logs_only=not self._leads())
 
     def _collects(self) -> bool:
         return self._leads() and self.launch.platform.name in _CLOUDS
@@ -375,4 +370,4 @@ class ContainerRun:
         for step in steps:
             step()
         if paths.model is not None and code == 0 and config.train:
-            _say(f"the adapter is in {paths.model}")
+            say(f"the adapter is in {paths.model}")

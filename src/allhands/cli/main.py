@@ -13,6 +13,7 @@ from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.io.paths import check_variables
+from allhands.io.terminal import tell
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
@@ -83,7 +84,7 @@ def _tell_interrupted(arguments: list[str]) -> None:
     """That a person has ended it, and what is left, which is another thing for each verb."""
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
-    _tell(f"allhands: interrupted{': ' + left if left else ''}")
+    tell(f"allhands: interrupted{': ' + left if left else ''}")
 
 
 def _silence_output() -> None:
@@ -153,10 +154,4 @@ def _all_commands() -> list[str]:
 
 def print_error(error: AllhandsError) -> None:
     """One clear message on standard error: what, where, what to do."""
-    _tell(f"allhands: error: {error}")
-
-
-def _tell(text: str) -> None:
-    from allhands.io.terminal import tell
-
-    tell(text)
+    tell(f"allhands: error: {error}")

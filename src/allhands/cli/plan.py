@@ -22,13 +22,11 @@ from allhands.config.schema import TrainConfig, build_config
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, StorageError
 from allhands.io.files import require_ours, require_writable
-from allhands.io.formatting import format_moment
 from allhands.io.names import PLAN_FILE
 from allhands.io.pictures import DRAWN_HERE, picture_suffix
-from allhands.io.terminal import console_for, echo, print_table, tell
+from allhands.io.terminal import echo, tell
 from allhands.plan.job import Prices
 from allhands.plan.kept import has_begun, keep_plan, plan_record
-from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import look_ahead
 
 
@@ -38,6 +36,8 @@ def plan(asked: Plan) -> None:
         _require_amount(f"--price-per-{flag}", price, "2.5")
     _require_amount("--watts", asked.watts, "60")
     if asked.after is not None:
+        from allhands.cli.plan_after import show_after
+
         show_after(asked.after, as_json=asked.as_json)
         return
     picture = _place_of(asked.picture, force=asked.force)  # before anything that takes long
@@ -133,43 +133,3 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 def _require_amount(flag: str, value: float | None, example: str) -> None:
     if value is not None and not 0.0 <= value < math.inf:
         raise ConfigError(f"{value:g} is no amount", where=flag, hint=f"give a number from 0 on, as {flag} {example}")
-
-
-def show_after(run: Path, *, as_json: bool) -> None:
-    """Print signs that a run has outgrown its way of training, and compare it with its plan.
-
-    Raises:
-        DataError: there is no run.
-    """
-    from allhands.observe.judging import harm
-    from allhands.report.facts import read_facts
-    from allhands.report.planned import comparison_of, plan_words, planned_grids
-
-    facts = read_facts(run)
-    signs, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
-    # A faster way to a ruined model is no advice.
-    done = harm(facts.history)
-    # Of the notes those on the plan: the others are for a report.
-    notes = [note for note in facts.notes if note.startswith("plan.")]
-    if as_json:
-        values = {"signs": [asdict(sign) for sign in signs], "plan": compared and compared.as_json(), "notes": notes}
-        values["judgements"] = [asdict(one) for one in done]
-        typer.echo(json.dumps(values, indent=1))
-        return
-    for one in done:
-        echo(f"{one.level}: {one.text}")
-    if not signs and not any(one.level == "bad" for one in done):
-        echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
-    for text in (*(f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs), *notes):
-        echo(text)
-    if compared is None:
-        if not notes:
-            echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
-        return
-    ranks = f"{compared.machines} rank{'s' * (compared.machines > 1)}"
-    echo(f"\nPlanned on {format_moment(compared.made)} UTC, for {ranks}:")
-    for text in (*compared.notes, *(word.text for word in plan_words(compared))):
-        echo(f"- {text}")
-    for grid in planned_grids(facts.history.name, compared):
-        echo(f"\n{grid.caption}")
-        print_table(console_for(), grid.head, grid.rows)
