@@ -39,7 +39,6 @@ def tell_notes(loaded: LoadedModel) -> None:
 
 def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
     """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
-
     if told := warning_of(adapter_path, model):
         tell(f"allhands: warning: {told}")
 

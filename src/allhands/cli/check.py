@@ -67,7 +67,6 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
         DataError: the data are missing, or the one split that is asked for.
         typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
     """
-
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
     loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
@@ -95,7 +94,6 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
 
 
 def _options(config: TrainConfig, model: Path) -> CheckOptions:
-
     return CheckOptions(
         max_seq_length=config.max_seq_length,
         mask_prompt=config.mask_prompt,
@@ -137,7 +135,6 @@ def _sources(
 
     And what is to be known of how they are read, each with its split.
     """
-
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
     chosen = config.model_copy(update={**wanted, "val_batches": -1})
     try:
@@ -220,7 +217,6 @@ class ShownSample:
 
 
 def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
-
     limit = WHOLE if config.packing else config.max_seq_length
     renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
     try:
@@ -301,7 +297,6 @@ def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     """The other numbers of a split."""
-
     if report.lengths.count:
         left = " that are left" if report.tokens != report.lengths.total else ""
         whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
@@ -361,7 +356,6 @@ def _say(console: Console, words: str, indent: int, style: str = "") -> None:
 
 
 def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequence[str]) -> None:
-
     coloured = console.color_system is not None and not console.no_color
     legend = Text("legend: ")
     for kind in STYLES:
@@ -384,7 +378,6 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
     """A stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
-
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "
         words = words[:_SHOWN_CHARACTERS] + left_out + words[-_SHOWN_CHARACTERS:]

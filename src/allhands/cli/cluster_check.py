@@ -31,7 +31,6 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
-
     computers = _computers(asked.hostfile, asked.hosts)
     with _told() as progress:
         options = ClusterCheckOptions(
@@ -60,7 +59,6 @@ def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
     Raises:
         ConfigError: neither or both ways, or something that is no name.
     """
-
     if (hostfile is None) == (names is None):
         raise ConfigError(
             "no computers are named" if hostfile is None else "computers are named twice",
@@ -86,7 +84,6 @@ def _backend(asked: str, hostfile: Path | None) -> str:
     Raises:
         ConfigError: there is none of that name.
     """
-
     if asked not in BACKENDS:
         raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}")
     if asked == "auto" and hostfile is not None:
@@ -140,7 +137,6 @@ def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """One row each, the worst first."""
-
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, collapse_padding=True)
     for name, ratio in (("", None), ("check", None), ("hosts", 2), ("what is wrong", 7)):
         table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
@@ -153,7 +149,6 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def host_line(host: HostReport) -> str:
     """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
-
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
         return "  ".join([*parts, "not asked"])
@@ -194,7 +189,6 @@ def _speed(link: LinkSpeed) -> str:
 
 
 def _seconds(taken: float) -> str:
-
     return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
 
 

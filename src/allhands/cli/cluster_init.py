@@ -49,7 +49,6 @@ def run_init(wishes: Wishes) -> int:
         ConfigError: something would have to be asked, and nobody is there to answer.
         AllhandsError: nothing could be done at all.
     """
-
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
         _print_script(report, wishes.output)
@@ -65,7 +64,6 @@ def run_init(wishes: Wishes) -> int:
 def _wishes(
     hosts: str, output: Path, python: str | None, env_dir: str, origin: str | None, mode: Mode, *, install_key: bool
 ) -> Wishes:
-
     names = [name for name, _ in hosts_of(hosts)]
     output = output.absolute()
     hostfile.check_output(output)
@@ -118,7 +116,6 @@ class _Terminal:
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
     """Commands to copy, each under a comment that says what it is for."""
-
     found: list[str] = []
     for step in steps:
         found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")

@@ -55,7 +55,6 @@ def sync(asked: ClusterSync) -> None:
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
-
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError("these exclude each other", where=where, hint="give one of them, or none")
@@ -69,7 +68,6 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
 
 
 def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
-
     if (hostfile is None) == (names is None):
         hint = "give --hostfile FILE, or --hosts a,b,c"
         raise ConfigError("name the hosts in one way", where="--hostfile, --hosts", hint=hint)
@@ -85,7 +83,6 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
     Raises:
         AllhandsError: nothing could be copied anywhere.
     """
-
     content = {} if wanted.config is None else read_yaml(wanted.config)
     model = wanted.model or content.get("model")
     pipeline = wanted_stages(wanted.stages, wanted.pp_split, content, model)

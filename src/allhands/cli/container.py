@@ -312,7 +312,6 @@ class ContainerRun:
 
     def _train(self, config: TrainConfig) -> tuple[int, str | None]:
         """All ranks on this computer, under the supervisor."""
-
         command = [sys.executable, "-m", "allhands", "train", *as_flags(config)]
         code = supervise_training(config, command)
         failed = code not in (0, 130, 143)
@@ -320,7 +319,6 @@ class ContainerRun:
 
     def _train_share(self, config: TrainConfig) -> tuple[int, str | None]:
         """This computer's ranks of a job over several."""
-
         launch, count = self.launch, self.launch.ranks_per_node
         if launch.meeting is None:
             raise DistributedError("it is not known where the computers meet", hint="see allhands env")

@@ -144,7 +144,6 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: they are not understood.
     """
-
     given: dict[str, Any] = {}
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(given.update, "Train."))

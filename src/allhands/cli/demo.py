@@ -90,7 +90,6 @@ def _title(console: Console, title: str, command: str) -> None:
 
 
 def _model(console: Console, path: Path) -> Path:
-
     if not path.exists():
         get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
     console.print(f"model: {path}", soft_wrap=True)
@@ -146,7 +145,6 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
 
 def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
-
     # Without the file it came from, which would be read again and undo a flag that had put a default back.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
@@ -161,7 +159,6 @@ def arguments(config: TrainConfig) -> list[str]:
 
 def command_line(config: TrainConfig) -> str:
     """What a person would type for ``config``."""
-
     return shlex.join(["allhands", *arguments(config)])
 
 

@@ -179,7 +179,6 @@ def _here(report: _Report) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:
-
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     titled = any(title for title, _ in rows)
     table.add_column(width=2)

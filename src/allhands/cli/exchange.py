@@ -56,7 +56,6 @@ def export_adapter(asked: Export) -> None:
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
-
     adapter = _read(adapter_path, *_OURS)
     below = model or model_below(adapter_path, adapter.config)
     require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
@@ -93,7 +92,6 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
 
 def import_adapter(asked: Import) -> None:
     """Run the verb."""
-
     from allhands.infer.generate import put_on
 
     assert asked.source is Format.peft
@@ -150,7 +148,6 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     Raises:
         ModelError: one is missing or cannot be read.
     """
-
     for name in (weights, config):
         if not (directory / name).is_file():
             there = "" if directory.is_dir() else "; there is no such directory"
@@ -184,7 +181,6 @@ def _write(
     ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
     alone, as a run is; else with the modes of every export.
     """
-
     with staging(out, private=private) as staged:
         write_whole(
             staged / weights,

@@ -44,7 +44,6 @@ _OURS = (_GGUF, "Modelfile", "README.md")
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
-
     require_place(out, "an export", _OURS, force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"

@@ -94,7 +94,6 @@ _NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples
 
 def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[DataFinding]:
     """What the sizes of the splits, of the training and of the model say together."""
-
     found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
     held = valid.examples if valid is not None else 0

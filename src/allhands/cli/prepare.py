@@ -164,16 +164,13 @@ class _Screen:
         self._next(flags)
 
     def _title(self, text: str) -> None:
-
         self._console.print()
         self._console.print(Text(text, style="bold"))
 
     def _say(self, text: str, indent: int = 2) -> None:
-
         self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
     def _table(self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-
         table = table_of(names, rows, left=[place for place in range(len(names)) if place not in right])
         table.columns[0].min_width = max(len(row[0]) for row in rows)
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
@@ -276,7 +273,6 @@ class _Screen:
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
     def _next(self, flags: DataPrepare) -> None:
-
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]

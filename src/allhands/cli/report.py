@@ -19,7 +19,6 @@ from allhands.report.markdown import one_line
 
 def report(asked: Report) -> None:
     """Run the verb."""
-
     _require_different(asked.runs)
     target = asked.out or _usual(asked.runs)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -47,7 +46,6 @@ def report(asked: Report) -> None:
 
 def _require_different(runs: list[Path]) -> None:
     """Refuse to compare a run with itself, by whatever name it is called."""
-
     seen = set[Path]()
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()

@@ -22,7 +22,6 @@ _UPDATE_EVERY = 1000
 
 def train(asked: TokenizerTrain) -> None:
     """Run the verb."""
-
     options = VocabularyOptions(
         asked.vocabulary,
         tuple(asked.special or ()),
