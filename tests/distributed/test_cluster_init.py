@@ -30,7 +30,7 @@ import pytest
 import typer
 from namespaces import Cluster, namespaces
 
-from allhands.cli.cluster_init import cluster_init
+from allhands.cli.commands import function_of
 from allhands.cluster.hosts import read_hostfile
 from allhands.cluster.setup.look import versions
 from allhands.cluster.setup.pack import pack
@@ -45,7 +45,7 @@ MLX = {"cpu": "mlx-cpu"}
 def init(*arguments: str | Path) -> int:
     """Run the command in this process; returns its exit code."""
     app = typer.Typer()
-    app.command()(cluster_init)
+    app.command()(function_of("cluster.ClusterInit cluster_init:cluster_init"))
     return int(app(list(map(str, arguments)), standalone_mode=False) or 0)
 
 

@@ -16,7 +16,8 @@ import pytest
 from tiny import run_allhands
 
 from allhands.checkpoints import checkpoints_in
-from allhands.cli.launch import LaunchOptions, _job, _tell_python
+from allhands.cli.launch import _job, _tell_python
+from allhands.cli.verbs_training import Launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "supervised_training.py"
 Err = Callable[[], str]
@@ -80,7 +81,7 @@ def test_whose_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     logs, named, chosen = (tmp_path / name for name in ("logs", "named", "chosen"))
 
     def directory(**options: Path) -> Path | None:
-        job = _job(LaunchOptions(log_dir=logs, **options))
+        job = _job(Launch(log_dir=logs, **options))
         assert job.env == {"ALLHANDS_CHECKPOINT_DIR": str(job.checkpoints)}
         return job.checkpoints
 

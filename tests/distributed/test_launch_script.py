@@ -23,8 +23,9 @@ from tiny import run_allhands
 
 from allhands.checkpoints import Checkpoint, checkpoints_in, open_checkpoint
 from allhands.checkpoints.settings import FIXED, TOLD
-from allhands.cli.launch import LaunchOptions, _job, resolved
+from allhands.cli.launch import _job, resolved
 from allhands.cli.main import main
+from allhands.cli.verbs_training import Launch
 from allhands.errors import ConfigError
 from allhands.observe.journal import read_events
 
@@ -320,9 +321,9 @@ def test_python_is_this_python_unless_there_is_another(tmp_path: Path, monkeypat
 
 
 def test_only_who_promises_to_report_progress_has_a_deadline_for_it() -> None:
-    assert _job(LaunchOptions()).start_deadline_s == float("inf")
-    assert _job(LaunchOptions(start_timeout_s=7)).start_deadline_s == 7
-    assert _job(LaunchOptions(checkpoints=Path("x"))).env == {"ALLHANDS_CHECKPOINT_DIR": str(Path("x").resolve())}
+    assert _job(Launch()).start_deadline_s == float("inf")
+    assert _job(Launch(start_timeout_s=7)).start_deadline_s == 7
+    assert _job(Launch(checkpoints=Path("x"))).env == {"ALLHANDS_CHECKPOINT_DIR": str(Path("x").resolve())}
 
 
 # --- the page -----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 from tiny import run_allhands, write_chat_data, write_model
 
 from allhands.cli.main import main
-from allhands.cli.plot import run_plot
+from allhands.cli.plot import plot
+from allhands.cli.verbs_runs import Plot
 from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import Board, monitor_file, read_samples
 
@@ -66,7 +67,7 @@ def test_a_run_tells_of_its_ranks_and_of_who_started_them(
     lines = told("--json").splitlines()
     assert len(lines) == len(read_samples(out))
     assert {json.loads(line)["role"] for line in lines} == {"orchestrator", "rank"}
-    run_plot([out], tmp_path / "again.png", None)
+    plot(Plot([out], tmp_path / "again.png"))
     assert f"memory: {tmp_path / 'memory.png'}" in capsys.readouterr().out
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tiny import run_allhands, write_chat_data, write_model
 
+from allhands.cli.plan_asked import AskedComputers
 from allhands.cli.plan_calibration import small_passes
-from allhands.cli.plan_computers import AskedComputers
 from allhands.cli.plan_facts import facts_of
 from allhands.config.schema import build_config
 from allhands.observe.metrics import read_metrics

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tiny import run_allhands
 
 import allhands
-from allhands.cli.launch import LaunchOptions
+from allhands.cli.verbs_training import Launch
 from allhands.cluster.mpi import find_mpi
 from allhands.errors import ConfigError, DistributedError, Interrupted
 from allhands.loops.starting import _OPTIONS, _flags, run_call
@@ -128,7 +127,7 @@ def test_an_argument_that_there_is_not() -> None:
     with pytest.raises(ConfigError) as caught:
         allhands.launch("w1.py", zzz=1)
     assert (caught.value.hint or "").startswith("there are num_ranks, hostfile, ")
-    assert {"num_ranks", *_OPTIONS} == {field.name for field in fields(LaunchOptions)}
+    assert {"command", "num_ranks", *_OPTIONS} == {*Launch._fields}
 
 
 def test_options_are_those_of_the_command() -> None:

@@ -24,7 +24,7 @@ pytestmark = needs_rsync
 MB = 1 << 20
 BIG = 40 * MB
 SMALL = {"data/train.jsonl": b"{}\n" * 1000, "data/de ep/er's/more.jsonl": b"x", "data/empty": b""}
-COMMAND = "import typer; from allhands.cli.cluster_sync import sync; a = typer.Typer(); a.command()(sync); a()"
+COMMAND = "import sys; from allhands.cli.main import main; main(['cluster', 'sync', *sys.argv[1:]])"
 
 
 class Site:

@@ -21,9 +21,7 @@ from allhands.cli.check import (
     run_text,
     vocabulary_of,
 )
-from allhands.cli.check import (
-    check as check_command,
-)
+from allhands.cli.commands import function_of
 from allhands.cli.findings import MESSAGES, REMEDIES, message_of, remedy_of
 from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, check, template_findings
 from allhands.data.records import Record
@@ -356,7 +354,7 @@ def row(question: str, answer: str) -> dict[str, Any]:
 
 def run(*arguments: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
     app = typer.Typer(rich_markup_mode=None)
-    app.command("check")(check_command)
+    app.command("check")(function_of("training.DataCheck check:check"))
     result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "80", **(env or {})})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -17,7 +17,7 @@ from test_checkpoints import RUN, flip, write
 from typer.testing import CliRunner
 
 from allhands.checkpoints import Tensor, checkpoint_path, checkpoints_in, open_checkpoint, write_checkpoint
-from allhands.cli.checkpoint import inspect_checkpoint, list_checkpoints, verify_checkpoints
+from allhands.cli.commands import function_of
 from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import TrainConfig
 from allhands.errors import CheckpointError
@@ -46,6 +46,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write(checkpoint_path(path, step), step)
     write(path / "best", 200)
     return path
+
+
+list_checkpoints = function_of("runs.CheckpointList checkpoint:list_checkpoints")
+inspect_checkpoint = function_of("runs.CheckpointInspect checkpoint:inspect_checkpoint")
+verify_checkpoints = function_of("runs.CheckpointVerify checkpoint:verify_checkpoints")
 
 
 def invoke(function: Callable[..., None], *arguments: str | Path) -> tuple[int, str]:
@@ -286,6 +291,7 @@ def test_whatever_the_state_holds_is_shown_and_steers_nothing(state: dict[str, A
 def test_a_list_needs_neither_mlx_nor_numpy(run: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from allhands.cli.checkpoint import list_checkpoints as l\n"
+        "from allhands.cli.verbs_runs import CheckpointList as A\n"
         "l(Path('adapters')); print(sorted({'mlx', 'mlx.core', 'numpy', 'safetensors'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -12,7 +12,7 @@ from command_line import call_allhands
 from rows import report_of, rows_of, sentence, texts, write
 from typer.testing import CliRunner
 
-from allhands.cli.prepare import prepare as command
+from allhands.cli.commands import function_of
 from allhands.data.heard import words_of
 from allhands.errors import AllhandsError
 
@@ -20,7 +20,7 @@ from allhands.errors import AllhandsError
 def invoke(*arguments: str) -> tuple[int, str]:
     """Exit code and screen of the command at 80 columns."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command("prepare")(command)
+    app.command("prepare")(function_of("data.DataPrepare prepare:prepare"))
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"})
     if isinstance(result.exception, AllhandsError):
         return result.exception.exit_code, result.output + str(result.exception)

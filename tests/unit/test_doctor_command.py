@@ -11,8 +11,8 @@ import typer
 from computers import cluster, facts, host, only, told
 from typer.testing import CliRunner, Result
 
-from allhands.cli.cluster_check import cluster_check, network_lines, not_asked, verdict
-from allhands.cluster.doctor import run
+from allhands.cli.cluster_check import network_lines, not_asked, verdict
+from allhands.cli.commands import function_of
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, Network
 from allhands.cluster.doctor.run import ClusterCheckOptions
@@ -31,7 +31,7 @@ class Examined:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found = cluster()
         self.asked: list[tuple[Any, ClusterCheckOptions]] = []
-        monkeypatch.setattr(run, "diagnose", self._diagnose)
+        monkeypatch.setattr("allhands.cli.cluster_check.diagnose", self._diagnose)
 
     def _diagnose(self, hosts: Any, options: ClusterCheckOptions) -> tuple[Cluster, Any]:
         self.asked.append((hosts, options))
@@ -39,7 +39,7 @@ class Examined:
 
     def __call__(self, *words: str) -> Result:
         app = typer.Typer()
-        app.command()(cluster_check)
+        app.command()(function_of("cluster.ClusterCheck cluster_check:cluster_check"))
         return CliRunner(env={"COLUMNS": "100"}).invoke(app, words)
 
 

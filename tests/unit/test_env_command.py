@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from allhands.cli.env import show_environment
+from allhands.cli.commands import function_of
 from allhands.errors import DistributedError
 
 SLURM = {
@@ -36,7 +36,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *arguments: s
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     app = typer.Typer()
-    app.command()(show_environment)
+    app.command()(function_of("runs.Env env:show_environment"))
     return CliRunner().invoke(app, list(arguments))
 
 

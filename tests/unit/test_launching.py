@@ -64,7 +64,7 @@ def test_other_computers_are_told_of_the_home_directory_as_it_was_written(
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     asked: list[tuple[str | Path, str | Path | None]] = []
     monkeypatch.setattr(
-        "allhands.cluster.remote.newest_checkpoint", lambda _, path, __, resume: asked.append((path, resume)) or {}
+        "allhands.cli.launching.newest_checkpoint", lambda _, path, __, resume: asked.append((path, resume)) or {}
     )
     told: list[str | None] = []
     for path in ("~/run", f"{tmp_path}/run", "run"):
@@ -429,7 +429,7 @@ def test_processes_that_take_turns_are_told_of(
     ranks: int, gpus: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launching, "allowed_cores", lambda: 2)
-    monkeypatch.setattr("allhands.runtime.gpus.nvidia_gpus", lambda: gpus)
+    monkeypatch.setattr("allhands.cli.launching.nvidia_gpus", lambda: gpus)
     launching._tell_cores(TrainingJob(Path(), Path(), num_ranks=ranks, backend="ring"))
     assert capsys.readouterr().err == told
 

@@ -51,7 +51,7 @@ def planned(gigabytes: float, *, machines: int = 8, **work: Any) -> Outlook:
 
 def shown(found: Outlook) -> dict[str, str]:
     """Of the ways of several flags those that are told, and whether they fit."""
-    ways = zip(found.memory, found.fits, strict=True)
+    ways = [(way, way.fits) for way in found.memory]
     return {way.flags: {True: "yes", False: "no"}[bool(fits)] for way, fits in ways if way.combined}
 
 
@@ -116,7 +116,7 @@ def test_a_run_with_the_flags_together_is_held_to_their_own_line(
     ways = {"as it is": "", "checkpointing": "--grad-checkpoint"}
     ways["checkpointing, micro-batches of 2048"] = f"{BOTH} 2048"
     memory = [
-        {"name": name, "ranks": 1, "rank_bytes": 400_000_000 + place, "built": True, "flags": flags}
+        {"name": name, "ranks": 1, "rank_bytes": 400_000_000 + place, "flags": flags}
         for place, (name, flags) in enumerate(ways.items())
     ]
     plan: dict[str, Any] = {

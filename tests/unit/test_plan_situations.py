@@ -20,7 +20,7 @@ from allhands.plan.devices import device_of
 from allhands.plan.job import Job
 from allhands.plan.links import link_of
 from allhands.plan.outlook import Outlook, look_ahead
-from allhands.plan.speed import StepModel, enough_of, predict
+from allhands.plan.speed import StepModel, enough, predict
 from allhands.run.training_memory import Blocks, Work, on_gpu
 
 MISTRAL = Blocks(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
@@ -107,7 +107,7 @@ def test_the_advice(computers: tuple[str, ...], more: dict[str, Any], outcome: s
 def test_one_machine_is_held_to_the_largest_memory_and_each_of_several_to_its_own() -> None:
     for computers in (PAIR, PAIR[::-1]):
         found = planned(computers, gigabytes=14.5)
-        fits = {(way.ranks, way.name): fit for way, fit in zip(found.memory, found.fits, strict=True)}
+        fits = {(way.ranks, way.name): way.fits for way in found.memory}
         assert fits[1, "as it is"], "24 of 32 GB"
         assert fits[2, "data parallel"] is False, "12 of 16 GB"
         assert (found.alone.name, found.line(2).short) == ("M1 Pro 32GB", ("M1 Pro 16GB",))
@@ -176,9 +176,9 @@ def test_the_advice_never_goes_beyond_what_is_worth_it() -> None:
 
 def test_more_that_is_worth_it_only_together_is_seen() -> None:
     # Eight rows: five, six and seven take as long as four do, eight half as long.
-    assert enough_of({1: 8, 2: 4, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2, 8: 1}) == 8
-    assert enough_of({1: 8, 2: 4, 3: 3.9, 4: 3.8}) == 2
-    assert enough_of({1: 8, 2: 9, 3: 8.5}) == 1
+    assert enough({1: 8, 2: 4, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2, 8: 1}) == 8
+    assert enough({1: 8, 2: 4, 3: 3.9, 4: 3.8}) == 2
+    assert enough({1: 8, 2: 9, 3: 8.5}) == 1
 
 
 def test_whole_rows_go_to_who_is_done_first() -> None:

@@ -121,11 +121,7 @@ def test_what_is_off_is_said_with_what_may_explain_it(tmp_path: Path) -> None:
             "Not as planned. A step: 500 ms, 1.25 times the 400 ms planned. What may explain it: a step had 200 "
             "tokens, and 160 were planned; 20% of a step was waiting for data.",
         ),
-        (
-            "warning",
-            "Not as planned. All steps: 31 s, 1.29 times the 24 s planned. What may explain it: a step was not as "
-            "planned.",
-        ),
+        ("warning", "Not as planned. All steps: 31 s, 1.29 times the 24 s planned."),
         (
             "warning",
             "Not as planned. Memory of a rank at its peak (as it is): 600 MB, 1.20 times the 500 MB planned. What may "
@@ -143,7 +139,6 @@ def test_the_bounds_of_as_planned(tmp_path: Path, step_s: float, rank_bytes: int
     memory = [{**WAYS[0], "rank_bytes": rank_bytes * 1_000_000}]
     found = figures(compared(write_run(tmp_path / "run"), machines=[line(1, step_s)], memory=memory))
     assert {key for key in ("step", "memory") if found[key].off} == off
-    assert {key for key in ("step", "memory") if found[key].why} == off
 
 
 def test_a_step_is_the_median_without_the_first_report(tmp_path: Path) -> None:
@@ -476,9 +471,10 @@ def test_afterwards_the_same_comparison(tmp_path: Path) -> None:
     keep_plan(run, planned(machines=[line(1, 0.4)], options={**OPTIONS, "batch_size": 16}))
     done = call_allhands("plan", "--after", run)
     assert done.returncode == 0, done.stderr
-    assert "A step: 500 ms, 1.25 times the 400 ms planned (with other options)\n" in done.stdout
-    assert "other than planned: planned with --batch-size 16, trained with --batch-size 8\n" in done.stdout
-    assert "Time to the start: not measured, 2 s planned\n" in done.stdout
+    assert "A step: 500 ms, 1.25 times the 400 ms planned." in " ".join(done.stdout.split())
+    rows = [" ".join(text.split()) for text in done.stdout.splitlines()]
+    assert "--batch-size 16 --batch-size 8" in rows
+    assert "time to the start 2 s – – –" in rows
     found = json.loads(call_allhands("plan", "--after", run, "--json").stdout)
     step = next(one for one in found["plan"]["figures"] if one["key"] == "step")
     assert (step["planned"], step["measured"], step["ratio"], step["off"]) == (0.4, 0.5, 1.25, True)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import typer
 
-from allhands.cli.cluster_init import cluster_init, run_init
+from allhands.cli.cluster_init import run_init
+from allhands.cli.commands import function_of
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
 from allhands.cluster.setup import hostfile
@@ -410,7 +411,7 @@ def test_an_environment_in_the_named_place_is_what_was_asked_for(
 def test_wrong_options_are_refused_before_anybody_is_asked(place: Path, arguments: str, where: str) -> None:
     (place / "ssh").write_text(f"#!/bin/sh\ntouch {place}/asked\n")
     app = typer.Typer()
-    app.command()(cluster_init)
+    app.command()(function_of("cluster.ClusterInit cluster_init:cluster_init"))
     with pytest.raises(ConfigError) as caught:
         app(arguments.split(), standalone_mode=False)
     assert (caught.value.where, bool(caught.value.hint)) == (where, True)

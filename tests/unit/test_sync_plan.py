@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from allhands.cli.cluster_sync import sync
+from allhands.cli.commands import function_of
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import root_directory
 from allhands.cluster.probes.trees import cache_place, hub_place
@@ -209,7 +209,7 @@ def test_what_is_missing_has_the_code_that_training_has_for_it(
     here: Path, arguments: list[str], kind: type[AllhandsError], code: int
 ) -> None:
     app = typer.Typer()
-    app.command()(sync)
+    app.command()(function_of("cluster.ClusterSync cluster_sync:sync"))
     with pytest.raises(kind) as caught:
         app(["--hosts", "a", *arguments], standalone_mode=False)
     assert caught.value.exit_code == code

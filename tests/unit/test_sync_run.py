@@ -19,8 +19,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from allhands.cli import cluster_sync
 from allhands.cli.cluster_sync import WantedSync, run_sync
+from allhands.cli.commands import function_of
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.files import STAGING
 from allhands.cluster.sync import SyncOptions, SyncState, make_plan, synchronise
@@ -368,12 +368,12 @@ def test_a_file_that_cannot_be_read_here_is_told(hosts: Hosts, monkeypatch: pyte
 
 # --- the command -----------------------------------------------------------------------------------------
 
-COMMAND = "import typer; from allhands.cli.cluster_sync import sync; a = typer.Typer(); a.command()(sync); a()"
+COMMAND = "import sys; from allhands.cli.main import main; main(['cluster', 'sync', *sys.argv[1:]])"
 
 
 def command(*arguments: str) -> Any:
     app = typer.Typer()
-    app.command()(cluster_sync.sync)
+    app.command()(function_of("cluster.ClusterSync cluster_sync:sync"))
     return CliRunner().invoke(app, list(arguments))
 
 

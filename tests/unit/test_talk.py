@@ -18,16 +18,9 @@ from rich.console import Console
 from tiny import CHAT_TEMPLATE, with_positions, write_model
 from written_runs import write_run
 
-from allhands.cli.talk import (
-    GenerateOptions,
-    Questions,
-    compared,
-    comparison_table,
-    held_out_prompts,
-    run_compare,
-    run_generate,
-    score_lines,
-)
+from allhands.cli.compare import compare, compared, comparison_table, held_out_prompts, score_lines
+from allhands.cli.generate import generate
+from allhands.cli.verbs_models import Compare, Generate
 from allhands.data.demo import splits
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 from allhands.infer.generate import PromptTooLong, answer_all, load_for_generation, prompt_tokens, room_for_answer
@@ -52,7 +45,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def options(model: Path, **changes: Any) -> GenerateOptions:
+def ask(model: Path, **changes: Any) -> None:
     values: dict[str, Any] = {
         "model": str(model),
         "adapter_path": None,
@@ -65,7 +58,7 @@ def options(model: Path, **changes: Any) -> GenerateOptions:
         "ignore_chat_template": False,
         "trust_remote_code": False,
     }
-    return GenerateOptions(**{**values, **changes})
+    generate(Generate(**{**values, **changes}))
 
 
 def rows(path: Path, *content: Any) -> Path:
@@ -108,7 +101,7 @@ def test_a_system_message_without_a_template_is_refused_not_dropped(tiny_model: 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
 def test_an_empty_prompt_is_refused_before_anything_is_loaded(prompt: str) -> None:
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        run_generate(options(Path("/no/such/model"), prompt=prompt))
+        ask(Path("/no/such/model"), prompt=prompt)
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(
@@ -119,13 +112,13 @@ def test_a_prompt_beyond_the_models_positions_is_refused(
     asked = {"ignore_chat_template": True, "max_tokens": 10**6}
     for count in (200, 5000):
         with pytest.raises(PromptTooLong) as caught:
-            run_generate(options(model, prompt="x" * count, **asked))
+            ask(model, prompt="x" * count, **asked)
         assert (caught.value.exit_code, caught.value.where) == (2, "--prompt")
         with pytest.raises(PromptTooLong):
             answer_all(load_model(str(model)), ["x", "x" * count], 4)
     for count in (199, 150):
         capsys.readouterr()
-        run_generate(options(model, prompt="x" * count, **asked))
+        ask(model, prompt="x" * count, **asked)
         tokens = re.findall(r": (\d+) tokens", capsys.readouterr().out)
         assert int(tokens[0]) == count
         assert int(tokens[1]) <= 200 - count
@@ -140,7 +133,7 @@ def test_a_prompt_beyond_the_models_positions_is_refused(
 
 
 def test_the_answer_is_greedy_and_its_cost_is_shown(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_generate(options(tiny_model))
+    ask(tiny_model)
     out = capsys.readouterr().out
     answer, _, figures = out.partition("\n==========\n")
     loaded = load_model(str(tiny_model))
@@ -160,7 +153,7 @@ def test_the_answer_is_greedy_and_its_cost_is_shown(tiny_model: Path, capsys: py
 
 def test_sampling_follows_the_seed(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(seed: int) -> str:
-        run_generate(options(tiny_model, temp=1.0, seed=seed, max_tokens=16))
+        ask(tiny_model, temp=1.0, seed=seed, max_tokens=16)
         return capsys.readouterr().out.partition("\n==========\n")[0]
 
     assert answer(3) == answer(3)
@@ -170,10 +163,10 @@ def test_sampling_follows_the_seed(tiny_model: Path, capsys: pytest.CaptureFixtu
 def test_a_dash_reads_the_prompt_from_standard_input(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_generate(options(tiny_model, prompt="What is dew?"))
+    ask(tiny_model, prompt="What is dew?")
     typed = capsys.readouterr().out.partition("\n==========\n")[0]
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is dew?"))
-    run_generate(options(tiny_model, prompt="-"))
+    ask(tiny_model, prompt="-")
     assert capsys.readouterr().out.partition("\n==========\n")[0] == typed
 
 
@@ -289,7 +282,7 @@ def test_compare_writes_prompts_answers_and_scores(
     tiny_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "answers.json"
-    run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, out)
+    compare(Compare(str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=out))
     assert out.stat().st_mode & 0o777 == 0o600  # as all that holds what people asked
     saved = json.loads(out.read_text(encoding="utf-8"))
     assert saved["prompts"] == held_out_prompts("demo", 3)
@@ -305,13 +298,13 @@ def test_answers_about_a_run_lie_where_its_report_looks(tiny_model: Path, adapte
     run = write_run(tmp_path / "run")
     for name in ("adapters.safetensors", "adapter_config.json"):
         (run / name).write_bytes((adapter / name).read_bytes())
-    run_compare(str(tiny_model), run, Questions("demo", 2, 4), 1, None)
+    compare(Compare(str(tiny_model), run, num_prompts=2, max_tokens=4, show=1))
     saved = json.loads((run / "answers.json").read_text(encoding="utf-8"))
     (found,) = read_facts(run).answers
     assert list(found.prompts) == saved["prompts"] == held_out_prompts("demo", 2)
     assert list(found.after) == saved["after"]
     # Of an adapter that is no run nothing is written.
-    run_compare(str(tiny_model), adapter, Questions("demo", 2, 4), 1, None)
+    compare(Compare(str(tiny_model), adapter, num_prompts=2, max_tokens=4, show=1))
     assert not (adapter / "answers.json").exists()
 
 
@@ -319,15 +312,19 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_answered(
     tiny_model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("allhands.cli.talk.answers", lambda *each: asked.append(each))
+    monkeypatch.setattr("allhands.cli.compare.answers", lambda *each: asked.append(each))
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StorageError, match="file"):
-        run_compare(str(tiny_model), adapter, Questions("demo", 3, 6), 1, tmp_path / "file" / "answers.json")
+        compare(
+            Compare(
+                str(tiny_model), adapter, num_prompts=3, max_tokens=6, show=1, out=tmp_path / "file" / "answers.json"
+            )
+        )
     assert not asked
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_compare_without_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to compare") as caught:
-        run_compare(str(tiny_model), None, Questions("demo", 3, 6), 1, None)
+        compare(Compare(str(tiny_model), None, num_prompts=3, max_tokens=6, show=1))
     assert caught.value.where == "--adapter-path"

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from allhands.cli.options import ChatTemplate, System, chat_choice
-from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
+from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
+from allhands.cli.divided import at_terminal, require_terminal_here, run_divided
+from allhands.cli.verbs_models import Chat
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks
 from allhands.io.paths import require_words
@@ -27,43 +27,13 @@ if TYPE_CHECKING:
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-def chat(
-    model: Annotated[
-        str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
-    ] = "demo",
-    adapter_path: Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
-    system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")] = 512,
-    temp: Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
-    chat_template: ChatTemplate = None,
-    system: System = "template",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = False,
-    strategy: DividedBy = None,
-    num_ranks: NumRanks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    backend: BackendName = None,
-    pp_split: Split = None,
-) -> None:
-    """Talk with a model, with or without a trained adapter.
-
-    It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
-    is a turn. A model larger than one computer talks with --strategy pipeline.
-    """
-    ranks = ranks_asked(
-        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
-    )
-    choice = chat_choice(chat_template, system)
+def chat(asked: Chat) -> None:
+    """Run the verb."""
+    ranks = ranks_asked(asked)
+    choice = chat_choice(asked.chat_template, asked.system)
     if ranks is not None and VARIABLE not in os.environ:
-        from allhands.cli.divided import at_terminal, require_terminal_here
-
-        require_terminal_here(hosts, hostfile)
+        require_terminal_here(asked.hosts, asked.hostfile)
         raise typer.Exit(at_terminal(_talk))
-    from allhands.cli.talk import tell_harm, tell_notes
     from allhands.infer.conversation import Conversation
     from allhands.infer.generate import Sampling, load_for_generation
     from allhands.model.beyond import answering, limits_told
@@ -71,25 +41,27 @@ def chat(
     def conversation(loaded: LoadedModel, *, speaks: bool = True) -> Conversation:
         if speaks:
             tell_notes(loaded)
-            tell_harm(adapter_path, model)
-        how = Sampling(temp, top_p, seed)
-        return Conversation(loaded, how, max_tokens=max_tokens, system_prompt=system_prompt)
+            tell_harm(asked.adapter_path, asked.model)
+        how = Sampling(asked.temp, asked.top_p, asked.seed)
+        return Conversation(loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt)
 
     if ranks is None:
-        with limits_told(answering(model, adapter_path, trust_remote_code=trust_remote_code)):
-            loaded = load_for_generation(model, adapter_path, trust_remote_code=trust_remote_code, chat=choice)
+        with limits_told(answering(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code)):
+            loaded = load_for_generation(
+                asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code, chat=choice
+            )
             _talk(conversation(loaded))
         return
-    from allhands.cli.divided import run_divided
-
     path = os.environ[VARIABLE]
 
     def work(answering: AnsweringRanks, speaks: bool) -> None:
-        talks = conversation(answering.load(adapter_path, choice), speaks=speaks)
+        talks = conversation(answering.load(asked.adapter_path, choice), speaks=speaks)
         answering.converse(talks, path)
 
     env = {VARIABLE: path}
-    raise typer.Exit(run_divided(model, adapter_path, ranks, work, trust_remote_code=trust_remote_code, env=env))
+    raise typer.Exit(
+        run_divided(asked.model, asked.adapter_path, ranks, work, trust_remote_code=asked.trust_remote_code, env=env)
+    )
 
 
 def _talk(conversation: Talks) -> None:

@@ -2,100 +2,56 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from allhands.cli.findings import message_of, remedy_of, size_findings
-from allhands.cli.options import option_function
+from allhands.cli.verbs_training import DataCheck
 from allhands.config.schema import TrainConfig, build_config
-from allhands.data.records import ColumnNames
+from allhands.data.check import WHOLE, CheckOptions, DataFinding, Examiner, SplitReport, template_findings
+from allhands.data.check import check as look
+from allhands.data.explained import Explained
+from allhands.data.lengths import LengthSummary, percent
+from allhands.data.reading import read_rows
+from allhands.data.records import ColumnNames, Record, parse_record
+from allhands.data.render import Renderer
+from allhands.data.rows import RowProblem
+from allhands.data.shapes import Example, parse_example, suspicions_of
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.io.formatting import counted
-from allhands.io.terminal import console_for, progress_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from allhands.data.check import CheckOptions, DataFinding, SplitReport
-    from allhands.data.explained import Explained
-    from allhands.data.lengths import LengthSummary
-    from allhands.data.records import Record
-    from allhands.data.shapes import Example
+from allhands.io.terminal import console_for, counting, table_of
+from allhands.model.load import load_tokenizer
+from allhands.model.tokenizer import positions_in
+from allhands.run.datasets import chat_of, find_splits
+from allhands.runtime.accelerator import detect
 
 SPLITS = ("train", "valid", "test")
-# Options of training that decide what it sees.
-_WIDE = 66  # columns of a terminal that tables of lengths have by right
-_SHARED = (
-    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
-    *("fine_tune_type", "num_layers", "lora_parameters"),
-    *("batch_size", "iters", "epochs", "packing", "isolate_documents", "seed"),
-    *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
-    *("hf_dataset", "trust_remote_code", "config"),
-)
 # Texts of each split that are searched for near duplicates: some seconds, and 70 MB at most.
 NEAR_LIMIT = 20_000
 # Characters of a run that are shown at its beginning and at its end.
 _SHOWN_CHARACTERS = 600
 
-_HELP = """Tell what training would see of a data set, before a run is spent on it.
-
-DIR is what allhands train takes as --data: a folder, 'demo' or a Hub dataset. Options and defaults are those of
-training, and so is the YAML file (-c).
-"""
-
 _SEVERITIES = {"ruins": "ruins the run", "harms": "harms the run", "note": "good to know"}
 _COLOURS = {"ruins": "bold red", "harms": "yellow", "note": "cyan"}
 
 
-def _option(kind: Any, name: str, words: str, **more: Any) -> Any:
-    return Annotated[kind, typer.Option(name, help=words, **more)]
-
-
-def _command() -> Callable[..., None]:
-    def check(
-        data: str | None, show: int, row: list[int] | None, split: str | None, strict: bool, as_json: bool, **flags: Any
-    ) -> None:
-        given = {name: value for name, value in {**flags, "data": data}.items() if value is not None}
-        config = build_config(given, flags.get("config"))
-        sample = ShownSample(show, row or ())
-        if run_check(config, _chosen_splits(split), sample, as_json=as_json) and strict:
-            raise typer.Exit(DataError.exit_code)
-
-    place = typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)
-    own: dict[str, tuple[Any, Any]] = {
-        "data": (Annotated[str | None, place], None),
-        "show": (
-            _option(int, "--show", "Examples to print as training sees them.", min=0, metavar="N", show_default=False),
-            0,
-        ),
-        "row": (
-            _option(list[int] | None, "--row", "Print the example of this line. Repeatable.", min=1, metavar="LINE"),
-            None,
-        ),
-        "split": (_option(str | None, "--split", "Only train, valid or test. [all]", metavar="NAME"), None),
-        "strict": (_option(bool, "--strict", "Exit code 3 if anything ruins the run."), False),
-        "as_json": (_option(bool, "--json", "Print numbers and findings as JSON."), False),
-    }
-    kind = inspect.Parameter.KEYWORD_ONLY
-    training = inspect.signature(option_function(lambda _: None, "")).parameters
-    parameters = [inspect.Parameter(name, kind, default=value, annotation=a) for name, (a, value) in own.items()]
-    parameters[1:1] = [training[name] for name in _SHARED]
-    check.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    check.__doc__ = _HELP
-    return check
-
-
-check = _command()
+def check(asked: DataCheck) -> None:
+    """Run the verb."""
+    data = {} if asked.data is None else {"data": asked.data}
+    config = build_config({**data, **asked.flags}, asked.flags.get("config"))
+    sample = ShownSample(asked.show, asked.row or ())
+    if run_check(config, _chosen_splits(asked.split), sample, as_json=asked.as_json) and asked.strict:
+        raise typer.Exit(DataError.exit_code)
 
 
 def _chosen_splits(name: str | None) -> tuple[str, ...]:
@@ -111,19 +67,13 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
         DataError: the data are missing, or the one split that is asked for.
         typer.Exit: with that error's code, after all is printed: lines were asked for, and no example was shown.
     """
-    from allhands.data.check import DataFinding, Examiner, template_findings
-    from allhands.data.check import check as look
-    from allhands.model.load import load_tokenizer
-    from allhands.model.tokenizer import positions_in
-    from allhands.run.datasets import chat_of
-
     # Missing data are found before the model is fetched.
     splits, notes = _sources(config, names)
     loaded = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, chat=chat_of(config))
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
-    with _progress() as progress:
-        reports, found = look(splits, examiner, report=progress)
+    with counting(100) as count:
+        reports, found = look(splits, examiner, report=lambda split, done: count(done, f"{split}: {done:,} rows"))
     found += [DataFinding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
     found += [DataFinding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):
@@ -144,9 +94,6 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
 
 
 def _options(config: TrainConfig, model: Path) -> CheckOptions:
-    from allhands.data.check import CheckOptions
-    from allhands.runtime.accelerator import detect
-
     return CheckOptions(
         max_seq_length=config.max_seq_length,
         mask_prompt=config.mask_prompt,
@@ -178,19 +125,6 @@ def vocabulary_of(model: Path) -> int | None:
     return None
 
 
-@contextmanager
-def _progress() -> Generator[Callable[[str, int], None], None, None]:
-    """A line on standard error that counts, if that is a terminal."""
-    console = progress_console(highlight=False)
-    with console.status("reading") as status:
-
-        def report(split: str, done: int) -> None:
-            if done % 100 == 0:
-                status.update(f"{split}: {done:,} rows")
-
-        yield report
-
-
 # --- what is read ------------------------------------------------------------------------------------
 
 
@@ -201,8 +135,6 @@ def _sources(
 
     And what is to be known of how they are read, each with its split.
     """
-    from allhands.run.datasets import find_splits
-
     wanted: dict[str, Any] = {"train": names != ("test",), "test": "test" in names, "early_stopping_patience": None}
     chosen = config.model_copy(update={**wanted, "val_batches": -1})
     try:
@@ -228,8 +160,6 @@ def _sources(
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
-    from allhands.data.shapes import Example, suspicions_of
-
     try:
         for record in records:
             yield Example(record.kind, record, None, suspicions_of(record))
@@ -238,11 +168,6 @@ def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
 
 
 def _of_file(file: Path, columns: ColumnNames) -> Iterator[Example | DataError]:
-    from allhands.data.reading import read_rows
-    from allhands.data.records import parse_record
-    from allhands.data.rows import RowProblem
-    from allhands.data.shapes import parse_example
-
     for row in read_rows(file):
         if isinstance(row, RowProblem):
             yield row.error()
@@ -292,9 +217,6 @@ class ShownSample:
 
 
 def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
-    from allhands.data.check import WHOLE
-    from allhands.data.render import Renderer
-
     limit = WHOLE if config.packing else config.max_seq_length
     renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
     try:
@@ -344,7 +266,7 @@ def _print_all(
     shown: Sequence[ShownRecord],
     special: Sequence[str],
 ) -> None:
-    console = console_for(highlight=False, markup=False, emoji=False)
+    console = console_for()
     for report in reports:
         if report.lengths.max or report.bad_rows or report.name == "train":
             _print_split(console, report, config)
@@ -358,35 +280,23 @@ def _print_split(console: Console, report: SplitReport, config: TrainConfig) -> 
     title = f"{report.name}: {counted(report.examples, 'example')}" + (f" ({shapes})" if shapes else "")
     console.print(title, style="bold")
     if report.lengths.count:
-        header, *rows = spread_table(
-            {"tokens": report.lengths, "trained tokens": report.trained}, wide=console.width >= _WIDE
-        )
-        console.print(header, style="dim")
-        for row in rows:
-            console.print(row)
+        console.print(spread_table({"tokens": report.lengths, "trained tokens": report.trained}))
     for name, words in _lines(report, config):
         console.print(f"  {name:15}  {words}")
     console.print()
 
 
-def spread_table(spreads: Mapping[str, LengthSummary], *, wide: bool = True) -> list[str]:
-    """A header and a line for each of ``spreads``. Columns are as wide as usual, or as their longest number needs."""
-    table = [["min", "median", "mean", "max", "total"]]
-    table += [
-        [f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}"] for s in spreads.values()
+def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
+    """Return a table with a line for each of ``spreads``."""
+    rows = [
+        (f"  {name:15}", f"{s.min:,}", f"{s.median:,.1f}", f"{s.mean:,.1f}", f"{s.max:,}", f"{s.total:,}")
+        for name, s in spreads.items()
     ]
-    usual = (8, 9, 9, 9, 13) if wide else (0,) * 5
-    widths = [max(least, *(len(cell) + 2 for cell in column)) for least, *column in zip(usual, *table, strict=True)]
-    return [
-        f"  {name:15}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, cells in zip(("", *spreads), table, strict=True)
-    ]
+    return table_of(("", "min", "median", "mean", "max", "total"), rows)
 
 
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     """The other numbers of a split."""
-    from allhands.data.lengths import percent
-
     if report.lengths.count:
         left = " that are left" if report.tokens != report.lengths.total else ""
         whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
@@ -446,8 +356,6 @@ def _say(console: Console, words: str, indent: int, style: str = "") -> None:
 
 
 def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequence[str]) -> None:
-    from rich.text import Text
-
     coloured = console.color_system is not None and not console.no_color
     legend = Text("legend: ")
     for kind in STYLES:
@@ -470,8 +378,6 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
     """A stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
-    from rich.text import Text
-
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "
         words = words[:_SHOWN_CHARACTERS] + left_out + words[-_SHOWN_CHARACTERS:]

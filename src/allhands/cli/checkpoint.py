@@ -6,61 +6,46 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Any, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from allhands.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_path, damage, find, is_checkpoint, look_at
+from allhands.checkpoints.format import StoredArray
+from allhands.checkpoints.reading import OtherFormatError
+from allhands.cli.verbs_runs import CheckpointInspect, CheckpointList, CheckpointVerify
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.errors import CheckpointError
-from allhands.io.formatting import format_size
+from allhands.io.formatting import format_count, format_duration, format_size
 from allhands.io.paths import meant
-from allhands.io.terminal import console_for
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from allhands.checkpoints import Checkpoint, FoundCheckpoint
-    from allhands.checkpoints.format import StoredArray
+from allhands.io.terminal import console_for, table_of
 
 _WIDTH = 80
 _ID_DIGITS = 8
 _WHAT_TO_GIVE = "give the directory of a run, or of a checkpoint in its checkpoints/"
 
-Looked = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A run's directory, or one checkpoint. [adapters]", show_default=False)
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Compare sizes only; do not read the contents.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Inspected = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint, or a run: its latest. [adapters]", show_default=False),
-]
 
-
-def list_checkpoints(path: Looked = Path("adapters"), quick: Quick = False) -> None:
-    """List the checkpoints of a run: step, time, size, and whether they are whole.
-
-    The exit code is 9 if none is whole.
-    """
-    place = _place(path)
-    found = _survey(place, verify=not quick)
+def list_checkpoints(asked: CheckpointList) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
+    found = _survey(place, verify=not asked.quick)
     console = _console()
     _print_path(console, place)
-    console.print(_table(found, "sizes are right" if quick else "whole", of_run=not _is_one(found, place)))
+    console.print(_table(found, "sizes are right" if asked.quick else "whole", of_run=not _is_one(found, place)))
     if _first_whole(found) is None:
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def verify_checkpoints(path: Looked = Path("adapters")) -> None:
-    """Read every checkpoint of a run, or one, and compare it with its sums.
-
-    The exit code is 9 if any is damaged.
-    """
-    place = _place(path)
+def verify_checkpoints(asked: CheckpointVerify) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
     found = _survey(place, verify=True)
     console, one = _console(), _is_one(found, place)
     _print_path(console, place)
@@ -76,17 +61,15 @@ def verify_checkpoints(path: Looked = Path("adapters")) -> None:
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def inspect_checkpoint(path: Inspected = Path("adapters"), as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: progress, settings, files and arrays."""
-    from allhands.checkpoints import find
-
-    place = _place(path)
+def inspect_checkpoint(asked: CheckpointInspect) -> None:
+    """Run the verb."""
+    place = _place(asked.path)
     try:
         checkpoint = find(str(place), place)
     except CheckpointError as error:
         error.where = (error.where or "").removeprefix("--resume ")
         raise
-    if as_json:
+    if asked.as_json:
         facts = {"path": str(checkpoint.path), "arrays": [array.to_json() for array in checkpoint.arrays]}
         typer.echo(json.dumps(asdict(checkpoint) | facts, indent=1))
         return
@@ -99,8 +82,6 @@ def _place(path: Path) -> Path:
     Raises:
         CheckpointError: there is nothing, or another file.
     """
-    from allhands.checkpoints import is_checkpoint
-
     if path.is_dir():
         return path
     if path.exists() and is_checkpoint(path.parent):
@@ -110,8 +91,6 @@ def _place(path: Path) -> Path:
 
 
 def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
-    from allhands.checkpoints import look_at
-
     if not (found := look_at(place, verify=verify)):
         raise CheckpointError("it holds no checkpoint", where=str(place), hint=_WHAT_TO_GIVE)
     return found
@@ -124,7 +103,7 @@ def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
 
 def _console() -> Console:
     # Width: as a person reads it; numbers and paths are not coloured.
-    found = console_for(highlight=False, markup=False, emoji=False)
+    found = console_for()
     found.width = min(found.width, _WIDTH)
     return found
 
@@ -139,16 +118,6 @@ def _printable(text: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
-def _plain_table(*headers: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=bool(headers))
-    for header in headers:
-        numeric = header in ("step", "size")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "state")
-    return table
-
-
 # --- list and verify ---------------------------------------------------------------------------------
 
 
@@ -157,10 +126,7 @@ def _first_whole(found: Iterable[FoundCheckpoint]) -> FoundCheckpoint | None:
 
 
 def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
-    from allhands.checkpoints import damage
-    from allhands.checkpoints.reading import OtherFormatError
-
-    table = _plain_table("step", "when", "size", "run", "state")
+    rows: list[Sequence[str]] = []
     first = _first_whole(found) if of_run else None
     for look in found:
         kind = "not readable here" if isinstance(look.error, OtherFormatError) else "damaged"
@@ -170,14 +136,12 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
         row = ["?"] * 4
         if (it := look.checkpoint) is not None:
             row = [str(it.step), _when(it.time), format_size(it.num_bytes), _printable(it.run_id)[:_ID_DIGITS]]
-        table.add_row(*row, ", ".join(words))
-    return table
+        rows.append((*row, ", ".join(words)))
+    return table_of(("step", "when", "size", "run", "state"), rows, left=(1, 3, 4))
 
 
 def _named(look: FoundCheckpoint) -> list[str]:
     """What its directory's name says beyond the step."""
-    from allhands.checkpoints import checkpoint_path
-
     it = look.checkpoint
     if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
         return []
@@ -197,17 +161,11 @@ def _when(seconds: float) -> str:
 def _show(checkpoint: Checkpoint) -> None:
     console = _console()
     _print_path(console, checkpoint.path)
-    facts = _plain_table()
-    for name, value in _facts(checkpoint):
-        facts.add_row(name, _printable(value))
-    console.print(facts)
+    console.print(_listed((name, _printable(value)) for name, value in _facts(checkpoint)))
     changed = _changed_settings(checkpoint.state.get("config"))
     if changed:
         console.print("\nsettings that differ from the defaults")
-        settings = _plain_table()
-        for name, value in changed.items():
-            settings.add_row(f"  {_printable(name)}", _printable(json.dumps(value)))
-        console.print(settings)
+        console.print(_listed((f"  {_printable(name)}", json.dumps(value)) for name, value in changed.items()))
     console.print("\nfiles")
     for name, file in checkpoint.files.items():
         console.print(
@@ -223,8 +181,6 @@ def _show(checkpoint: Checkpoint) -> None:
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     """What is known of the run, in the order in which a person asks."""
-    from allhands.io.formatting import format_count, format_duration
-
     state = checkpoint.state
     facts: list[tuple[str, object]] = [("step", checkpoint.step), ("iteration", checkpoint.iteration)]
     if (epoch := _number(state, "epoch")) is not None:
@@ -271,9 +227,6 @@ def _is_of_pretraining(settings: Mapping[str, Any]) -> bool:
 
 
 def _changed_settings(config: Any) -> dict[str, Any]:
-    from allhands.config.pretrain_schema import PretrainConfig
-    from allhands.config.schema import TrainConfig
-
     settings = _mapping(config)
     kind = PretrainConfig if _is_of_pretraining(settings) else TrainConfig
     defaults = kind.model_construct().model_dump(mode="json")
@@ -286,7 +239,12 @@ def _array_table(arrays: Iterable[StoredArray]) -> Table:
         (re.sub(r"\d+", "*", it.name.partition(".")[2]), it.dtype, "x".join(map(str, it.shape)) or "one number")
         for it in arrays
     )
-    table = _plain_table()
-    for (name, dtype, shape), count in sorted(kinds.items()):
-        table.add_row(f"  {_printable(name)}", f"{count} of {dtype}", shape)
-    return table
+    return _listed(
+        (f"  {_printable(name)}", f"{count} of {dtype}", shape) for (name, dtype, shape), count in sorted(kinds.items())
+    )
+
+
+def _listed(rows: Iterable[Sequence[str]]) -> Table:
+    """A table without heads."""
+    found = list(rows)
+    return table_of([""] * len(found[0]), found, left=range(len(found[0])))

@@ -7,62 +7,45 @@ import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from allhands.cli.verbs_cluster import BACKENDS, ClusterCheck
+from allhands.cluster.doctor.checks import well
+from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
+from allhands.cluster.doctor.findings import Check, Finding
+from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
+from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, read_hostfile
 from allhands.errors import ConfigError, DistributedError
+from allhands.io.formatting import format_bytes, format_duration
 from allhands.io.terminal import console_for, progress_console
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
-    from allhands.cluster.doctor.findings import Check, Finding
-    from allhands.cluster.hosts import Host
-
 _WIDTH = 80
-_BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 
 
-def cluster_check(
-    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="MLX's JSON, or MPI's 'host slots=N'.")] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Is it there, and the same everywhere?")] = None,
-    data: Annotated[str | None, typer.Option("--data", help="Are they there, and the same everywhere?")] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Meant for training.")
-    ] = "auto",
-    adapter_path: Annotated[str, typer.Option("--adapter-path", help="Where a run would write.")] = "adapters",
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes of files only; do not read them.")] = False,
-    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Measure a real group of MLX.")] = True,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1.0, help="Seconds to wait for a computer.")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found out as JSON.")] = False,
-) -> None:
-    """Find what is wrong with a set of computers before training does.
-
-    The exit code is 7 if something stops training, 0 if there are only warnings.
-    """
-    from allhands.cluster.doctor.checks import well
-    from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
-
-    computers = _computers(hostfile, hosts)
+def cluster_check(asked: ClusterCheck) -> None:
+    """Run the verb."""
+    computers = _computers(asked.hostfile, asked.hosts)
     with _told() as progress:
         options = ClusterCheckOptions(
-            option=_option(hostfile, hosts),
-            backend=_backend(backend, hostfile),
-            model=model,
-            data=data,
-            adapter_path=adapter_path,
-            hashed=not quick,
-            bench=bench,
-            timeout_s=timeout_s,
+            option=_option(asked.hostfile, asked.hosts),
+            backend=_backend(asked.backend, asked.hostfile),
+            model=asked.model,
+            data=asked.data,
+            adapter_path=asked.adapter_path,
+            hashed=not asked.quick,
+            bench=asked.bench,
+            timeout_s=asked.timeout_s,
             progress=progress,
         )
         cluster, findings = diagnose(computers, options)
-    if as_json:
+    if asked.as_json:
         print(json.dumps(as_content(cluster, findings, well(cluster)), indent=2))
     else:
         show(_console(), cluster, findings, well(cluster))
@@ -76,8 +59,6 @@ def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
     Raises:
         ConfigError: neither or both ways, or something that is no name.
     """
-    from allhands.cluster.hosts import host_from_name, read_hostfile
-
     if (hostfile is None) == (names is None):
         raise ConfigError(
             "no computers are named" if hostfile is None else "computers are named twice",
@@ -103,13 +84,11 @@ def _backend(asked: str, hostfile: Path | None) -> str:
     Raises:
         ConfigError: there is none of that name.
     """
-    from allhands.cluster.hosts import hostfile_backend
-
-    if asked not in _BACKENDS:
-        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}")
+    if asked not in BACKENDS:
+        raise ConfigError(f"{asked!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}")
     if asked == "auto" and hostfile is not None:
         own = (hostfile_backend(hostfile) or "auto").partition("-")[0]
-        return own if own in _BACKENDS else "auto"
+        return own if own in BACKENDS else "auto"
     return asked
 
 
@@ -125,7 +104,7 @@ def _told() -> Generator[Callable[[str], None]]:
 
 
 def _console() -> Console:
-    found = console_for(highlight=False, markup=False, emoji=False)
+    found = console_for()
     found.width = min(found.width, _WIDTH)
     return found
 
@@ -158,10 +137,6 @@ def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """One row each, the worst first."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, collapse_padding=True)
     for name, ratio in (("", None), ("check", None), ("hosts", 2), ("what is wrong", 7)):
         table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
@@ -174,8 +149,6 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def host_line(host: HostReport) -> str:
     """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
-    from allhands.io.formatting import format_bytes
-
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
         return "  ".join([*parts, "not asked"])
@@ -216,8 +189,6 @@ def _speed(link: LinkSpeed) -> str:
 
 
 def _seconds(taken: float) -> str:
-    from allhands.io.formatting import format_duration
-
     return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
 
 

@@ -7,52 +7,39 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from allhands.cli.verbs_cluster import PLACE, ClusterInit
+from allhands.cluster.setup import hostfile
+from allhands.cluster.setup.flow import SetUp
+from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes, hosts_of
+from allhands.cluster.setup.plan import Step, shown
+from allhands.cluster.setup.source import find_source, wheel_store
+from allhands.cluster.setup.survey import Surveyor, wanted_from
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
 from allhands.io.terminal import tell
 
-if TYPE_CHECKING:
-    from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes
-    from allhands.cluster.setup.plan import Step
-
-_PLACE = "~/.allhands/env"
 _END = "END_OF_HOSTFILE"
 
 
-def cluster_init(
-    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B,...", help="Names of the computers, as ssh has them.")],
-    hostfile: Annotated[Path, typer.Option("--hostfile", metavar="FILE", help="Hostfile to write.")] = Path(
-        "hosts.json"
-    ),
-    python: Annotated[
-        str | None, typer.Option("--python", metavar="VERSION|PATH", help="Python for all. [this one's version]")
-    ] = None,
-    env_dir: Annotated[str, typer.Option("--env-dir", metavar="DIR", help="Place of the environments.")] = _PLACE,
-    install_key: Annotated[
-        bool, typer.Option("--install-key", help="Put your ssh key where it is refused (with ssh-copy-id).")
-    ] = False,
-    origin: Annotated[
-        str | None,
-        typer.Option("--from", metavar="VERSION|WHEEL|DIR", help="Which allhands to install. [the one that runs here]"),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False,
-) -> None:
-    """Make computers ready to train together, and write the hostfile.
-
-    Looks what each of them has, and asks before anything is changed: ssh keys are
-    accepted and installed, the same environment is made everywhere. What is there
-    already stays. For example: allhands cluster init --hosts localhost,node1,node2
-
-    If some cannot be used the hostfile is written without them (exit code 7); it
-    stays as it is if none can, or if you do not agree to what one of them needs.
-    """
-    mode: Mode = "dry-run" if dry_run else "yes" if yes else "ask" if sys.stdin.isatty() else "refuse"
-    raise typer.Exit(run_init(_wishes(hosts, hostfile, python, env_dir, origin, mode, install_key=install_key)))
+def cluster_init(asked: ClusterInit) -> None:
+    """Run the verb."""
+    mode: Mode = "dry-run" if asked.dry_run else "yes" if asked.yes else "ask" if sys.stdin.isatty() else "refuse"
+    raise typer.Exit(
+        run_init(
+            _wishes(
+                asked.hosts,
+                asked.hostfile,
+                asked.python,
+                asked.env_dir,
+                asked.origin,
+                mode,
+                install_key=asked.install_key,
+            )
+        )
+    )
 
 
 def run_init(wishes: Wishes) -> int:
@@ -62,8 +49,6 @@ def run_init(wishes: Wishes) -> int:
         ConfigError: something would have to be asked, and nobody is there to answer.
         AllhandsError: nothing could be done at all.
     """
-    from allhands.cluster.setup.flow import SetUp
-
     report = SetUp(wishes, _Terminal(wishes.mode)).run()
     if wishes.mode == "dry-run":
         _print_script(report, wishes.output)
@@ -79,16 +64,11 @@ def run_init(wishes: Wishes) -> int:
 def _wishes(
     hosts: str, output: Path, python: str | None, env_dir: str, origin: str | None, mode: Mode, *, install_key: bool
 ) -> Wishes:
-    from allhands.cluster.setup import hostfile
-    from allhands.cluster.setup.outcome import Wishes, hosts_of
-    from allhands.cluster.setup.source import find_source, wheel_store
-    from allhands.cluster.setup.survey import Surveyor, wanted_from
-
     names = [name for name, _ in hosts_of(hosts)]
     output = output.absolute()
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
-        hint = f"give an absolute path, or one below ~/ such as {_PLACE}"
+        hint = f"give an absolute path, or one below ~/ such as {PLACE}"
         raise ConfigError(f"{env_dir!r} is another place on every computer", where="--env-dir", hint=hint)
     old = hostfile.read_old(output) or {"hosts": []}
     wanted = wanted_from(find_source(origin, wheel_store()), python)
@@ -101,7 +81,7 @@ def _wishes(
         mode,
         install_key,
         {entry["ssh"]: entry["python"] for entry in old["hosts"] if entry.get("python")},
-        place_named=env_dir != _PLACE,
+        place_named=env_dir != PLACE,
     )
 
 
@@ -136,8 +116,6 @@ class _Terminal:
 
 def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
     """Commands to copy, each under a comment that says what it is for."""
-    from allhands.cluster.setup.plan import shown
-
     found: list[str] = []
     for step in steps:
         found.append(f"{margin}# {step.host}: {step.why}" if step.host else f"{margin}# {step.why}")

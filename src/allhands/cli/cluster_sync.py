@@ -9,20 +9,24 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from allhands.cli.notices import say
+from allhands.cli.sync_stages import plan_stages, wanted_stages
+from allhands.cli.verbs_cluster import ClusterSync
+from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.sync import HostState, SyncOptions, SyncState, make_plan, synchronise
+from allhands.cluster.sync.plan import FoundFile
+from allhands.cluster.sync.run import Show
+from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import format_duration, format_size
 from allhands.io.terminal import progress_console
+from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
-
-if TYPE_CHECKING:
-    from allhands.cluster.hosts import Host
-    from allhands.cluster.sync import HostState, SyncOptions, SyncState
-    from allhands.cluster.sync.plan import FoundFile
-    from allhands.cluster.sync.run import Show
 
 _SHOWN_FILES = 8
 
@@ -39,51 +43,18 @@ class WantedSync:
     pp_split: str | None = None
 
 
-def sync(
-    paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Further files, directories.")] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Hosts, as JSON of mlx.launch or MPI's.")] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Hosts by name.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model directory, Hub repository, or 'demo'.")] = None,
-    data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", "-c", help="YAML file; also the model and data that it names.")
-    ] = None,
-    stages: Annotated[
-        bool, typer.Option("--stages", help="Only the weights that each host's stages of a pipeline need.")
-    ] = False,
-    pp_split: Annotated[
-        str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    chain: Annotated[bool, typer.Option("--chain", help="From host to host, in order.")] = False,
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Every host that has everything sends to the next that waits. [default]")
-    ] = False,
-    star: Annotated[bool, typer.Option("--star", help="This computer sends to all at once.")] = False,
-    transport: Annotated[
-        str,
-        typer.Option("--transport", metavar="auto|ssh", help="auto: hosts send to each other; ssh: from here only."),
-    ] = "auto",
-    delete: Annotated[str, typer.Option("--delete", metavar="no", help="Nothing is ever deleted elsewhere.")] = "no",
-) -> None:
-    """Copy model, data and configuration to every host, by rsync over ssh.
-
-    Only what differs is sent, and hosts pass it on; an interrupted transfer is resumed.
-    """
-    if delete != "no":
+def sync(asked: ClusterSync) -> None:
+    """Run the verb."""
+    if asked.delete != "no":
         hint = "files that are only there stay there: remove them by hand"
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
-    named = {"chain": chain, "tree": tree, "star": star}
-    options = _options([name for name, chosen in named.items() if chosen], transport, dry_run)
-    wanted = WantedSync(model, data, config, tuple(paths or ()), stages, pp_split)
-    raise typer.Exit(run_sync(wanted, _hosts(hostfile, hosts), options, as_json=as_json))
+    named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
+    options = _options([name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run)
+    wanted = WantedSync(asked.model, asked.data, asked.config, tuple(asked.paths or ()), asked.stages, asked.pp_split)
+    raise typer.Exit(run_sync(wanted, _hosts(asked.hostfile, asked.hosts), options, as_json=asked.as_json))
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
-    from allhands.cluster.sync import SyncOptions
-    from allhands.runtime.blas import cache_dir
-
     if len(topologies) > 1:
         where = " ".join(f"--{name}" for name in topologies)
         raise ConfigError("these exclude each other", where=where, hint="give one of them, or none")
@@ -97,8 +68,6 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
 
 
 def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
-    from allhands.cluster.hosts import host_from_name, read_hostfile
-
     if (hostfile is None) == (names is None):
         hint = "give --hostfile FILE, or --hosts a,b,c"
         raise ConfigError("name the hosts in one way", where="--hostfile, --hosts", hint=hint)
@@ -114,11 +83,6 @@ def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *,
     Raises:
         AllhandsError: nothing could be copied anywhere.
     """
-    from allhands.cli.notices import say
-    from allhands.cli.sync_stages import plan_stages, wanted_stages
-    from allhands.cluster.sync import make_plan, synchronise
-    from allhands.config.yaml_files import read_yaml
-
     content = {} if wanted.config is None else read_yaml(wanted.config)
     model = wanted.model or content.get("model")
     pipeline = wanted_stages(wanted.stages, wanted.pp_split, content, model)
@@ -175,7 +139,6 @@ def _model_path(source: str) -> str:
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
     leave_torch_out()
-    from allhands.cli.notices import say
     from allhands.model.sources import resolve
 
     return str(resolve(source, report=say).absolute())
@@ -247,7 +210,6 @@ def _progress(*, shown: bool) -> Generator[Show, None, None]:
     if not shown:
         yield lambda state: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     text = TextColumn("{task.description}", markup=False)
     rest = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))

@@ -18,21 +18,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
 from allhands.cli.container_inputs import as_flags, data_of, hyperparameters, merged, model_of, parse_arguments
 from allhands.cli.container_results import Mirror, publish_model, publish_records, reason_of, tell_failure
+from allhands.cli.notices import say
+from allhands.cli.train import job_of, supervise_training, work
+from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, read_text, recognise
+from allhands.cluster.node import NodeJob, run_node
+from allhands.cluster.patience import Patience
 from allhands.cluster.place import Launch, Paths
 from allhands.cluster.platforms import from_bucket
+from allhands.cluster.ranks import LaunchSpec
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.runtime.blas import allowed_cores
+from allhands.runtime.gpus import nvidia_gpus
 
-# How the verb is registered: what it is given belongs to ``allhands train``, or is another program.
-SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 RESTARTS = 3
 # Of the time that a platform gives to end: for copying what was trained.
 _LEAST_STOP_S = 5.0
@@ -83,24 +88,15 @@ class Machine:
         return replace(found, platform=platform)
 
 
-def container(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[train] [OPTIONS]", help="Options of allhands train; or another program to run."),
-    ] = None,
-) -> None:
-    """Train as the program of a container image.
-
-    Reads what SageMaker, Vertex AI or Kubernetes hand to it, and leaves the model where they look for it.
-    """
-    raise typer.Exit(run_container(arguments or [], here()))
+def container(asked: Container) -> None:
+    """Run the verb."""
+    raise typer.Exit(run_container(asked.arguments or [], here()))
 
 
 def here() -> Machine:
     """This machine."""
     if not has_cuda():
         return Machine()
-    from allhands.runtime.gpus import nvidia_gpus
 
     return Machine(gpus=nvidia_gpus(), cuda=True)
 
@@ -129,28 +125,22 @@ def run_container(arguments: Sequence[str], machine: Machine) -> int:
         with tempfile.TemporaryDirectory(prefix="allhands-") as scratch:
             code, reason = ContainerRun(machine, launch, Path(scratch)).run(words)
     except AllhandsError as error:
-        tell_failure(failure_file, f"allhands: error: {error}", _say)
+        tell_failure(failure_file, f"allhands: error: {error}", say)
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"a defect of allhands: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        tell_failure(failure_file, text, _say)
+        tell_failure(failure_file, text, say)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
     if reason is not None:
-        tell_failure(failure_file, f"allhands: error: {reason}", _say)
+        tell_failure(failure_file, f"allhands: error: {reason}", say)
     return code
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
-
-
-def _say(text: str) -> None:
-    from allhands.cli.notices import say
-
-    say(text)
 
 
 def _failure_file_unseen(machine: Machine) -> Path | None:
@@ -191,12 +181,10 @@ class ContainerRun:
     def run(self, words: Sequence[str]) -> tuple[int, str | None]:
         """Train; the exit code, and the reason if it is that of a failure."""
         config = self.configure(words)
-        _say(f"{self._place()}: allhands train {shlex.join(as_flags(config))}")
+        say(f"{self._place()}: allhands train {shlex.join(as_flags(config))}")
         for note in self.launch.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         if self.launch.size > 1 and not self.is_share:
-            from allhands.cli.train import work
-
             return work(config, self.launch), None  # a rank of somebody else's launcher
         mirror = self._mirror(config)
         if mirror is not None:
@@ -231,7 +219,7 @@ class ContainerRun:
         given = {name: self._from_bucket(name, value) for name, value in parse_arguments(words).items()}
         asked = merged(given, {name: self._from_bucket(name, value) for name, value in self._hyperparameters().items()})
         for note in asked.notes:
-            _say(f"note: {note}")
+            say(f"note: {note}")
         values = asked.model_dump(exclude_unset=True)
         if self.is_share:
             self._check_share(asked)
@@ -280,7 +268,7 @@ class ContainerRun:
         if "data" not in given:
             data, notes = data_of(paths.data, self.scratch)
             for note in notes:
-                _say(f"note: {note}")
+                say(f"note: {note}")
             if data is not None:
                 values["data"] = str(data)
             elif self.launch.platform.name in _CLOUDS:
@@ -324,8 +312,6 @@ class ContainerRun:
 
     def _train(self, config: TrainConfig) -> tuple[int, str | None]:
         """All ranks on this computer, under the supervisor."""
-        from allhands.cli.train import supervise_training
-
         command = [sys.executable, "-m", "allhands", "train", *as_flags(config)]
         code = supervise_training(config, command)
         failed = code not in (0, 130, 143)
@@ -333,11 +319,6 @@ class ContainerRun:
 
     def _train_share(self, config: TrainConfig) -> tuple[int, str | None]:
         """This computer's ranks of a job over several."""
-        from allhands.cli.train import job_of
-        from allhands.cluster.node import NodeJob, run_node
-        from allhands.cluster.patience import Patience
-        from allhands.cluster.ranks import LaunchSpec
-
         launch, count = self.launch, self.launch.ranks_per_node
         if launch.meeting is None:
             raise DistributedError("it is not known where the computers meet", hint="see allhands env")
@@ -353,9 +334,9 @@ class ContainerRun:
             hang_timeout_s=job.hang_timeout_s,
             weights=job.weights,
         )
-        end = run_node(NodeJob(spec, launch.rank, count, launch.meeting, Patience(tell=_say), _say))
+        end = run_node(NodeJob(spec, launch.rank, count, launch.meeting, Patience(tell=say), say))
         if end.reason is not None:
-            _say(f"error: {end.reason}")
+            say(f"error: {end.reason}")
         return end.code, end.reason
 
     # --- results ----------------------------------------------------------------------------------
@@ -366,7 +347,7 @@ class ContainerRun:
             return None
         if Path(config.adapter_path) != self.scratch / "run":
             return None  # a person's own choice
-        return Mirror(Path(config.adapter_path), checkpoints, _say, logs_only=not self._leads())
+        return Mirror(Path(config.adapter_path), checkpoints, say, logs_only=not self._leads())
 
     def _collects(self) -> bool:
         return self._leads() and self.launch.platform.name in _CLOUDS
@@ -387,4 +368,4 @@ class ContainerRun:
         for step in steps:
             step()
         if paths.model is not None and code == 0 and config.train:
-            _say(f"the adapter is in {paths.model}")
+            say(f"the adapter is in {paths.model}")

@@ -11,6 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import typer.main
+
+from allhands.cli.options import option_function
+from allhands.cli.parser import App, with_auto_resume
+from allhands.config.aliases import canonical_flag
 from allhands.config.schema import ALIASES, TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
@@ -139,12 +144,6 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: they are not understood.
     """
-    import typer.main
-
-    from allhands.cli.options import option_function
-    from allhands.cli.parser import App, with_auto_resume
-    from allhands.config.aliases import canonical_flag
-
     given: dict[str, Any] = {}
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(given.update, "Train."))

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 
-from allhands.cli.talk import (
+from allhands.cli.compare import (
     SCORED,
     answers,
     compared,
-    comparison_table,
     held_out_prompts,
     save_comparison,
-    score_lines,
+    show_comparison,
     show_speed,
 )
 from allhands.cli.train import supervise_training
+from allhands.cli.verbs_runs import Demo
 from allhands.config.schema import TrainConfig, build_config
 from allhands.data.demo import write_demo_data
 from allhands.errors import AllhandsError, ConfigError
 from allhands.io.files import make_directory, write_whole
 from allhands.io.pictures import DRAWN_HERE
 from allhands.io.terminal import console_for
+from allhands.model.load import get_model
 from allhands.observe.metrics import ANSWERS_FILE, RunHistory, read_metrics
 from allhands.observe.plots import plot_losses
 from allhands.observe.times import times_markdown, times_table
 from allhands.runtime.blas import allowed_cores
+from allhands.runtime.gpus import nvidia_gpus
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 50
@@ -36,63 +40,58 @@ MAX_TOKENS = 50
 _WRITTEN = {"loss.png": DRAWN_HERE, "times.md": b"| seconds per step |", ANSWERS_FILE: SCORED}
 
 
-def run_demo(out: Path, iters: int, seed: int) -> None:
-    """Model, baseline, data, training on one process and on two, graph, table, adapter tried, score."""
-    console = console_for(highlight=False)
+def demo(asked: Demo) -> None:
+    """Run the verb."""
+    console = console_for()
     started = time.perf_counter()
     for name, mark in _WRITTEN.items():
-        if (out / name).exists() and mark not in (out / name).read_bytes():
-            raise ConfigError(f"there is another {name}", where=f"--out {out}", hint="choose another directory")
-    make_directory(out)
+        if (asked.out / name).exists() and mark not in (asked.out / name).read_bytes():
+            raise ConfigError(f"there is another {name}", where=f"--out {asked.out}", hint="choose another directory")
+    make_directory(asked.out)
 
     _title(console, "1. Model: SmolLM2-135M-Instruct, a small chat model", "allhands model get demo")
-    model = str(_model(console, out / "model"))
+    model = str(_model(console, asked.out / "model"))
 
     _title(console, "2. Data: everyday questions, answered in pirate English", "allhands data demo")
-    counts = write_demo_data(out / "data")
-    console.print(f"{out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
+    counts = write_demo_data(asked.out / "data")
+    console.print(f"{asked.out / 'data'}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
 
     _title(console, "3. Baseline: the model answers questions it will not be trained on", "allhands generate")
-    prompts = held_out_prompts(str(out / "data"), NUM_PROMPTS)
+    prompts = held_out_prompts(str(asked.out / "data"), NUM_PROMPTS)
     before, speed = answers(model, None, prompts, MAX_TOKENS)
     show_speed(console, "baseline", speed)
-    console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}", markup=False)
+    console.print(f"asked:    {prompts[0]}\nanswered: {before[0]}")
 
     cores = cores_for_two()
-    histories = [_training(console, out, model, ranks, cores, iters, seed) for ranks in (1, 2)]
+    histories = [_training(console, asked.out, model, ranks, cores, asked.iters, asked.seed) for ranks in (1, 2)]
 
     _title(console, "5. One computer against two", "allhands plot RUN RUN")
-    _show_times(console, out, histories, cores)
+    _show_times(console, asked.out, histories, cores)
 
     _title(console, "6. The same questions again, before and after", "allhands compare")
-    adapter = out / "two-processes"
+    adapter = asked.out / "two-processes"
     after, speed = answers(model, adapter, prompts, MAX_TOKENS)
     show_speed(console, "with adapter", speed)
     comparison = compared(prompts, before, after)
-    console.print(comparison_table(comparison, 4, MAX_TOKENS))
-    for line in score_lines(comparison):
-        console.print(line)
-    save_comparison(comparison, out / ANSWERS_FILE)
-    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {out}", soft_wrap=True)
+    show_comparison(console, comparison, 4, MAX_TOKENS, scored=True)
+    save_comparison(comparison, asked.out / ANSWERS_FILE)
+    console.print(f"\nall of it took {time.perf_counter() - started:.0f} s and is in {asked.out}", soft_wrap=True)
     console.print("ask it yourself:", soft_wrap=True)
     console.print(
         f'  allhands generate --model {model} --adapter-path {adapter} --prompt "How do I make tea?"',
         soft_wrap=True,
-        markup=False,
     )
 
 
 def _title(console: Console, title: str, command: str) -> None:
     console.print()
-    console.rule(f"[bold]{title}[/bold]", align="left")
+    console.rule(title, align="left", style="bold")
     console.print(f"the command for this step: {command}", style="dim")
 
 
 def _model(console: Console, path: Path) -> Path:
-    from allhands.model.load import get_model
-
     if not path.exists():
-        get_model("demo", path, report=lambda line: console.print(line, markup=False, soft_wrap=True))
+        get_model("demo", path, report=lambda line: console.print(line, soft_wrap=True))
     console.print(f"model: {path}", soft_wrap=True)
     return path
 
@@ -146,8 +145,6 @@ def _training(console: Console, out: Path, model: str, ranks: int, cores: int, i
 
 def arguments(config: TrainConfig) -> list[str]:
     """Command-line arguments that give ``config``."""
-    import json
-
     # Without the file it came from, which would be read again and undo a flag that had put a default back.
     given = config.model_dump(mode="json", exclude_defaults=True, exclude={"config"})
     result = ["train"]
@@ -162,8 +159,6 @@ def arguments(config: TrainConfig) -> list[str]:
 
 def command_line(config: TrainConfig) -> str:
     """What a person would type for ``config``."""
-    import shlex
-
     return shlex.join(["allhands", *arguments(config)])
 
 
@@ -180,8 +175,6 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 def hardware_line(cores: int) -> str:
     """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
-    from allhands.runtime.gpus import nvidia_gpus
-
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":

@@ -7,17 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allhands.cli.evaluate import check_adapter_here, supervise_verb
+from allhands.cli.train import check_launch, leave, rank_0_speaks_first
+from allhands.cluster.environment import recognise_here
+from allhands.cluster.hosts import hosts_named
+from allhands.cluster.join import surroundings_of
+from allhands.cluster.worker import install
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError
 from allhands.infer.dialogue import VARIABLE, RanksEnded, RemoteConversation, Talks, Wire
+from allhands.io.staging import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from allhands.infer.divided import AnsweringRanks
 
 _LOOK_S = 0.1
@@ -44,13 +51,6 @@ def run_divided(
     Raises:
         AllhandsError: the options do not fit together, or there is no such adapter.
     """
-    from allhands.cli.evaluate import check_adapter_here, supervise_verb
-    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.worker import install
-    from allhands.config.eval_schema import EvalConfig
-    from allhands.config.schema import build_config
-
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         values = {"model": model, "trust_remote_code": trust_remote_code, "test": True, **ranks}
@@ -63,7 +63,6 @@ def run_divided(
         return supervise_verb(config, env)
     with install(launch, os.environ) as worker:
         worker.unstarted = "stopped before the answer"
-        from allhands.cluster.join import surroundings_of
         from allhands.infer.divided import AnsweringRanks
 
         work(AnsweringRanks(config, surroundings_of(worker, launch, config)), launch.rank == 0)
@@ -80,8 +79,6 @@ def at_terminal(talk: Callable[[Talks], None]) -> int:
     Args:
         talk: reads lines and prints answers.
     """
-    from allhands.io.staging import Scratch
-
     with Scratch() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         path = folder / "chat"
         server.bind(str(path))
@@ -150,9 +147,6 @@ def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
     Raises:
         ConfigError: nobody could talk with the ranks.
     """
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.hosts import hosts_named
-
     launch = recognise_here()
     if launch.launcher not in ("single", "allhands"):
         raise ConfigError(

@@ -8,25 +8,23 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from allhands.cli.verbs_runs import Env, Version
+from allhands.cluster.environment import recognise_here
+from allhands.cluster.place import Launch
 from allhands.io.formatting import format_bytes
 from allhands.io.terminal import console_for
 from allhands.runtime.versions import version_of
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from allhands.cluster.place import Launch
-
 _WIDTH = 80
 _MOST_PEERS = 8
 _PACKAGES = ("allhands", "mlx", "mlx-lm")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @dataclass(frozen=True)
@@ -38,19 +36,19 @@ class _Report:
     device: dict[str, Any]
 
 
-def show_environment(as_json: AsJson = False) -> None:
-    """Show who has started this process, and what follows from it.
-
-    Then what training would use: back-end, peers, paths, time to end. The exit code is 7
-    if the launcher's variables contradict each other.
-    """
-    from allhands.cluster.environment import recognise_here
-
+def show_environment(asked: Env) -> None:
+    """Run the verb."""
     report = _Report(recognise_here(), _versions(), _device())
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps(as_dictionary(report), indent=1))
         return
     _show(report)
+
+
+def version(_: Version) -> None:
+    """Run the verb."""
+    for name in ("allhands", "mlx", "mlx-lm", "numpy"):
+        typer.echo(f"{name} {version_of(name) or 'is not installed'}")
 
 
 def as_dictionary(report: _Report) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def _device() -> dict[str, Any]:
 
 
 def _show(report: _Report) -> None:
-    console = console_for(highlight=False, markup=False, emoji=False)
+    console = console_for()
     console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
     with console.capture() as shown:
         _print(console, report)
@@ -181,9 +179,6 @@ def _here(report: _Report) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     titled = any(title for title, _ in rows)
     table.add_column(width=2)

@@ -10,117 +10,52 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from allhands.cli.options import ChatTemplate
+from allhands.cli.launching import run
+from allhands.cli.train import (
+    check_launch,
+    collector_paused,
+    job_of,
+    leave,
+    rank_0_speaks_first,
+    share_cores,
+    with_hostfile,
+)
+from allhands.cli.verbs_training import Eval
+from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.join import surroundings_of
+from allhands.cluster.worker import WorkerContext, install
+from allhands.config.combinations import require_stages
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import build_config
 from allhands.errors import ConfigError, Interrupted, ModelError
 from allhands.io.formatting import counted
 from allhands.io.terminal import progress_console, tell
+from allhands.run.adapter_files import what_is
 from allhands.runtime.blas import preload_blas
 
 if TYPE_CHECKING:
-    from allhands.cluster.environment import Launch
-    from allhands.cluster.worker import WorkerContext
-    from allhands.config.eval_schema import EvalConfig
     from allhands.run.evaluating import Evaluation
 
 
-class Split(StrEnum):
-    """Of the data."""
-
-    train = "train"
-    valid = "valid"
-    test = "test"
-
-
-# Options that are none of EvalConfig's keys.
-_OWN = ("as_json", "tasks", "limit", "num_shots")
-
-
-def evaluate(
-    model: Annotated[
-        str | None, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'. [demo]")
-    ] = None,
-    adapter_path: Annotated[str | None, typer.Option("--adapter-path", help="Directory of a training run.")] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", help="Directory with .jsonl files, a Hub dataset, or 'demo'. [demo]")
-    ] = None,
-    split: Annotated[Split | None, typer.Option("--split", help="Part of the data. [test]")] = None,
-    mask_prompt: Annotated[bool | None, typer.Option("--mask-prompt", help="Count the answers only.")] = None,
-    train_on: Annotated[
-        str | None, typer.Option("--train-on", help="With --mask-prompt: assistant, last or all. [assistant]")
-    ] = None,
-    chat_template: ChatTemplate = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            "--system", metavar="template|merge", help="merge: put system messages before questions. [the adapter's]"
-        ),
-    ] = None,
-    max_seq_length: Annotated[
-        int | None, typer.Option("--max-seq-length", help="Tokens an example; what is longer is cut. [2048]")
-    ] = None,
-    packing: Annotated[
-        bool | None, typer.Option("--packing", help="Join all texts and cut them into rows of --max-seq-length.")
-    ] = None,
-    test_batches: Annotated[
-        int | None, typer.Option("--test-batches", help="Batches; -1 is the whole split. [-1]")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Examples a batch. [8]")] = None,
-    micro_batch_tokens: Annotated[
-        int | None, typer.Option("--micro-batch-tokens", help="Tokens computed at once on a rank. [chosen by device]")
-    ] = None,
-    num_ranks: Annotated[int | None, typer.Option("--num-ranks", "-n", help="Processes to start here. [1]")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="Who moves the bytes. [auto]")] = None,
-    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", help="Cores of each process.")] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Computers to evaluate on.")] = None,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", help="Computers to evaluate on, by name: node1,node2:2.")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks. [data]")
-    ] = None,
-    pp_split: Annotated[
-        str | None, typer.Option("--pp-split", help="With --strategy pipeline: blocks of each rank, such as 20,12.")
-    ] = None,
-    config: Annotated[str | None, typer.Option("--config", "-c", help="YAML file with these options.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None,
-    num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = None,
-) -> None:
-    """Loss and perplexity of a model on a part of the data.
-
-    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
-    """
-    given = {name: value for name, value in locals().items() if value is not None and name not in _OWN}
-    if tasks is not None:
-        _run_tasks(given, tasks, limit, num_shots, as_json)
+def evaluate(asked: Eval) -> None:
+    """Run the verb."""
+    if asked.tasks is not None:
+        _run_tasks(asked, asked.tasks)
         return
-    for flag, value in (("--limit", limit), ("--num-shots", num_shots)):
+    for flag, value in (("--limit", asked.limit), ("--num-shots", asked.num_shots)):
         if value is not None:
             raise ConfigError("it has no effect without --tasks", where=flag, hint="for less data give --test-batches")
-    raise typer.Exit(_evaluate(given, as_json))
+    raise typer.Exit(_evaluate(asked.flags, asked.as_json))
 
 
 def _evaluate(flags: dict[str, Any], as_json: bool) -> int:
     """On this process, on several, or as a rank of somebody else's; the exit code."""
-    from allhands.cli.train import check_launch, leave, rank_0_speaks_first
-    from allhands.cluster.environment import recognise_here
-    from allhands.cluster.worker import install
-    from allhands.config.eval_schema import EvalConfig
-    from allhands.config.schema import build_config
-
     launch = recognise_here()
     with rank_0_speaks_first(launch):
         config = build_config({**flags, "test": True}, flags.get("config"), EvalConfig)
@@ -142,10 +77,6 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
 
     ``env`` is for all of them.
     """
-    from allhands.cli.launching import run
-    from allhands.cli.train import job_of, with_hostfile
-    from allhands.config.combinations import require_stages
-
     # Not in the run's directory: its events are of the training.
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
     kept = False
@@ -181,16 +112,11 @@ def check_adapter_here(config: EvalConfig, launch: Launch) -> None:
     if launch.launcher == "single" and (config.hostfile or config.hosts):
         return  # other computers have files of their own
     if config.adapter_path and not (Path(config.adapter_path) / "adapters.safetensors").is_file():
-        from allhands.run.adapter_files import what_is
-
         found, hint = what_is(Path(config.adapter_path))
         raise ModelError(f"there is no adapter (adapters.safetensors): {found}", where=config.adapter_path, hint=hint)
 
 
 def _evaluate_as_rank(config: EvalConfig, launch: Launch, worker: WorkerContext, as_json: bool) -> None:
-    from allhands.cli.train import collector_paused, share_cores
-    from allhands.cluster.join import surroundings_of
-
     cores = share_cores(config, launch)
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
@@ -224,14 +150,13 @@ def _as_lines(config: EvalConfig, found: Evaluation) -> list[str]:
     return lines
 
 
-def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: int | None, as_json: bool) -> None:
+def _run_tasks(asked: Eval, tasks: str) -> None:
     """Benchmarks of lm-evaluation-harness, on this process."""
-    known = {"model", "adapter_path", "batch_size", "trust_remote_code"}
+    flags, known = asked.flags, {"model", "adapter_path", "batch_size", "trust_remote_code"}
     for name in flags:
         if name not in known:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError("it has no effect with --tasks", where=flag, hint="leave one of the two out")
-    from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
         hint = "pip install lm_eval"
@@ -247,12 +172,12 @@ def _run_tasks(flags: dict[str, Any], tasks: str, limit: int | None, num_shots: 
         flags.get("model", "demo"),
         Path(adapter) if adapter else None,
         flags.get("batch_size", 8),
-        limit,
-        num_shots,
+        asked.limit,
+        asked.num_shots,
         flags.get("trust_remote_code", False),
     )
     results = run_harness(harness, names)
-    if as_json:
+    if asked.as_json:
         print(json.dumps(results, default=str))
         return
     for task, values in results.items():

@@ -4,96 +4,58 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import mlx.core as mx
 
+from allhands.cli.answering import tell_harm
+from allhands.cli.export_models import export_model
+from allhands.cli.verbs_models import Export, Format, Import, Target
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import ConfigError, ModelError
+from allhands.export.fusing import FuseOptions
+from allhands.io.files import write_whole
 from allhands.io.paths import meant
-from allhands.io.staging import require_place
-
-if TYPE_CHECKING:
-    from allhands.model.peft import Adapter
-
-
-class Format(StrEnum):
-    """Of an adapter."""
-
-    peft = "peft"
-
-
-class Target(StrEnum):
-    """What an export is for."""
-
-    peft = "peft"
-    hf = "hf"
-    gguf = "gguf"
-    ollama = "ollama"
-
-
-OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier one wrote to --out.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+from allhands.io.staging import publish, require_place, staging
+from allhands.io.trees import flatten
+from allhands.model.load import load_model
+from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, Adapter, to_peft
+from allhands.model.peft_base import PeftBase
+from allhands.model.peft_check import check_peft
+from allhands.model.peft_import import from_peft
+from allhands.run.adapter_files import check_adapter, model_below
 
 _OURS = ("adapters.safetensors", "adapter_config.json")
 
 
-def export_adapter(
-    to: Annotated[Target, typer.Option("--to", help="For whom.")],
-    out: OutDir,
-    adapter_path: Annotated[
-        Path | None, typer.Option("--adapter-path", help="Directory of a training run; without one --model alone.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", help="peft: the name under which others load that model; default: --model."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")] = None,
-    force: Force = False,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Write what was trained for other programs.
+def export_adapter(asked: Export) -> None:
+    """Run the verb."""
+    for flag, value, only in (("--base", asked.base, Target.peft), ("--dtype", asked.dtype, Target.hf)):
+        if value is not None and asked.to is not only:
+            raise ConfigError(f"it has no effect with --to {asked.to.value}", where=flag, hint="leave it out")
 
-    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them. hf: the model
-    with the adapter merged, as transformers loads it. gguf: the same as one file for llama.cpp and LM Studio. ollama:
-    that file and a Modelfile.
-    """
-    for flag, value, only in (("--base", base, Target.peft), ("--dtype", dtype, Target.hf)):
-        if value is not None and to is not only:
-            raise ConfigError(f"it has no effect with --to {to.value}", where=flag, hint="leave it out")
-    from allhands.cli.talk import tell_harm
-
-    if to is Target.peft:
-        from allhands.run.adapter_files import check_adapter
-
-        if adapter_path is None:
+    if asked.to is Target.peft:
+        if asked.adapter_path is None:
             raise ConfigError("--to peft writes an adapter", where="--adapter-path", hint="say which: --adapter-path")
-        check_adapter(adapter_path)
-        tell_harm(adapter_path)
-        _to_peft(adapter_path, out, model, base, force=force, trust=trust_remote_code)
+        check_adapter(asked.adapter_path)
+        tell_harm(asked.adapter_path)
+        _to_peft(
+            asked.adapter_path, asked.out, asked.model, asked.base, force=asked.force, trust=asked.trust_remote_code
+        )
         return
-    if adapter_path is None and model is None:
+    if asked.adapter_path is None and asked.model is None:
         raise ConfigError("there is nothing to export", hint="give --adapter-path, --model or both")
-    from allhands.cli.export_models import export_model
-    from allhands.export.fusing import FuseOptions
 
-    tell_harm(adapter_path, model)  # before it may be refused for what the training did
-    export_model(to.value, FuseOptions(model, adapter_path, True, dtype, force, trust_remote_code), out)
+    tell_harm(asked.adapter_path, asked.model)  # before it may be refused for what the training did
+    export_model(
+        asked.to.value,
+        FuseOptions(asked.model, asked.adapter_path, True, asked.dtype, asked.force, asked.trust_remote_code),
+        asked.out,
+    )
 
 
 def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None, *, force: bool, trust: bool) -> None:
-    from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE, to_peft
-    from allhands.model.peft_base import PeftBase
-    from allhands.model.peft_check import check_peft
-    from allhands.run.adapter_files import model_below
-
     adapter = _read(adapter_path, *_OURS)
     below = model or model_below(adapter_path, adapter.config)
     require_place(out, "an adapter", (WEIGHTS_FILE, CONFIG_FILE, TEMPLATE_FILE), force=force)
@@ -128,46 +90,27 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     print(f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base or below}"), "{out}")')
 
 
-def import_adapter(
-    path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)],
-    source: Annotated[Format, typer.Option("--from", help="Who has written it.")],
-    out: OutDir,
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model below it; default: as the adapter says.")
-    ] = None,
-    force: Force = False,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Take an adapter that another program has trained.
-
-    peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
-    """
-    import mlx.core as mx
-
+def import_adapter(asked: Import) -> None:
+    """Run the verb."""
     from allhands.infer.generate import put_on
-    from allhands.io.trees import flatten
-    from allhands.model.load import load_model
-    from allhands.model.peft import CONFIG_FILE, WEIGHTS_FILE
-    from allhands.model.peft_base import PeftBase
-    from allhands.model.peft_import import from_peft
 
-    assert source is Format.peft
-    if not (path / WEIGHTS_FILE).is_file() and (path / "adapter_model.bin").is_file():
+    assert asked.source is Format.peft
+    if not (asked.path / WEIGHTS_FILE).is_file() and (asked.path / "adapter_model.bin").is_file():
         hint = "load it in Python and save it again: save_pretrained(DIR, safe_serialization=True)"
         raise ModelError(
-            "adapter_model.bin is a pickle, which may run code when it is read", where=str(path), hint=hint
+            "adapter_model.bin is a pickle, which may run code when it is read", where=str(asked.path), hint=hint
         )
-    adapter = _read(path, WEIGHTS_FILE, CONFIG_FILE)
-    below = model or adapter.config.get("base_model_name_or_path")
+    adapter = _read(asked.path, WEIGHTS_FILE, CONFIG_FILE)
+    below = asked.model or adapter.config.get("base_model_name_or_path")
     if not isinstance(below, str) or not below:
-        raise ConfigError("the adapter names no model", where=str(path / CONFIG_FILE), hint="say which: --model")
-    require_place(out, "an adapter", _OURS, force=force)
-    loaded: Any = load_model(below, trust_remote_code=trust_remote_code)
+        raise ConfigError("the adapter names no model", where=str(asked.path / CONFIG_FILE), hint="say which: --model")
+    require_place(asked.out, "an adapter", _OURS, force=asked.force)
+    loaded: Any = load_model(below, trust_remote_code=asked.trust_remote_code)
     try:
         made = from_peft(adapter, PeftBase.of(loaded, below), num_layers=len(loaded.model.layers))
     except ModelError as error:
         # It is told of a file; in which directory is known here.
-        raise ModelError(error.message, where=str(path / (error.where or "")), hint=error.hint) from None
+        raise ModelError(error.message, where=str(asked.path / (error.where or "")), hint=error.hint) from None
     made.config["model"] = below
 
     def fits(staged: Path) -> None:
@@ -176,17 +119,21 @@ def import_adapter(
             put_on(loaded.model, staged)
         except ModelError as error:
             hint = "use the model that the adapter was trained on: --model"
-            raise ModelError(error.message.replace(str(staged), str(path)), where=str(path), hint=hint) from None
+            raise ModelError(
+                error.message.replace(str(staged), str(asked.path)), where=str(asked.path), hint=hint
+            ) from None
         found = dict(flatten(loaded.model.parameters()))
         for name, value in made.weights.items():
             if name not in found or not mx.array_equal(found[name], value):
                 message = f"what was written is not the adapter, and was not kept: {name} is read back otherwise"
-                raise ModelError(message, where=str(out), hint="without an error of yours this is a defect: report it")
+                raise ModelError(
+                    message, where=str(asked.out), hint="without an error of yours this is a defect: report it"
+                )
 
-    _write(made, out, *_OURS, {"format": "mlx"}, fits, private=True)
+    _write(made, asked.out, *_OURS, {"format": "mlx"}, fits, private=True)
     settings = made.config["lora_parameters"]
-    print(f"written: {out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
-    print(f"allhands generate --model {below} --adapter-path {out} --prompt ...")
+    print(f"written: {asked.out} (rank {settings['rank']}, scale {settings['scale']:g}, {_count(made)})")
+    print(f"allhands generate --model {below} --adapter-path {asked.out} --prompt ...")
 
 
 def _count(adapter: Adapter) -> str:
@@ -201,10 +148,6 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
     Raises:
         ModelError: one is missing or cannot be read.
     """
-    import mlx.core as mx
-
-    from allhands.model.peft import Adapter
-
     for name in (weights, config):
         if not (directory / name).is_file():
             there = "" if directory.is_dir() else "; there is no such directory"
@@ -238,11 +181,6 @@ def _write(
     ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
     alone, as a run is; else with the modes of every export.
     """
-    import mlx.core as mx
-
-    from allhands.io.files import write_whole
-    from allhands.io.staging import publish, staging
-
     with staging(out, private=private) as staged:
         write_whole(
             staged / weights,

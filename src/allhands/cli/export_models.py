@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allhands.cli.fuse import tell, tell_gguf
-
-if TYPE_CHECKING:
-    from allhands.export.fusing import Fused, FuseOptions
-    from allhands.export.ollama import Recognised
+from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
+from allhands.export.gguf import check_convertible, write_gguf
+from allhands.export.huggingface import export_hf
+from allhands.export.ollama import Recognised, modelfile, recognise
+from allhands.io.staging import publish, require_place, staging
+from allhands.model.sources import name_of, resolve
 
 
 def export_model(to: str, options: FuseOptions, out: Path) -> None:
     """Write the model that ``options`` describe into ``out`` for ``to``: hf, gguf or ollama."""
     if to == "hf":
-        from allhands.export.huggingface import export_hf
-
         tell(export_hf(options, out), out, adapter=options.adapter_path)
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
-    from allhands.export.fusing import described
-    from allhands.export.gguf import check_convertible
-    from allhands.export.ollama import modelfile, recognise
-    from allhands.model.sources import resolve
 
     source = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
     assert source is not None
@@ -49,11 +44,6 @@ _OURS = (_GGUF, "Modelfile", "README.md")
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
-    from allhands.export.fusing import fuse_model
-    from allhands.export.gguf import write_gguf
-    from allhands.io.staging import publish, require_place, staging
-    from allhands.model.sources import name_of
-
     require_place(out, "an export", _OURS, force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"

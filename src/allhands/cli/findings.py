@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from allhands.config.schema import TrainConfig
+from allhands.data.check import DataFinding, SplitReport
 from allhands.data.heard import WORDS as UNHEARD
+from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
 from allhands.io.formatting import counted
-
-if TYPE_CHECKING:
-    from allhands.config.schema import TrainConfig
-    from allhands.data.check import DataFinding, SplitReport
 
 # What is said about a finding; errors bring their own words.
 MESSAGES = {
@@ -95,9 +94,6 @@ _NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples
 
 def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[DataFinding]:
     """What the sizes of the splits, of the training and of the model say together."""
-    from allhands.data.check import DataFinding
-    from allhands.data.splitting import ENOUGH_VALIDATION, LARGE_PART, MANY_EPOCHS
-
     found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
     held = valid.examples if valid is not None else 0

@@ -3,71 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from allhands.cli.answering import tell_harm
+from allhands.cli.verbs_models import Fuse
 from allhands.errors import ConfigError
-
-if TYPE_CHECKING:
-    from allhands.export.fusing import Fused
-
-Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
-Adapter = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
-TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
+from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
+from allhands.export.gguf import check_convertible, gguf_writer
+from allhands.model.sources import name_of, resolve
 
 GGUF_NAME = "ggml-model-f16.gguf"
 
 
-def fuse(
-    model: Below = None,
-    adapter_path: Adapter = Path("adapters"),
-    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path("fused_model"),
-    dequantize: Annotated[
-        bool,
-        typer.Option("--dequantize", "--de-quantize", help="Unpack quantised weights: nothing of the adapter is lost."),
-    ] = False,
-    dtype: Dtype = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False,
-    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = False,
-    gguf_path: Annotated[
-        str | None, typer.Option("--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]")
-    ] = None,
-    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Not here: allhands upload.")] = None,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Merge a trained adapter into its model.
-
-    The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
-    mlx_lm.fuse. Before it is in its place it is read back, and has to compute what model and adapter do.
-    """
-    if upload_repo is not None:
-        hint = f"allhands upload {save_path} --to {upload_repo}, when you have looked at it"
+def fuse(asked: Fuse) -> None:
+    """Run the verb."""
+    if asked.upload_repo is not None:
+        hint = f"allhands upload {asked.save_path} --to {asked.upload_repo}, when you have looked at it"
         raise ConfigError("fusing uploads nothing", where="--upload-repo", hint=hint)
-    from allhands.cli.talk import tell_harm
-    from allhands.export.fusing import FuseOptions, fuse_model
 
-    tell_harm(adapter_path)  # before it may be refused for what the training did
-    options = FuseOptions(model, adapter_path, dequantize, dtype, force, trust_remote_code)
-    if export_gguf:
-        from allhands.export.fusing import described
-        from allhands.export.gguf import check_convertible, gguf_writer
-        from allhands.model.sources import name_of, resolve
-
+    tell_harm(asked.adapter_path)  # before it may be refused for what the training did
+    options = FuseOptions(
+        asked.model, asked.adapter_path, asked.dequantize, asked.dtype, asked.force, asked.trust_remote_code
+    )
+    if asked.export_gguf:
         # Before any work is done.
-        below = described(adapter_path, model)[1]
-        writer = gguf_writer(gguf_path or GGUF_NAME, name_of(below))
-        check_convertible(resolve(below), dense=dequantize)
-        done = fuse_model(options, save_path, writer)
-    elif gguf_path is not None:
+        below = described(asked.adapter_path, asked.model)[1]
+        writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))
+        check_convertible(resolve(below), dense=asked.dequantize)
+        done = fuse_model(options, asked.save_path, writer)
+    elif asked.gguf_path is not None:
         raise ConfigError("it has no effect without --export-gguf", where="--gguf-path", hint="add --export-gguf")
     else:
-        done = fuse_model(options, save_path)
-    tell(done, save_path, adapter=adapter_path)
-    if export_gguf:
-        tell_gguf(gguf_path or GGUF_NAME)
-    print(f"allhands generate --model {save_path} --prompt ...")
+        done = fuse_model(options, asked.save_path)
+    tell(done, asked.save_path, adapter=asked.adapter_path)
+    if asked.export_gguf:
+        tell_gguf(asked.gguf_path or GGUF_NAME)
+    print(f"allhands generate --model {asked.save_path} --prompt ...")
 
 
 def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) -> None:

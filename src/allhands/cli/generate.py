@@ -2,64 +2,68 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING
 
 import typer
 
-from allhands.cli.options import ChatTemplate, System, chat_choice
-from allhands.cli.rank_options import BackendName, DividedBy, Hostfile, Hosts, NumRanks, Split, ranks_asked
+from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
+from allhands.cli.divided import run_divided
+from allhands.cli.verbs_models import Generate
+from allhands.errors import ConfigError
+
+if TYPE_CHECKING:
+    from allhands.infer.divided import AnsweringRanks
+    from allhands.model.load import LoadedModel
 
 
-def generate(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
-    model: Annotated[
-        str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")
-    ] = "demo",
-    adapter_path: Annotated[
-        Path | None, typer.Option("--adapter-path", help="Directory with adapters.safetensors from a training run.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens to generate at most.")] = 256,
-    temp: Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
-    system_prompt: Annotated[str | None, typer.Option("--system-prompt", help="System message.")] = None,
-    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False,
-    chat_template: ChatTemplate = None,
-    system: System = "template",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")
-    ] = False,
-    strategy: DividedBy = None,
-    num_ranks: NumRanks = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    backend: BackendName = None,
-    pp_split: Split = None,
-) -> None:
-    """Ask a model, with or without a trained adapter.
+def generate(asked: Generate) -> None:
+    """Run the verb."""
+    prompt = asked.prompt
+    ranks = ranks_asked(asked)
+    chat = chat_choice(asked.chat_template, asked.system)
+    if prompt == "-":
+        if ranks is not None:
+            raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    if asked.ignore_chat_template and (asked.chat_template is not None or asked.system != "template"):
+        flag = "--system" if asked.chat_template is None else "--chat-template"
+        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
 
-    Speed and peak memory are shown as mlx_lm does. A model larger than one computer answers with --strategy pipeline.
-    """
-    from allhands.cli.talk import GenerateOptions, run_generate, run_generate_divided
+    def answer(loaded: LoadedModel, *, speaks: bool = True) -> None:
+        from allhands.infer.generate import Sampling, prompt_tokens, stream_answer
 
-    options = GenerateOptions(
-        model,
-        adapter_path,
-        prompt,
-        max_tokens,
-        temp,
-        top_p,
-        seed,
-        system_prompt,
-        ignore_chat_template,
-        trust_remote_code,
-        chat_choice(chat_template, system),
-    )
-    ranks = ranks_asked(
-        strategy, num_ranks=num_ranks, hosts=hosts, hostfile=hostfile, backend=backend, pp_split=pp_split
-    )
-    if ranks is None:
-        run_generate(options)
-    else:
-        raise typer.Exit(run_generate_divided(options, ranks))
+        if speaks:
+            tell_notes(loaded)
+            tell_harm(asked.adapter_path, asked.model)
+        tokens = prompt_tokens(
+            loaded, prompt, system_prompt=asked.system_prompt, use_template=not asked.ignore_chat_template
+        )
+        cost, sampling = None, Sampling(asked.temp, asked.top_p, asked.seed)
+        for text, cost in stream_answer(loaded, tokens, asked.max_tokens, sampling):  # noqa: B007
+            if speaks:
+                print(text, end="", flush=True)
+        if not speaks:
+            return
+        print("\n" + "=" * 10)
+        if cost is not None:
+            print(f"Prompt: {cost.prompt_tokens} tokens, {cost.prompt_tps:.3f} tokens-per-sec")
+            print(f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec")
+            print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
+
+    def work(answering: AnsweringRanks, speaks: bool) -> None:
+        answer(answering.load(asked.adapter_path, chat), speaks=speaks)
+
+    if ranks is not None:
+        raise typer.Exit(
+            run_divided(asked.model, asked.adapter_path, ranks, work, trust_remote_code=asked.trust_remote_code)
+        )
+    from allhands.infer.generate import load_for_generation
+    from allhands.model.beyond import answering, limits_told
+
+    with limits_told(answering(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code)):
+        answer(
+            load_for_generation(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code, chat=chat)
+        )

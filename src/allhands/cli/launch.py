@@ -9,141 +9,41 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 
+from allhands.cli.launching import TrainingJob, run, step_in
+from allhands.cli.notices import say
+from allhands.cli.verbs_training import BACKENDS, Launch
+from allhands.cluster.environment import recognise_here
 from allhands.cluster.hosts import write_hosts
-from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError
+from allhands.loops.supervised import DIRECTORY_VARIABLE
 
-if TYPE_CHECKING:
-    from allhands.cli.launching import TrainingJob
-
-# How the verb is registered: everything after the first word that is no option belongs to the command.
-SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 _PYTHONS = ("python", "python3")
 _LOOK_S = 10.0
-_BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of the verb; those that ``allhands train`` has too mean the same.
-
-    Attributes:
-        start_timeout_s: until the first ``allhands.progress`` of every rank; ``None``: the program may never call it.
-        hang_timeout_s: between two calls of it; what the program does in between is not known, so nothing adapts.
-        tag_output: show the output of all ranks; ``None``: of several.
-        checkpoints: where ``allhands.save_checkpoint`` writes, into ``checkpoints/``; ``None``: ``log_dir``, unless
-            the variable ``ALLHANDS_CHECKPOINT_DIR`` names another place.
-    """
-
-    num_ranks: int | None = None
-    hostfile: str | None = None
-    hosts: str | None = None
-    backend: str = "auto"
-    cores_per_rank: int | None = None
-    min_ranks: int | None = None
-    max_restarts: int = 3
-    hang_timeout_s: float = 600.0
-    start_timeout_s: float | None = None
-    stop_grace_s: float = 60.0
-    log_dir: Path = Path("logs")
-    checkpoints: Path | None = None
-    tag_output: bool | None = None
-
-
-def _said(field: str) -> str:
-    """What ``allhands train`` says of the option."""
-    return TrainConfig.model_fields[field].description or ""
-
-
-def launch(
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None,
-    num_ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile the most. [1, all slots]"),
-    ] = None,
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None,
-    backend: Annotated[str, typer.Option("--backend", metavar="|".join(_BACKENDS), help=_said("backend"))] = "auto",
-    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))] = None,
-    min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None,
-    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")] = 3,
-    hang_timeout_s: Annotated[
-        float, typer.Option("--hang-timeout-s", help="Seconds between two calls of allhands.progress that are a hang.")
-    ] = 600.0,
-    start_timeout_s: Annotated[
-        float | None,
-        typer.Option("--start-timeout-s", help="Seconds until every rank must have called it once. [no limit]"),
-    ] = None,
-    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0,
-    log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs"),
-    checkpoints: Annotated[
-        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]")
-    ] = None,
-    tag_output: Annotated[
-        bool | None,
-        typer.Option(
-            "--tag-output/--no-tag-output",
-            help="Show the output of every rank, each line with its rank before it, or that of rank 0 as it is. "
-            "[tagged with several ranks]",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Start a program of your own on every rank, and keep it going.
-
-    For example: allhands launch -n 2 -- python my_script.py --my-option
-    """
-    options = LaunchOptions(
-        num_ranks=num_ranks,
-        hostfile=hostfile,
-        hosts=hosts,
-        backend=backend,
-        cores_per_rank=cores_per_rank,
-        min_ranks=min_ranks,
-        max_restarts=max_restarts,
-        hang_timeout_s=hang_timeout_s,
-        start_timeout_s=start_timeout_s,
-        stop_grace_s=stop_grace_s,
-        log_dir=log_dir,
-        checkpoints=checkpoints,
-        tag_output=tag_output,
-    )
-    raise typer.Exit(run_launch(options, command or []))
-
-
-def run_launch(options: LaunchOptions, command: Sequence[str]) -> int:
-    """Supervise ``command`` as ``options`` say; returns the exit code.
-
-    Raises:
-        ConfigError: no such command, or options that cannot work.
-        AllhandsError: it could not be started.
-    """
-    from allhands.cli.launching import run
-
+def launch(asked: Launch) -> None:
+    """Run the verb."""
+    options = asked
     _check_options(options)
     _refuse_another_launcher()
     if options.hosts is not None:
         path = write_hosts(options.hosts, options.log_dir / "hosts.txt")
-        options = replace(options, hosts=None, hostfile=str(path))
-    words = resolved(command, anywhere=options.hostfile is not None)
+        options = options._replace(hosts=None, hostfile=str(path))
+    words = resolved(asked.command or [], anywhere=options.hostfile is not None)
     if options.hostfile is None:
         _tell_python(words)
     job = _job(options)
     if options.checkpoints is None:
         _tell_found(job)
-    return run(job, words)
+    raise typer.Exit(run(job, words))
 
 
-def _job(options: LaunchOptions) -> TrainingJob:
-    from allhands.cli.launching import TrainingJob
-    from allhands.loops.supervised import DIRECTORY_VARIABLE
-
+def _job(options: Launch) -> TrainingJob:
     logs = options.log_dir.resolve()
     chosen = options.checkpoints or os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE, ""))
     directory = Path(chosen).resolve() if chosen else logs
@@ -170,9 +70,6 @@ def _job(options: LaunchOptions) -> TrainingJob:
 
 def _tell_found(job: TrainingJob) -> None:
     """That there are checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
-    from allhands.cli.launching import step_in
-    from allhands.cli.notices import say
-
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
@@ -180,12 +77,12 @@ def _tell_found(job: TrainingJob) -> None:
         say(f"note: {text}\n  to begin anew: --checkpoints with another directory")
 
 
-def _check_options(options: LaunchOptions) -> None:
+def _check_options(options: Launch) -> None:
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError("--hosts and --hostfile: give one of the two", where="--hosts", hint="leave one of them out")
-    if options.backend not in _BACKENDS:
+    if options.backend not in BACKENDS:
         raise ConfigError(
-            f"{options.backend!r} is not a back-end", where="--backend", hint=f"use {', '.join(_BACKENDS)}"
+            f"{options.backend!r} is not a back-end", where="--backend", hint=f"use {', '.join(BACKENDS)}"
         )
     for name in ("hang_timeout_s", "start_timeout_s", "stop_grace_s"):
         seconds = getattr(options, name)
@@ -195,8 +92,6 @@ def _check_options(options: LaunchOptions) -> None:
 
 
 def _refuse_another_launcher() -> None:
-    from allhands.cluster.environment import recognise_here
-
     found = recognise_here()
     if found.size > 1:
         raise ConfigError(
@@ -238,8 +133,6 @@ def _is_this_python(found: str | None) -> bool:
 
 def _tell_python(command: Sequence[str]) -> None:
     """That ``python`` is another one than this, if it lacks what the program is likely to need; it may be meant."""
-    from allhands.cli.notices import say
-
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
         return

@@ -12,20 +12,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from allhands.checkpoints import find, quick_step
 from allhands.cli.notices import Notices, say
 from allhands.cluster.addresses import require_distinct
+from allhands.cluster.candidates import facts_here, facts_of
+from allhands.cluster.choose import choose, explain
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi
 from allhands.cluster.newcomers import Tries
 from allhands.cluster.ranks import ATTEST_VARIABLE, Place
+from allhands.cluster.remote import newest_checkpoint
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
+from allhands.cluster.trial import Trial
 from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
-from allhands.errors import ConfigError
+from allhands.errors import CheckpointError, ConfigError
 from allhands.io.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
 from allhands.io.terminal import is_screen
 from allhands.observe.journal import EVENTS_FILE, Journal
 from allhands.runtime.blas import allowed_cores
+from allhands.runtime.gpus import nvidia_gpus
 
 RANKS_A_CORE = 8  # at most: to try many ranks out on a small computer
 
@@ -159,8 +165,6 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
 
 
 def _check_backend(job: TrainingJob, size: int) -> None:
-    from allhands.runtime.gpus import nvidia_gpus
-
     if job.hostfile is not None:
         asked = hostfile_backend(job.hostfile) if job.backend == "auto" else job.backend
         if asked not in (None, "ring", "nccl", "jaccl"):
@@ -233,8 +237,6 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
 
 
 def _try_out(spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> Tries:
-    from allhands.cluster.trial import Trial
-
     return Trial(spec, newcomers, attested, known)
 
 
@@ -248,8 +250,6 @@ def _tell_slots(job: TrainingJob) -> None:
 
 def _tell_cores(job: TrainingJob) -> None:
     """That processes must take turns, where they compute on cores; which may be meant, to try what many do."""
-    from allhands.runtime.gpus import nvidia_gpus
-
     cores = allowed_cores()
     if job.hostfile is None and job.size > cores and not nvidia_gpus():
         turns = f"{job.size} processes on {cores} core{'s' * (cores > 1)} take turns"
@@ -308,8 +308,6 @@ def _choose_backend(job: TrainingJob) -> Backend:
         return job.backend
     if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
         return cast(Backend, asked)
-    from allhands.cluster.candidates import facts_here, facts_of
-    from allhands.cluster.choose import choose, explain
 
     facts = facts_here(job.size)
     if job.hostfile is not None:
@@ -325,9 +323,6 @@ def _choose_backend(job: TrainingJob) -> Backend:
 
 def _backend_before(job: TrainingJob) -> str | None:
     """The back-end of the run that is gone on from, if that is known here."""
-    from allhands.checkpoints import find
-    from allhands.errors import CheckpointError
-
     if job.resume is None:
         return None
     try:
@@ -358,7 +353,6 @@ def _members(job: TrainingJob, run_id: str) -> Members:
         return LocalMembers(job.size, None if directory is None else lambda: _newest_step(job, run_id))
     if directory is None:
         return HostfileMembers(job.hostfile, job.num_ranks)
-    from allhands.cluster.remote import newest_checkpoint
 
     resume = None if job.resume is None else job.told(job.resume)
     return HostfileMembers(
@@ -376,9 +370,6 @@ def _newest_step(job: TrainingJob, run_id: str) -> int | None:
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
     """The newest step in a run directory, or of a checkpoint; for messages: the ranks will say what is wrong there."""
-    from allhands.checkpoints import quick_step
-    from allhands.errors import CheckpointError
-
     try:
         return quick_step(place, run_id)
     except CheckpointError:

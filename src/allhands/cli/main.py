@@ -13,6 +13,7 @@ from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
 from allhands.errors import AllhandsError, ConfigError, in_our_words
 from allhands.io.paths import check_variables
+from allhands.io.terminal import tell
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _INTERRUPTED = 130
@@ -30,8 +31,8 @@ _LEFT = {
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
 
-def make_app(verb: str | None = None) -> App:
-    """The parser with every verb; given the one that is called, what the others need is not imported."""
+def make_app(*called: str) -> App:
+    """Return the parser with every verb; given the one that is called, what the others need is not imported."""
     app = App(
         name="allhands",
         help="Fine-tune language models on MLX, on one computer or on every computer you own.",
@@ -42,7 +43,7 @@ def make_app(verb: str | None = None) -> App:
         rich_markup_mode=None,
         context_settings={"token_normalize_func": canonical_flag, "help_option_names": ["-h", "--help"]},
     )
-    commands.register(app, verb)
+    commands.register(app, called)
     return app
 
 
@@ -55,32 +56,20 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = with_auto_resume(arguments)
     try:
         check_variables(os.environ)
-        result: Any = make_app(canonical_flag(arguments[0]) if arguments else "")(
-            args=arguments, prog_name="allhands", standalone_mode=False
-        )
+        called = [canonical_flag(word) for word in arguments[:2]] or [""]
+        result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         sys.stdout.flush()  # not after this, where nobody could say what is amiss
         if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
             # The parser passes Ctrl-C on as this code; training has said more about it already.
             _tell_interrupted(arguments)
-    except UnknownCommand as error:
-        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
-        print_error(error)
-        code = error.exit_code
-    except AllhandsError as error:
-        print_error(error)
-        code = error.exit_code
     except KeyboardInterrupt:
         _tell_interrupted(arguments)
-        code = 130
-    except BrokenPipeError:
-        # The reader of our output has gone (a pager, head): nothing is left to say to it.
-        _silence_output()
-        code = 0
-    except SystemExit as error:
-        # rich and the parser turn that into an exit of their own.
-        cause = error.__context__
-        if not isinstance(cause, BrokenPipeError):
+        code = _INTERRUPTED
+    except (BrokenPipeError, SystemExit) as error:
+        # The reader of our output has gone (a pager, head): nothing is left to say to it. rich and the parser turn that
+        # into an exit of their own.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _silence_output()
         code = 0
@@ -95,7 +84,7 @@ def _tell_interrupted(arguments: list[str]) -> None:
     """That a person has ended it, and what is left, which is another thing for each verb."""
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
-    _tell(f"allhands: interrupted{': ' + left if left else ''}")
+    tell(f"allhands: interrupted{': ' + left if left else ''}")
 
 
 def _silence_output() -> None:
@@ -103,7 +92,12 @@ def _silence_output() -> None:
 
 
 def _exit_of(error: Exception) -> int | None:
-    """Exit code of the command-line parser's own exceptions and of an output that is full; ``None`` for others."""
+    """Tell an error; return its exit code, or ``None`` for a defect of allhands."""
+    if isinstance(error, UnknownCommand):
+        error.hint = instead_of_command(error.where or "", error.siblings, _all_commands)
+    if isinstance(error, AllhandsError):
+        print_error(error)
+        return error.exit_code
     if hint := _hint_for_flag(error):
         print_error(ConfigError("not an option of allhands", where=str(getattr(error, "option_name", "")), hint=hint))
         return ConfigError.exit_code
@@ -160,10 +154,4 @@ def _all_commands() -> list[str]:
 
 def print_error(error: AllhandsError) -> None:
     """One clear message on standard error: what, where, what to do."""
-    _tell(f"allhands: error: {error}")
-
-
-def _tell(text: str) -> None:
-    from allhands.io.terminal import tell
-
-    tell(text)
+    tell(f"allhands: error: {error}")

@@ -2,117 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import typer
 from rich.console import Console
-from rich.table import Table
 
+from allhands.cli.verbs_models import ModelGet
+from allhands.cli.verbs_training import ModelCheck
 from allhands.config.schema import build_config
 from allhands.errors import ConfigError
-from allhands.io.terminal import console_for
-from allhands.model.adapters import make_trainable
-from allhands.model.dropout import dropout_keys_of
-from allhands.model.load import Conversion, LoadedModel, get_model, load_model
-from allhands.model.passes import apply_passes
-from allhands.run.datasets import load_data
-from allhands.run.gradient_check import GradientCheck, GradientVerdict
-from allhands.run.kernel_forms import kernel_forms
-from allhands.run.preparing import pass_context
-from allhands.runtime.accelerator import detect
+from allhands.io.terminal import console_for, table_of
+from allhands.model.load import Conversion, get_model
+from allhands.run.gradient_check import GradientVerdict
+from allhands.run.gradient_check_alone import check_gradient
 
 # Tokens of the long row where no data say how long rows are.
 DEFAULT_LONGEST = 1024
 
 
-def run_model_get(
-    source: str,
-    out: Path | None,
-    quantize: int | None,
-    group_size: int | None,
-    dequantize: bool,
-    dtype: str | None,
-    force: bool,
-) -> None:
-    """Write the model to ``out`` (default: models/NAME) and say where it is."""
-    console = console_for(highlight=False, soft_wrap=True)
-    target = out or Path("models") / source.rstrip("/").split("/")[-1]
-    written = get_model(
-        source,
-        target,
-        Conversion(quantize, group_size, dequantize, dtype),
-        force=force,
-        report=lambda line: console.print(line, markup=False),
-    )
-    console.print(f"model: {written}", markup=False)
-
-
-def run_model_check(model: str, data: str | None, longest: int | None, settings: Mapping[str, Any]) -> None:
-    """Compare the gradient of a training step of ``model`` with that of mlx_lm's own, and print what was found.
-
-    Args:
-        data: what will be trained on; its longest row is compared.
-        longest: tokens of the long row at most.
-        settings: of a training, by the names of its options; ``None`` is not given.
+def _named_once(argument: str | None, option: str | None) -> str:
+    """Return the model that was named in one of both ways.
 
     Raises:
-        ModelError: they differ.
-        ConfigError: there is nothing to compare.
+        typer.BadParameter: in none, or in both.
     """
-    import mlx.core as mx
+    given = [name for name in (argument, option) if name is not None]
+    if len(given) != 1:
+        message = "it is named twice: drop --model" if given else "name one: demo, a directory, or a Hub repository"
+        raise typer.BadParameter(message, param_hint="MODEL")
+    return given[0]
 
-    console = console_for(highlight=False, soft_wrap=True)
-    wanted = {**settings, "model": model, "data": data, "max_seq_length": longest, "train": True, "val_batches": 0}
-    config = build_config(wanted)
-    accelerator = detect()
-    loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)
-    tokens, largest = longest or DEFAULT_LONGEST, _vocabulary(loaded) - 1
-    if data is not None:
-        sets = load_data(config)
-        assert sets.train is not None
-        tokens, largest = int(sets.train.work.max()) + 1, sets.largest_token
-    mx.random.seed(config.seed)
-    make_trainable(loaded.model, config)
-    cpu_native = accelerator.runs_natively(config.compile)
-    console.print(f"mlx_lm's own model computes rows of 16 and {tokens} tokens, then a training step does ...")
-    check = GradientCheck(
-        loaded.model, accelerator, loaded.config, longest=tokens, largest_token=largest, bounded=False
-    )
-    selection = kernel_forms(accelerator, cpu_native=cpu_native).selection
-    for each in apply_passes(loaded.model, pass_context(loaded.model, config, accelerator, selection)):
-        console.print(f"pass: {each}", markup=False)
-    verdict = check.compare(loaded.model, cpu_native=cpu_native, dropout=dropout_keys_of(loaded.model))
+
+def get(asked: ModelGet) -> None:
+    """Run the verb."""
+    name = _named_once(asked.source, asked.model)
+
+    console = console_for(soft_wrap=True)
+    target = asked.out or Path("models") / name.rstrip("/").split("/")[-1]
+    conversion = Conversion(asked.quantize, asked.group_size, asked.dequantize, asked.dtype)
+    console.print(f"model: {get_model(name, target, conversion, force=asked.force, report=console.print)}")
+
+
+def check(asked: ModelCheck) -> None:
+    """Run the verb."""
+    given, name = asked.flags, _named_once(asked.source, asked.model)
+    config = build_config({**given, "model": name, "train": True, "val_batches": 0})
+
+    console = console_for(soft_wrap=True)
+    longest = given.get("max_seq_length") or DEFAULT_LONGEST
+    verdict = check_gradient(config, longest, with_data="data" in given, say=console.print)
     _print_verdict(console, verdict)
     if not verdict.compared:
-        raise ConfigError("nothing could be compared", where=model, hint="; ".join(verdict.notes))
-    verdict.raise_if_wrong(model)
+        raise ConfigError("nothing could be compared", where=name, hint="; ".join(verdict.notes))
+    verdict.raise_if_wrong(name)
     console.print("right: nothing differs by more than rounding")
 
 
-def _vocabulary(loaded: LoadedModel) -> int:
-    config = {**loaded.config, **(loaded.config.get("text_config") or {})}
-    size = config.get("vocab_size")
-    return size if isinstance(size, int) and size > 0 else len(loaded.tokenizer.get_vocab())
-
-
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in"):
-        table.add_column(heading, justify="left" if heading == "most in" else "right")
+    heads = ("tokens", "blocks", "loss", "mlx_lm's", "gradient differs by", "rounding up to", "most in")
+    rows: list[Sequence[str]] = []
     for row in verdict.compared:
         worst, share = row.worst
         losses = f"{row.loss:.5f}", f"{row.expected_loss:.5f}"
-        table.add_row(
-            str(row.tokens),
-            str(row.blocks),
-            *losses,
-            f"{row.difference:.1e}",
-            f"{row.limit:.1g}",
-            f"{worst} ({share:.1e})",
-        )
-    console.print(table)
+        differs = f"{row.difference:.1e}", f"{row.limit:.1g}", f"{worst} ({share:.1e})"
+        rows.append((str(row.tokens), str(row.blocks), *losses, *differs))
+    console.print(table_of(heads, rows, left=(6,)))
     for note in verdict.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
     if verdict.compared:
         console.print("differences are shares of the gradient's norm")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +16,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from allhands.cli.netbench import chosen_hosts
+from allhands.cli.verbs_runs import Monitor
+from allhands.cluster.hosts import Host
+from allhands.cluster.monitoring import RemoteSamples
 from allhands.errors import AllhandsError, DataError
 from allhands.io.formatting import format_bytes, format_duration, format_rate, format_shares, format_size
 from allhands.io.names import LOGS
 from allhands.io.paths import meant
 from allhands.io.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
+from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
 from allhands.observe.monitor.samples import in_order
 
 if TYPE_CHECKING:
-    from allhands.cluster.hosts import Host
-    from allhands.cluster.monitoring import RemoteSamples
     from allhands.report.verdict import Verdict
 
 _NONE = "-"
@@ -42,25 +44,8 @@ _DISPENSABLE = (
 )
 
 
-@dataclass(frozen=True)
-class MonitorOptions:
-    """What is to be shown, and how."""
-
-    run: Path
-    once: bool = False
-    as_json: bool = False
-    every_s: float = 2.0
-    hosts: str | None = None
-    hostfile: str | None = None
-
-
-def run_monitor(options: MonitorOptions) -> None:
-    """Show the run until it ends.
-
-    Raises:
-        DataError: there is no such run, or nothing is known of its processes.
-        ConfigError: hosts are not understood.
-    """
+def monitor(options: Monitor) -> None:
+    """Run the verb."""
     with _sources(options) as (new, remote):
         samples = _first(options, new, remote)
         board = Board(samples)
@@ -78,22 +63,18 @@ Read = Callable[[], list[Sample]]
 
 
 @contextmanager
-def _sources(options: MonitorOptions) -> Generator[tuple[Read, RemoteSamples], None, None]:
+def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, None]:
     """What returns the samples that are new, in order, and the other computers among those that tell them."""
-    from allhands.cluster.monitoring import RemoteSamples
-
     follower = Follower(options.run)
     with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
         yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
 
 
-def _hosts(options: MonitorOptions) -> Sequence[Host]:
-    from allhands.cli.netbench import chosen_hosts
-
+def _hosts(options: Monitor) -> Sequence[Host]:
     return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
 
 
-def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sample]:
+def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
     """What is known at first, once every computer has answered, or had time to."""
     if not options.hosts and not options.hostfile and not options.run.is_dir():
         raise DataError(
@@ -118,20 +99,20 @@ def _first(options: MonitorOptions, new: Read, remote: RemoteSamples) -> list[Sa
     return samples
 
 
-def _print_json(options: MonitorOptions, samples: Sequence[Sample], board: Board, new: Read) -> None:
+def _print_json(options: Monitor, samples: Sequence[Sample], board: Board, new: Read) -> None:
     while True:
         for sample in samples:
             print(encode_sample(sample))
         sys.stdout.flush()
         if options.once or board.over(time.time(), gone_here(board)):
             return
-        time.sleep(options.every_s)
+        time.sleep(options.every)
         samples = new()
         for sample in samples:
             board.add(sample)
 
 
-def _live(options: MonitorOptions, board: Board, new: Read) -> None:
+def _live(options: Monitor, board: Board, new: Read) -> None:
     console = _console()
 
     def show() -> Group:
@@ -139,7 +120,7 @@ def _live(options: MonitorOptions, board: Board, new: Read) -> None:
 
     with Live(show(), console=console, auto_refresh=False, transient=False) as live:
         while not board.over(time.time(), gone_here(board)):
-            time.sleep(options.every_s)
+            time.sleep(options.every)
             for sample in new():
                 board.add(sample)
             live.update(show(), refresh=True)
@@ -149,7 +130,7 @@ def _console() -> Console:
     """Nothing has to be left out where no terminal limits the width."""
     if is_screen(sys.stdout):
         return progress_console(sys.stdout, highlight=False)
-    return console_for(highlight=False, width=None if is_read_live(sys.stdout) else _WIDE)
+    return console_for(width=None if is_read_live(sys.stdout) else _WIDE)
 
 
 def _view_now(run: Path, board: Board, width: int) -> Group:
@@ -161,7 +142,6 @@ def _view_now(run: Path, board: Board, width: int) -> Group:
 
 def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
     """How the run stands, in the report's words; ``None``: nothing but its processes tells."""
-    from allhands.observe.journal import read_events
     from allhands.report.verdict import verdict_of
 
     journal = read_events(run) or read_events(run / LOGS)
@@ -182,14 +162,8 @@ def view(
     verdict: Verdict | None = None,
 ) -> Group:
     """A heading, a row a process, and what they have together."""
-    table = table_of(board, now, gone, width)
-    return Group(
-        _text(_heading(board, now, gone, history, verdict), width), table, _text(_together(board, now, gone), width)
-    )
-
-
-def _text(words: str, width: int) -> Text:
-    return Text(broken(words, width))
+    heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
+    return Group(Text(broken(heading, width)), table_of(board, now, gone, width), Text(broken(together, width)))
 
 
 def _heading(
@@ -197,28 +171,30 @@ def _heading(
 ) -> str:
     rows = board.rows()
     age = format_duration(max(0.0, now - max(row.last.time for row in rows)))
-    words = [f"running, seen {age} ago"]
+    state = f"running, seen {age} ago"
     if verdict is not None and verdict.status != "going on":
-        words = [f"{verdict.status}, last seen {age} ago"]
+        state = f"{verdict.status}, last seen {age} ago"
     elif board.over(now, gone):
         # Who ends by itself says so; first comes who started the others.
-        words = [f"ended {age} ago" if rows[0].last.ended else f"broken off (it was killed), last seen {age} ago"]
+        state = f"ended {age} ago" if rows[0].last.ended else f"broken off (it was killed), last seen {age} ago"
     steps = [row.last.step for row in rows if row.last.step is not None]
-    if history is not None:
-        words.insert(0, history.name)
     planned = history.started.total_steps if history is not None and history.started is not None else 0
-    total = f" of {planned}" if planned else ""
-    if steps:
-        words.append(f"step {max(steps)}{total}")
-    rate = history.train[-1].tokens_per_s if history is not None and history.train else math.nan
-    if math.isfinite(rate):
-        words.append(f"{format_rate(rate)} tokens/s over all ranks")
-    shares = history.train[-1].shares if history is not None and history.train else ()
-    if len(set(shares)) > 1:
-        words.append(f"shares {format_shares(shares)}")
-    if history is not None and history.train and (sent := history.train[-1].sent_bytes):
-        words.append(f"{format_size(sent)} sent by a rank in a step")
-    return ", ".join(words)
+    step = f"step {max(steps)}{f' of {planned}' if planned else ''}" if steps else ""
+    name = "" if history is None else history.name
+    return ", ".join(filter(None, [name, state, step, *_last_report(history)]))
+
+
+def _last_report(history: RunHistory | None) -> Iterator[str]:
+    """Yield the speed, shares and traffic that the last report tells."""
+    if history is None or not history.train:
+        return
+    report = history.train[-1]
+    if math.isfinite(report.tokens_per_s):
+        yield f"{format_rate(report.tokens_per_s)} tokens/s over all ranks"
+    if len(set(report.shares)) > 1:
+        yield f"shares {format_shares(report.shares)}"
+    if report.sent_bytes:
+        yield f"{format_size(report.sent_bytes)} sent by a rank in a step"
 
 
 def table_of(board: Board, now: float, gone: set[tuple[str, int]], width: int = 200) -> Table:
@@ -248,23 +224,38 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
 
 
 def _columns(rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]) -> dict[str, list[str]]:
+    """Return the cells of each column of which something is known, in the order of the table."""
     kind = "/".join(sorted({row.last.pss_kind.upper() for row in rows}))
-    lives = [row.state(now, gone) == "lives" for row in rows]
+    lives = {id(row): row.state(now, gone) == "lives" for row in rows}
     rates = _rates(rows, lives)
-    columns: dict[str, list[str]] = {"process": [row.last.name for row in rows]}
-    if len({row.last.host for row in rows}) > 1:
-        columns["host"] = [row.last.host for row in rows]
-    columns["pid"] = [str(row.last.pid) for row in rows]
-    columns["doing"] = [_doing(row, now, gone) for row in rows]
-    columns["RSS"] = [format_bytes(row.last.rss_bytes) for row in rows]
-    columns["peak\nRSS"] = [format_bytes(row.peak_rss_bytes) for row in rows]
-    columns[kind] = [format_bytes(row.last.pss_bytes) for row in rows]
-    columns[f"peak\n{kind}"] = [format_bytes(row.peak_pss_bytes) for row in rows]
-    columns |= _estimates(rows) | _of_mlx(rows) | _of_gpus(rows)
-    columns["CPU"] = [f"{row.last.cpu_cores:.0%}" if live else _NONE for row, live in zip(rows, lives, strict=True)]
-    columns["sent\n/s"] = [sent for sent, _ in rates]
-    columns["received\n/s"] = [received for _, received in rates]
-    return columns
+    cells: dict[str, Callable[[BoardRow], str | float | None]] = {
+        "process": lambda row: row.last.name,
+        "host": lambda row: row.last.host,
+        "pid": lambda row: str(row.last.pid),
+        "doing": lambda row: _doing(row, now, gone),
+        "RSS": lambda row: row.last.rss_bytes,
+        "peak\nRSS": lambda row: row.peak_rss_bytes,
+        kind: lambda row: row.last.pss_bytes,
+        f"peak\n{kind}": lambda row: row.peak_pss_bytes,
+        "esti-\nmated": lambda row: row.last.estimated_bytes or None,
+        "MLX\nactive": lambda row: row.last.mlx_active_bytes,
+        "MLX\ncache": lambda row: row.last.mlx_cache_bytes,
+        "MLX\npeak": lambda row: row.peak_mlx_bytes or None,
+        "MLX\nneeds": lambda row: row.last.mlx_estimated_bytes or None,
+        "GPU\nmemory": lambda row: row.last.gpu_used_bytes,
+        "GPU\nload": lambda row: None if row.last.gpu_load is None else f"{row.last.gpu_load:.0%}",
+        "CPU": lambda row: f"{row.last.cpu_cores:.0%}" if lives[id(row)] else _NONE,
+        "sent\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[0],
+        "received\n/s": lambda row: rates.get(id(row), (_NONE, _NONE))[1],
+    }
+    if len({row.last.host for row in rows}) == 1:
+        del cells["host"]
+    found = {name: [cell(row) for row in rows] for name, cell in cells.items()}
+    return {name: list(map(_shown, values)) for name, values in found.items() if set(values) != {None}}
+
+
+def _shown(cell: str | float | None) -> str:
+    return _NONE if cell is None else cell if isinstance(cell, str) else format_bytes(cell)
 
 
 def _doing(row: BoardRow, now: float, gone: set[tuple[str, int]]) -> str:
@@ -277,51 +268,14 @@ def _doing(row: BoardRow, now: float, gone: set[tuple[str, int]]) -> str:
     return f"{busiest[0]} {busiest[1]:.0%}"
 
 
-def _estimates(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
-    estimates = [row.last.estimated_bytes for row in rows]
-    return {"esti-\nmated": [_bytes(one) for one in estimates]} if any(estimates) else {}
-
-
-def _of_mlx(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
-    if all(row.last.mlx_active_bytes is None for row in rows):
-        return {}
-    needs = [row.last.mlx_estimated_bytes for row in rows]
-    return {
-        "MLX\nactive": [_bytes(row.last.mlx_active_bytes) for row in rows],
-        "MLX\ncache": [_bytes(row.last.mlx_cache_bytes) for row in rows],
-        "MLX\npeak": [_bytes(row.peak_mlx_bytes or None) for row in rows],
-        **({"MLX\nneeds": [_bytes(one) for one in needs]} if any(needs) else {}),
-    }
-
-
-def _of_gpus(rows: Sequence[BoardRow]) -> dict[str, list[str]]:
-    if all(row.last.gpu_used_bytes is None for row in rows):
-        return {}
-    loads = [row.last.gpu_load for row in rows]
-    return {
-        "GPU\nmemory": [_bytes(row.last.gpu_used_bytes) for row in rows],
-        "GPU\nload": [_NONE if load is None else f"{load:.0%}" for load in loads],
-    }
-
-
-def _rates(rows: Sequence[BoardRow], lives: Sequence[bool]) -> list[tuple[str, str]]:
-    """Traffic, which is that of a whole computer: once for each, in the row of a rank if one lives there."""
-    speakers: dict[str, int] = {}
-    for place, (row, live) in enumerate(zip(rows, lives, strict=True)):
-        before = speakers.get(row.last.host)
-        if live and (before is None or (rows[before].last.role != "rank" and row.last.role == "rank")):
-            speakers[row.last.host] = place
-    told = set(speakers.values())
-    return [_net(row) if place in told else (_NONE, _NONE) for place, row in enumerate(rows)]
-
-
-def _net(row: BoardRow) -> tuple[str, str]:
-    rates = row.net_per_s()
-    return (_NONE, _NONE) if rates is None else (format_size(rates[0]), format_size(rates[1]))
-
-
-def _bytes(number: int | None) -> str:
-    return _NONE if number is None else format_bytes(number)
+def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
+    """Return the traffic of each computer, by the row that shows it: that of a rank, if one lives there."""
+    speakers: dict[str, BoardRow] = {}
+    for row in sorted(rows, key=lambda row: row.last.role != "rank"):
+        if lives[id(row)]:
+            speakers.setdefault(row.last.host, row)
+    known = {id(row): rates for row in speakers.values() if (rates := row.net_per_s()) is not None}
+    return {place: (format_size(sent), format_size(received)) for place, (sent, received) in known.items()}
 
 
 def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:

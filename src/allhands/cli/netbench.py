@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
+from allhands.cli.launching import require_cores
+from allhands.cli.verbs_cluster import MEASURED, ClusterBench
+from allhands.cluster.candidates import candidates, facts_of
+from allhands.cluster.figures import Failure, Figures, Measurement
+from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.netbench import BenchOptions, measure
 from allhands.errors import AllhandsError, ConfigError, DistributedError
-from allhands.io.terminal import console_for
+from allhands.io.terminal import console_for, table_of
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from allhands.cluster.figures import Failure, Figures, Measurement
-    from allhands.cluster.hosts import Host
-
-_BACKENDS = ("auto", "all", "ring", "mpi", "nccl")
 _WIDTH = 80
 _TAIL = 5
 _LEGEND = """\
@@ -27,34 +27,13 @@ of the bus: what each link carries; compare it with the speed of the cable
 """
 
 
-def bench(
-    hostfile: Annotated[
-        str | None, typer.Option("--hostfile", help="Computers to measure, in MLX's JSON or MPI's lines.")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="The same, by name.")] = None,
-    num_ranks: Annotated[
-        int | None, typer.Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(_BACKENDS), help="Back-end; 'all': each that is possible.")
-    ] = "auto",
-    links: Annotated[bool, typer.Option("--links/--no-links", help="Also measure each pair of computers.")] = True,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=5.0, help="Seconds for each back-end, at most.")
-    ] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Measure how fast the computers exchange gradients.
-
-    A real group is formed, and all-reduces of 4 KiB to 64 MiB are timed over all ranks; then each link by itself.
-    """
-    from allhands.cluster.netbench import BenchOptions
-
-    chosen = chosen_hosts(hostfile, hosts, num_ranks)
-    names = _backends(backend, chosen)
-    options = BenchOptions(timeout_s=timeout_s, links=links, progress=None if as_json else _tell)
+def bench(asked: ClusterBench) -> None:
+    """Run the verb."""
+    chosen = chosen_hosts(asked.hostfile, asked.hosts, asked.num_ranks)
+    names = _backends(asked.backend, chosen)
+    options = BenchOptions(timeout_s=asked.timeout_s, links=asked.links, progress=None if asked.as_json else _tell)
     found = [result for name in names if (result := _measure(chosen, name, options, many=len(names) > 1))]
-    if as_json:
+    if asked.as_json:
         typer.echo(json.dumps([result.as_json() for result in found], indent=1))
     else:
         show(found)
@@ -68,8 +47,6 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
     Raises:
         ConfigError: options contradict each other, name no computer, or ask it for too many processes.
     """
-    from allhands.cluster.hosts import Host, host_from_name, read_hostfile
-
     given = [
         flag
         for flag, value in (("--hostfile", hostfile), ("--hosts", hosts), ("-n", num_ranks))
@@ -86,7 +63,6 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
         if len(set(names)) < len(names):
             raise ConfigError("a computer is named twice", where="--hosts", hint="slots go into a hostfile")
         return tuple(host_from_name(name, "--hosts") for name in names)
-    from allhands.cli.launching import require_cores
 
     require_cores(num_ranks or 2)
     return (Host("this computer", slots=num_ranks or 2),)
@@ -94,20 +70,14 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
 
 def _backends(backend: str, hosts: Sequence[Host]) -> list[str]:
     """Those to measure, in the order in which they would be taken."""
-    from allhands.cluster.candidates import candidates, facts_of
-
-    if backend not in _BACKENDS:
-        raise ConfigError(
-            f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(_BACKENDS)}"
-        )
+    if backend not in MEASURED:
+        raise ConfigError(f"{backend!r} is not a back-end", where="--backend", hint=f"use one of {', '.join(MEASURED)}")
     if backend != "all":
         return [backend]
     return [one.backend for one in candidates(facts_of(hosts, ask=True)) if one.possible]
 
 
 def _measure(hosts: Sequence[Host], backend: str, options: Any, *, many: bool) -> Measurement | None:
-    from allhands.cluster.netbench import measure
-
     try:
         return measure(hosts, backend, options)
     except AllhandsError as error:
@@ -126,7 +96,7 @@ def _tell(text: str) -> None:
 
 def show(results: Sequence[Measurement], console: Console | None = None) -> None:
     """Print tables of what has been found, and what has failed."""
-    console = console or console_for(highlight=False, width=_WIDTH)
+    console = console or console_for(width=_WIDTH)
     for result in results:
         if result.whole is not None:
             _show_whole(console, result.whole)
@@ -135,65 +105,63 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
         for failure in result.failures:
             _show_failure(console, failure)
         for group in result.not_measured:
-            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)", markup=False)
+            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)")
         console.print()
     if any(result.whole or result.links for result in results):
-        console.print(_LEGEND, markup=False)
+        console.print(_LEGEND)
     if len(fastest := [result.whole for result in results if result.whole]) > 1:
         _show_comparison(console, fastest)
 
 
 def _show_whole(console: Console, figures: Figures) -> None:
     where = ", ".join(figures.hosts)
-    console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}", markup=False)
-    table = _table("all-reduce of", "median", "middle half", "bandwidth", "of the bus")
-    for timing in figures.timings:
-        middle = f"{seconds_text(timing.low_s)} to {seconds_text(timing.high_s)}"
-        rates = rate_text(timing.bytes_per_s), rate_text(figures.bus_bytes_per_s(timing))
-        table.add_row(size_text(timing.num_bytes), seconds_text(timing.median_s), middle, *rates)
-    console.print(table)
+    console.print(f"{figures.num_ranks} ranks on {where}, {figures.backend}")
+    rows = [
+        (
+            size_text(timing.num_bytes),
+            seconds_text(timing.median_s),
+            f"{seconds_text(timing.low_s)} to {seconds_text(timing.high_s)}",
+            rate_text(timing.bytes_per_s),
+            rate_text(figures.bus_bytes_per_s(timing)),
+        )
+        for timing in figures.timings
+    ]
+    console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
     latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
-    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}", markup=False)
+    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}")
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
     text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
 def _show_links(console: Console, result: Measurement) -> None:
-    console.print("\neach link by itself, one rank on each computer", markup=False)
-    table = _table("link", "latency", "4 MiB", "of the bus", left=1)
-    for link in result.links:
-        time_text = seconds_text(link.seconds(4 << 20))
-        table.add_row(
-            " - ".join(link.hosts), seconds_text(link.latency_s), time_text, rate_text(link.bus_bytes_per_s())
+    console.print("\neach link by itself, one rank on each computer")
+    rows = [
+        (
+            " - ".join(link.hosts),
+            *(seconds_text(seconds) for seconds in (link.latency_s, link.seconds(4 << 20))),
+            rate_text(link.bus_bytes_per_s()),
         )
-    console.print(table)
+        for link in result.links
+    ]
+    console.print(table_of(("link", "latency", "4 MiB", "of the bus"), rows))
     if slowest := result.slowest_link:
-        console.print(f"slowest link: {' - '.join(slowest.hosts)}", markup=False)
+        console.print(f"slowest link: {' - '.join(slowest.hosts)}")
     if result.slow_host:
-        console.print(f"every link of {result.slow_host} is slow: look at its cable, or its Wi-Fi", markup=False)
+        console.print(f"every link of {result.slow_host} is slow: look at its cable, or its Wi-Fi")
 
 
 def _show_failure(console: Console, failure: Failure) -> None:
-    console.print(f"failed on {', '.join(failure.hosts)}: {failure.message}", markup=False)
+    console.print(f"failed on {', '.join(failure.hosts)}: {failure.message}")
     for line in failure.log_tail[-_TAIL:]:
-        console.print(f"  | {line}", markup=False)
+        console.print(f"  | {line}")
     if failure.hint:
-        console.print(f"  what to do: {failure.hint}", markup=False)
+        console.print(f"  what to do: {failure.hint}")
 
 
 def _show_comparison(console: Console, groups: Sequence[Figures]) -> None:
     best = min(groups, key=lambda figures: figures.seconds(16 << 20))
-    console.print(f"fastest for 16 MiB: {best.backend}", markup=False)
-
-
-def _table(*columns: str, left: int = 0) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right")
-    return table
+    console.print(f"fastest for 16 MiB: {best.backend}")
 
 
 def size_text(num_bytes: float) -> str:

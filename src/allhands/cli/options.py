@@ -5,106 +5,53 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
 
 import typer
 
 from allhands.cli.option_groups import group_of
 from allhands.cli.parser import twice
 from allhands.config.schema import TrainConfig
-from allhands.errors import ConfigError
-
-if TYPE_CHECKING:
-    from allhands.data.templates import ChatChoice
 
 # Numbers that may be written with a unit: the configuration reads them.
 AS_TEXT = frozenset({"clear_cache_threshold"})
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 # Flags that people's hands know besides the generated ones.
 SHORT = {"config": ["-c"], "num_ranks": ["-n"]}
 
 
 def option_function(run: Callable[..., None], doc: str, kind: type[TrainConfig] = TrainConfig) -> Callable[..., None]:
-    """A function for typer whose parameters are the fields of ``kind``; all default to ``None``.
+    """Return a function for typer whose parameters are the fields of ``kind``.
 
     ``run`` receives ``flags``, a dictionary of the options that were given.
     """
 
-    def command(*, verbose: bool | None = None, **flags: Any) -> None:
+    def command(**given: Any) -> None:
+        flags = {name: value for name, value in given.items() if value is not None}
+        verbose = flags.pop("verbose", None)
         if verbose is not None:
-            if flags.get("log_level") is not None:
+            if "log_level" in flags:
                 raise twice(("--log-level", "--verbose"), "--log-level")
             flags["log_level"] = "verbose"
-        run({name: _plain(value) for name, value in flags.items() if value is not None})
+        run(flags)
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind))
-        for name in dict.fromkeys([*kind.FIRST, *kind.model_fields])
-    ]
+    parameters = options_of(kind, dict.fromkeys([*kind.FIRST, *kind.model_fields]))
     if "log_level" in kind.model_fields:
+        words = "As --log-level verbose."
         panel = group_of("verbose")
-        words = typer.Option(
-            "-v", "--verbose", help="As --log-level verbose.", show_default=False, rich_help_panel=panel
+        option = typer.Option("-v", "--verbose", help=words, show_default=False, rich_help_panel=panel)
+        parameters.append(
+            inspect.Parameter("verbose", _KEYWORD, default=None, annotation=Annotated[bool | None, option])
         )
-        kind_of = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter("verbose", kind_of, default=None, annotation=Annotated[bool | None, words]))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = doc
     return command
 
 
-ChatTemplate = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template",
-        metavar="FILE|NAME",
-        help="Chat template in place of the model's or the adapter's: a Jinja file, or chatml, llama3 and so on.",
-    ),
-]
-System = Annotated[
-    str,
-    typer.Option(
-        "--system", metavar="template|merge", help="merge: put system messages before questions, as for training."
-    ),
-]
-
-# Of the verbs that listen: ``serve`` and ``dashboard``.
-Host = Annotated[
-    str, typer.Option("--host", help="Address to listen on; of others than this computer's a token is asked for.")
-]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="ALLHANDS_TOKEN",
-        help="What visitors must know; also ALLHANDS_TOKEN, which no list of processes shows. "
-        "[made anew where others can reach it]",
-        show_envvar=False,
-    ),
-]
-HostNames = Annotated[
-    list[str] | None,
-    typer.Option("--name", help="Further name or address under which it is asked for. Repeatable."),
-]
-
-
-def chat_choice(template: str | None, system: str) -> ChatChoice:
-    """What the two options ask for.
-
-    Raises:
-        ConfigError: ``system`` is neither of its two words.
-    """
-    from allhands.data.templates import ChatChoice
-
-    if system not in ("template", "merge"):
-        hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
-        raise ConfigError(f"{system!r} is not known", where="--system", hint=hint)
-    return ChatChoice(template, cast("Any", system))
-
-
-def _plain(value: Any) -> Any:
-    return value.value if hasattr(value, "value") else value
+def options_of(kind: type[TrainConfig], names: Iterable[str]) -> list[inspect.Parameter]:
+    """Return options for fields of a configuration; all default to ``None``."""
+    return [inspect.Parameter(name, _KEYWORD, default=None, annotation=_annotation(name, kind)) for name in names]
 
 
 def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:

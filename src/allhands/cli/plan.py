@@ -7,92 +7,62 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
-from allhands.errors import ConfigError
+from allhands.cli.options import option_function
+from allhands.cli.parser import App
+from allhands.cli.plan_asked import AskedComputers, check_computers
+from allhands.cli.plan_shown import show
+from allhands.cli.verbs_runs import Plan
+from allhands.config.aliases import canonical_flag
+from allhands.config.pretrain_schema import PretrainConfig
+from allhands.config.schema import TrainConfig, build_config
+from allhands.config.yaml_files import read_yaml
+from allhands.errors import ConfigError, StorageError
+from allhands.io.files import require_ours, require_writable
+from allhands.io.names import PLAN_FILE
+from allhands.io.pictures import DRAWN_HERE, picture_suffix
 from allhands.io.terminal import echo, tell
-
-if TYPE_CHECKING:
-    from allhands.config.schema import TrainConfig
-    from allhands.plan.compared import Comparison
-    from allhands.plan.outlook import Outlook
-
-# Everything that is not this command's own is an option of the training that is planned.
-SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+from allhands.plan.job import Prices
+from allhands.plan.kept import has_begun, keep_plan, plan_record
+from allhands.plan.outlook import look_ahead
 
 
-def plan(
-    context: typer.Context,
-    device: Annotated[
-        list[str] | None,
-        typer.Option("--device", help="Other computers than this one: 'M1 Pro 32GB, 2 x M1 16GB'. Repeatable."),
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option("--link", help="Between them: thunderbolt4, 10GbE, 1GbE, wifi, or 400Mbit/s,2ms.")
-    ] = None,
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            "--after", metavar="RUN", help="Only tell what a run shows: is it as planned, has it outgrown this?"
-        ),
-    ] = None,
-    machines: Annotated[
-        str | None, typer.Option("--machines", help="Imagine so many computers of the one kind: 1,2,4,8.")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Such a training is needed only once.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="For each of its two runs.")] = 300.0,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", help="Of one computer.")] = None,
-    watts: Annotated[float | None, typer.Option("--watts", help="Of one computer while it trains.")] = None,
-    price_per_kwh: Annotated[float | None, typer.Option("--price-per-kwh", help="Of its energy.")] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the chart here: PNG, SVG or PDF.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no picture of ours.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Tell what a training takes, and if more computers help.
-
-    Will it fit, how long will it take on one computer and on several, what does it cost, and what to do.
-
-    All other options are those of `allhands train` (with --shape or --tokenizer: `allhands pretrain`), and mean the
-    training that is planned. Six steps of it are trained here first, unless --device names other computers. With
-    --hosts, --hostfile or -n the link between those ranks is measured, too. The plan is kept as plan.json in the run's
-    directory (--adapter-path), and compared with the run by `allhands report`.
-    """
-    from allhands.cli.plan_computers import AskedComputers
-    from allhands.cli.plan_facts import facts_of
-    from allhands.cli.plan_shown import show
-    from allhands.plan.chart import draw_chart
-    from allhands.plan.job import Prices
-    from allhands.plan.outlook import look_ahead
-
-    for flag, price in (("hour", price_per_hour), ("kwh", price_per_kwh)):
+def plan(asked: Plan) -> None:
+    """Run the verb."""
+    for flag, price in (("hour", asked.price_per_hour), ("kwh", asked.price_per_kwh)):
         _require_amount(f"--price-per-{flag}", price, "2.5")
-    _require_amount("--watts", watts, "60")
-    if after is not None:
-        return show_after(after, as_json=as_json)
-    picture = _place_of(picture, force=force)  # before anything that takes long
-    config = training_config(context.args)
-    devices = None if device is None else ", ".join(device)
-    asked = AskedComputers(
-        device=devices,
-        link=link,
-        machines=_numbers(machines),
-        once=once,
-        timeout_s=timeout_s,
-        prices=Prices(price_per_hour, watts, price_per_kwh),
+    _require_amount("--watts", asked.watts, "60")
+    if asked.after is not None:
+        from allhands.cli.plan_after import show_after
+
+        show_after(asked.after, as_json=asked.as_json)
+        return
+    picture = _place_of(asked.picture, force=asked.force)  # before anything that takes long
+    config = training_config(asked.context.args)
+    devices = None if asked.device is None else ", ".join(asked.device)
+    prices = Prices(asked.price_per_hour, asked.watts, asked.price_per_kwh)
+    computers = AskedComputers(devices, asked.link, _numbers(asked.machines), asked.once, asked.timeout_s, prices)
+    check_computers(config, computers)
+    from allhands.cli.plan_facts import facts_of
+
+    job, notes, measured = facts_of(
+        config, computers, lambda text: None if asked.as_json else typer.echo(text, err=True)
     )
-    job, notes, measured = facts_of(config, asked, lambda text: None if as_json else typer.echo(text, err=True))
     outlook = look_ahead(job)
-    shown = None if measured is None else asdict(measured)
+    # Options that this kind of training does not have are no options of the plan.
+    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
+    processor = "cpu" if outlook.job.kind == "cpu" else "gpu"
     values = {
-        **_told_apart(config, outlook, devices),
+        **plan_record(options, processor=processor, device=devices),
         **outlook.as_json(),
         "notes": notes,
-        "measured": shown,
+        "measured": None if measured is None else asdict(measured),
     }
-    kept, told = _keep(Path(config.adapter_path), values, imagined=device is not None)
-    if as_json:
+    kept, told = _keep(Path(config.adapter_path), values, imagined=asked.device is not None)
+    if asked.as_json:
         typer.echo(json.dumps({**values, "kept": None if kept is None else str(kept)}, indent=1))
         if kept is None:
             tell(told)
@@ -100,21 +70,19 @@ def plan(
         show(outlook, notes)
         echo(told)
     if picture is not None:
+        from allhands.plan.chart import draw_chart
+
         # Last, because what was measured is not to be lost if it cannot be written.
-        typer.echo(f"chart: {draw_chart(outlook, picture)}", err=as_json)
-    return None
+        typer.echo(f"chart: {draw_chart(outlook, picture)}", err=asked.as_json)
 
 
 def _place_of(picture: Path | None, *, force: bool) -> Path | None:
-    """Where the chart will be.
+    """Return where the chart will be.
 
     Raises:
         ConfigError: it is no name of a picture, or a file of somebody else's.
         StorageError: it cannot be written.
     """
-    from allhands.io.files import require_ours, require_writable
-    from allhands.io.pictures import DRAWN_HERE, picture_suffix
-
     if picture is not None:
         suffix = picture_suffix(picture)
         picture = picture if picture.suffix else picture.with_suffix(suffix)
@@ -123,21 +91,8 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
     return picture
 
 
-def _told_apart(config: TrainConfig, outlook: Outlook, device: str | None) -> dict[str, Any]:
-    from allhands.plan.kept import plan_record
-    from allhands.run.training_memory import on_cpu
-
-    # Options that this kind of training does not have are no options of the plan.
-    options = {name: value for name, value in config.model_dump(mode="json").items() if name not in config.HIDDEN}
-    return plan_record(options, processor="cpu" if outlook.job.of is on_cpu else "gpu", device=device)
-
-
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
-    from allhands.errors import StorageError
-    from allhands.io.names import PLAN_FILE
-    from allhands.plan.kept import has_begun, keep_plan
-
     if imagined and has_begun(directory):
         # Beside a run it would be taken for the plan of that.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
@@ -150,18 +105,11 @@ def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[P
 
 
 def training_config(words: Sequence[str]) -> TrainConfig:
-    """The training that options of ``allhands train`` or ``allhands pretrain`` describe.
+    """Return the training that options of ``allhands train`` or ``allhands pretrain`` describe.
 
     Raises:
         ConfigError: an option that neither has, or a value that cannot be.
     """
-    from allhands.cli.options import option_function
-    from allhands.cli.parser import App
-    from allhands.config.aliases import canonical_flag
-    from allhands.config.pretrain_schema import PretrainConfig
-    from allhands.config.schema import TrainConfig, build_config
-    from allhands.config.yaml_files import read_yaml
-
     flags: dict[str, Any] = {}
     app = App(add_completion=False, context_settings={"token_normalize_func": canonical_flag})
     app.command()(option_function(flags.update, "", PretrainConfig))  # which has all of both
@@ -185,56 +133,3 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 def _require_amount(flag: str, value: float | None, example: str) -> None:
     if value is not None and not 0.0 <= value < math.inf:
         raise ConfigError(f"{value:g} is no amount", where=flag, hint=f"give a number from 0 on, as {flag} {example}")
-
-
-def show_after(run: Path, *, as_json: bool) -> None:
-    """Print what a run shows of the way in which it was computed, and how it compares with its plan.
-
-    Raises:
-        DataError: there is no run.
-    """
-    from allhands.observe.judging import harm
-    from allhands.plan.outgrown import signs_of
-    from allhands.report.facts import read_facts
-    from allhands.report.planned import comparison_of
-
-    facts = read_facts(run)
-    found, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
-    # A faster way to a ruined model is no advice.
-    done = harm(facts.history)
-    # Of the notes those on the plan: the others are for a report.
-    notes = [note for note in facts.notes if note.startswith("plan.")]
-    if as_json:
-        values = {"signs": [asdict(sign) for sign in found], "plan": compared and compared.as_json(), "notes": notes}
-        values["judgements"] = [asdict(one) for one in done]
-        typer.echo(json.dumps(values, indent=1))
-        return
-    for one in done:
-        echo(f"{one.level}: {one.text}")
-    if not found and not any(one.level == "bad" for one in done):
-        echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
-    for sign in found:
-        echo(f"{sign.seen}\n  what to do: {sign.advice}")
-    for note in notes:
-        echo(note)
-    if compared is not None:
-        _show_compared(compared)
-    elif not notes:
-        echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
-
-
-def _show_compared(found: Comparison) -> None:
-    from allhands.io.formatting import format_moment
-
-    typer.echo(
-        f"\nAs planned on {format_moment(found.made)} UTC, for {found.machines} rank{'s' * (found.machines > 1)}:"
-    )
-    for note in found.notes:
-        echo(f"- {note}")
-    for figure in found.figures:
-        mark = " (with other options)" if figure.marked and figure.ratio is not None else ""
-        echo(f"{figure.told}{mark}")
-        if figure.why:
-            echo(f"  what may explain it: {'; '.join(figure.why)}")
-    for one in found.differences:
-        echo(f"other than planned: {one.told}")

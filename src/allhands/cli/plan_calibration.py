@@ -19,6 +19,9 @@ from allhands.cli.plan_noise import busy, contradiction, suspicious, watched
 from allhands.cluster.guard import die_with_parent
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
+from allhands.kernels.known import can_be_compiled
+from allhands.model.load import read_config
+from allhands.model.sources import resolve
 from allhands.observe.metrics import RunStarted, TrainReport
 from allhands.observe.metrics.events import decode_event
 from allhands.observe.monitor import read_samples
@@ -344,10 +347,6 @@ def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: b
 
 
 def _can_be_compiled(model: str) -> bool:
-    from allhands.kernels.known import can_be_compiled
-    from allhands.model.load import read_config
-    from allhands.model.sources import resolve
-
     try:
         return can_be_compiled(read_config(resolve(model)).get("model_type"))
     except AllhandsError:  # a model that is made anew is named otherwise

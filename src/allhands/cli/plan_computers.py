@@ -1,25 +1,27 @@
-"""The computers that ``allhands plan`` plans for, what they have, and the link between them."""
+"""The computers of a plan, their memory and speed, and the link between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from allhands.cli.plan_asked import AskedComputers, hosts_of, on_hosts
+from allhands.cluster.doctor.facts import HostFacts
+from allhands.cluster.doctor.run import ask_facts
+from allhands.cluster.doctor.storage import device_memory as memory_of
+from allhands.cluster.hosts import Host
+from allhands.cluster.netbench import BenchOptions, measure
+from allhands.cluster.probes.computer import memory_facts
 from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
-from allhands.plan.computers import Computer
-from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device, device_of
+from allhands.plan.computers import Computer, listed
+from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device
+from allhands.plan.job import Prices
 from allhands.plan.links import ExchangeTimes, Measured, link_of
-
-if TYPE_CHECKING:
-    from allhands.cluster.doctor.facts import HostFacts
-    from allhands.cluster.hosts import Host
-    from allhands.plan.job import Prices
+from allhands.runtime.accelerator import device_memory
 
 _DEFAULT_LINK = "1GbE"
-_MOST_DEVICES = 1024
 _ASK_S = 10.0
 _ALIKE = 1.1  # speeds that differ by less are noise
 _HERE = "this computer"
@@ -27,56 +29,7 @@ _HERE = "this computer"
 Say = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class AskedComputers:
-    """The command's own options; see :func:`allhands.cli.plan.plan`."""
-
-    device: str | None
-    link: str | None
-    machines: tuple[int, ...]
-    once: bool
-    timeout_s: float
-    prices: Prices
-
-
 # --- computers ----------------------------------------------------------------------------------------
-
-
-def devices_of(text: str | None) -> list[Device]:
-    """``M1 Pro 32GB, 2 x M1 16GB``; of one kind, because no training is of several.
-
-    Raises:
-        ConfigError: they are not known, or too many, or of several kinds.
-    """
-    found: list[Device] = []
-    for part in (text or "").split(","):
-        if not part.strip():
-            continue
-        number, x, rest = part.strip().partition(" x ")
-        several = bool(x) and number.isdecimal()
-        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
-        found += [device_of(rest if several else part)] * times
-        if len(found) > _MOST_DEVICES:
-            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
-            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
-    if text is not None and not found:
-        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
-    if len({each.kind for each in found}) > 1:
-        hint = "MLX has no back-end for both in one group: plan for one kind"
-        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
-    return found
-
-
-def on_hosts(config: TrainConfig) -> bool:
-    """Whether it is planned for computers that answer over ssh."""
-    return bool(config.hosts or config.hostfile)
-
-
-def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
-    """The computers that the options name, as training reads them; this one with all ranks, if they name none."""
-    from allhands.cluster.hosts import Host, hosts_named
-
-    return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
 
 
 def computers_of(
@@ -88,14 +41,12 @@ def computers_of(
     say: Say,
     notes: list[str],
 ) -> tuple[Computer, ...]:
-    """All of them, in the order in which they are named; one where the others are like it, or only imagined.
+    """Return the computers in the order of their names; one where the others are like it, or only imagined.
 
     Args:
         kind: of this computer's processor.
         link: between them; where it was measured the speeds were, too.
     """
-    from allhands.plan.computers import listed
-
     if devices:
         watts = asked.prices.watts is None and asked.prices.per_kwh is not None
         found = tuple(_described(each, devices[0], watts=watts) for each in devices)
@@ -119,14 +70,10 @@ def _described(device: Device, first: Device, *, watts: bool) -> Computer:
 
 
 def _here(kind: str) -> Computer:
-    """This one: what arrays may take now, or at all where that is the GPU's own."""
+    """Return this computer, with the memory that arrays may take now, or at all where that is the GPU's own."""
     if kind == "cpu":
-        from allhands.cluster.probes.computer import memory_facts
-
         memory = memory_facts()
         return Computer(_HERE, 1.0, memory["free"], memory["total"], "other programs have the rest now")
-    from allhands.runtime.accelerator import device_memory
-
     whole = device_memory()
     why = MAC_KEEPS if kind == "metal" else DRIVER_TAKES
     return Computer(_HERE, 1.0, int(USABLE[kind] * whole), whole, why)
@@ -135,9 +82,7 @@ def _here(kind: str) -> Computer:
 def _answering(
     config: TrainConfig, kind: str, measured: Sequence[float], say: Say, notes: list[str]
 ) -> tuple[Computer, ...]:
-    """A rank of each slot of the hosts, with their memory as they tell it themselves."""
-    from allhands.cluster.doctor.run import ask_facts
-
+    """Return one computer for each slot of the hosts, with the memory that they tell."""
     hosts = hosts_of(config)
     say("asking the computers for their memory ...")
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
@@ -155,11 +100,9 @@ def _answering(
 
 
 def _told(host: Host, facts: HostFacts | None) -> Computer:
-    from allhands.cluster.doctor.storage import device_memory
-
     if facts is None or not facts.memory.total:
         return Computer(host.name)
-    usable, free, _ = device_memory(facts)
+    usable, free, _ = memory_of(facts)
     if not facts.gpus:
         return Computer(host.name, 1.0, free, facts.memory.total, "other programs have the rest now")
     gpu = facts.gpus[0]
@@ -175,7 +118,7 @@ def _speeds(
     measured: Sequence[float],
     notes: list[str],
 ) -> list[float]:
-    """Of each rank, 1 being that of this computer's: as ``--rank-weights`` says, or as they were ``measured``."""
+    """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as ``measured``."""
     slots = [host.slots for host in hosts]
     mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
     if config.given_weights:
@@ -195,7 +138,7 @@ def _speeds(
 
 
 def _processor(facts: HostFacts | None) -> str:
-    """What computes there, in words; empty if that is not known."""
+    """Name the processor; empty if it is not known."""
     if facts is None:
         return ""
     if facts.gpus:
@@ -204,7 +147,7 @@ def _processor(facts: HostFacts | None) -> str:
 
 
 def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]) -> Prices:
-    """With a power, where energy has a price.
+    """Return the prices, and note the power where only energy has a price.
 
     Raises:
         ConfigError: nothing says what a computer takes.
@@ -214,13 +157,8 @@ def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]
     if not devices:
         hint = "say how much a computer takes while it trains: --watts 60"
         raise ConfigError("the price of energy needs a power", where="--price-per-kwh", hint=hint)
-    watts = {each.name: each.watts for each in devices}
-    if len(set(watts.values())) == 1:
-        each = devices[0].watts
-        notes.append(f"no --watts are given: {each:g} are taken for each computer, as such ones take while they train")
-    else:
-        told = ", ".join(f"{value:g} for {name}" for name, value in watts.items())
-        notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
+    told = ", ".join(dict.fromkeys(f"{each.watts:g} for {each.name}" for each in devices))
+    notes.append(f"no --watts are given: taken are {told}, as such ones take while they train")
     return asked.prices
 
 
@@ -230,7 +168,7 @@ def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]
 def link_between(
     config: TrainConfig, asked: AskedComputers, devices: int, say: Say, notes: list[str]
 ) -> ExchangeTimes | None:
-    """Measured between ranks that there are, else as described; ``None`` where there is one computer.
+    """Return the link: measured between ranks that there are, else as described; ``None``: there is one computer.
 
     Raises:
         AllhandsError: it is not known, or cannot be measured.
@@ -258,8 +196,6 @@ def link_between(
 
 
 def _measured_link(config: TrainConfig, say: Say, notes: list[str]) -> ExchangeTimes:
-    from allhands.cluster.netbench import BenchOptions, measure
-
     say("measuring the link ...")
     options = BenchOptions(links=False, cores_per_rank=config.cores_per_rank)
     found = measure(hosts_of(config), config.backend, options)

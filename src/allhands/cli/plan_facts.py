@@ -1,4 +1,4 @@
-"""What ``allhands plan`` stands on: the model's widths, a short training here, and the link."""
+"""The facts of ``allhands plan``: the model's widths, a short training here, and the link."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from allhands.cli.launching import require_cores
+from tokenizers import Tokenizer
+
+from allhands.cli.plan_asked import AskedComputers, devices_of, hosts_of, on_hosts
 from allhands.cli.plan_calibration import Calibration, calibrate, small_passes, steps_of, time_to_start
-from allhands.cli.plan_computers import (
-    AskedComputers,
-    computers_of,
-    devices_of,
-    hosts_of,
-    link_between,
-    on_hosts,
-    prices_of,
-)
-from allhands.cli.plan_validations import number_of, seconds_of, valid_rows
-from allhands.config.pretrain_schema import pretraining
+from allhands.cli.plan_computers import computers_of, link_between, prices_of
+from allhands.cli.plan_validations import number_of, open_splits, seconds_of, valid_rows
+from allhands.config.pretrain_schema import PretrainConfig, pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
-from allhands.distributed.mesh import check_weights
+from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ConfigError
 from allhands.io.formatting import format_bytes, format_count, format_duration
+from allhands.model.adapters import full_of_quantised, no_such_keys, resolve_layers
+from allhands.model.load import read_config
+from allhands.model.quantized import held_dense
+from allhands.model.shapes import find_shape, num_parameters, rows_for
+from allhands.model.sources import resolve
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
-from allhands.plan.devices import Device
+from allhands.parallel.runahead import limit_for
 from allhands.plan.job import Job
 from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
@@ -42,435 +41,369 @@ from allhands.run.model_sizes import (
     linears,
 )
 from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.runtime.accelerator import detect, device_memory, sizing_of
+from allhands.runtime.blas import available_cores
 
 _DEFAULT_ITERS = 1000
 _FELT_S = 1.0
 _BANDWIDTH = {"metal": 200e9, "cuda": 1e12}  # of memory, about, in bytes a second
 _METHODS = {"lora": "LoRA", "dora": "DoRA", "full": "full training"}
 
+Say = Callable[[str], object]
+
 
 @dataclass(frozen=True)
 class _Model:
-    """What its files tell.
+    """A model by its files.
 
     Attributes:
         weights_bytes: as they are held in training.
-        bits: of quantised weights, 0 for dense ones.
-        forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
         word: bytes of a number of dense weights in memory.
+        bits: of quantised weights, 0 for dense ones.
+        tied: whether the table of tokens is the head, too.
+        forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
     """
 
-    config: dict[str, Any]
     blocks: Blocks | None
     weights_bytes: int
-    bits: int
     word: int
+    bits: int = 0
+    tied: bool = False
     forms: tuple[tuple[float, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Of the training data: tokens of a row on the average, and how many rows there are, where that is known."""
-
-    tokens: float
-    number: int | None
-
-
-def facts_of(
-    config: TrainConfig, asked: AskedComputers, say: Callable[[str], object]
-) -> tuple[Job, list[str], Calibration | None]:
-    """Everything to plan with, notes on where it is from, and what a short training here has shown.
+def facts_of(config: TrainConfig, asked: AskedComputers, say: Say) -> tuple[Job, list[str], Calibration | None]:
+    """Return everything to plan with, notes on where it is from, and the results of a short training here.
 
     Raises:
         ConfigError: options contradict each other.
         AllhandsError: the model or the data cannot be read, or the short training failed.
     """
-    devices = devices_of(asked.device)
-    _check(config, asked, devices)
-    kind = devices[0].kind if devices else _kind_here()
-    model = _model(config, kind)
-    notes = list(config.notes)
-    energy: list[str] = []
-    prices = prices_of(asked, devices, energy)  # before anything that takes long
-    measured, shared = None, config
-    together = not devices and config.num_ranks > 1 and not on_hosts(config)
-    if not devices:
-        steps = steps_of(config, on_gpu=kind != "cpu")
-        say(f"training {steps} steps with the whole batch, and with half of it ...")
-        shared = _as_one_of(config, notes)
-        several = kind == "cpu" and (together or (on_hosts(config) and shared.cores_per_rank is not None))
-        measured = calibrate(shared, asked.timeout_s, say, on_gpu=kind != "cpu", with_all_cores=several)
-        notes.append(_told(measured))
-    rows = _rows(config, measured, say, notes)
-    step = _step(config, model, kind, measured, devices, rows, notes)
-    link = link_between(config, asked, len(devices), say, notes)
-    computers = computers_of(config, asked, devices, kind, link, say, notes)
-    notes += energy
-    work = _work(config, model, kind, measured, rows)
-    batches = _batches(config, rows)
-    valid = valid_rows(config, counted=measured is not None or rows.number is not None, say=say, notes=notes)
-    layers = _trained_layers(config, model.blocks) if model.blocks is not None else 0
-    job = Job(
-        steps=_steps(config, rows),
-        start_s=measured.start_s if measured else 0.0,
-        whole_s=measured.whole_s if measured else None,
-        first_s=_first_s(config, kind, measured, rows),
-        started=_started(config, asked, say) if together else None,
-        step=step,
-        validations=number_of(batches, config.steps_per_eval, config.grad_accumulation_steps) if valid.number else 0,
-        validation_s=seconds_of(valid, step, config, model.blocks, layers),
-        link=link,
-        computers=computers,
-        numbers=tuple(range(1, config.num_ranks + 1)) if together else asked.machines,
-        imagined=bool(asked.machines) and not together,
-        blocks=model.blocks,
-        work=work,
-        of=on_cpu if kind == "cpu" else on_gpu,
-        batch_rows=config.batch_size,
-        present_bytes=_present(config, model.blocks, work, measured) if kind == "cpu" else 0,
-        needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
-        quantised=model.bits > 0,
-        once=asked.once,
-        together=together,
-        shares=together and kind != "cuda",
-        room=_room(config) if together and kind == "cpu" else 0,
-        prices=prices,
-        doubt=measured.doubt if measured else "",
-        about=_about(config, rows),
-        again_s=_again_s(config, model.blocks, layers),
-        rounds=rounds_of(config) if config.sync_every > 1 or config.sync_delay else None,
-        kind=kind,
-        tied=bool(model.config.get("tie_word_embeddings", False)),
-        forms=model.forms,
-    )
-    if kind == "cuda" and measured is not None and model.blocks is not None and work is not None:
-        from allhands.parallel.runahead import limit_for
-        from allhands.runtime.accelerator import device_memory
-
-        most = limit_for(max(job.needed_bytes, on_gpu(model.blocks, work).arrays), device_memory())
-        notes.append(f"of the GPU's memory training takes up to {format_bytes(most)} where it is free: it is faster so")
-    if measured is not None and on_hosts(config):
-        job = _with_small_passes(job, shared, measured, asked, say)
-    return job, notes, measured
+    facts = _Facts(config, asked, say)
+    return facts.job(), facts.notes, facts.measured
 
 
-def _with_small_passes(
-    job: Job, config: TrainConfig, measured: Calibration, asked: AskedComputers, say: Callable[[str], object]
-) -> Job:
-    """With the time of micro-batches as small as those of the smallest pipeline that is spoken of, if one is."""
-    pipelines = look_ahead(job).pipelines
-    if not pipelines:
-        return job
-    say("training a few steps with the small micro-batches of a pipeline ...")
-    stages = min(each.machines for each in pipelines)
-    return replace(job, small=small_passes(config, measured, stages, asked.timeout_s, on_gpu=job.kind != "cpu"))
+class _Facts:
+    """A training and the computers for it, as far as they are known; ``notes`` say where the facts are from.
 
+    Attributes:
+        measured: by a short training here; ``None``: the computers are only described.
+        row_tokens: of a row, on the average; ``num_rows`` of the training data, where that is known.
+        together: whether the ranks are processes of this computer.
+    """
 
-def _about(config: TrainConfig, rows: _Rows) -> str:
-    """The training in a few words."""
-    fresh = pretraining(config)
-    method = _METHODS[config.fine_tune_type]
-    what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
-    return f"{what}: {_steps(config, rows):,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
+    def __init__(self, config: TrainConfig, asked: AskedComputers, say: Say) -> None:
+        self.config, self.asked, self.say = config, asked, say
+        self.devices = devices_of(asked.device)
+        self.kind = self.devices[0].kind if self.devices else detect().kind
+        self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
+        self.notes = list(config.notes)
+        self.prices = prices_of(asked, self.devices, self.notes)  # before anything that takes long
+        self.model = _fresh(config, self.kind) if isinstance(config, PretrainConfig) else _read(config, self.kind)
+        self.blocks = self.model.blocks
+        self.measured: Calibration | None = None
+        self.as_one_of = config
+        if not self.devices:
+            self.measured = self._measure()
+            self.notes.append(_told(self.measured))
+        self.row_tokens, self.num_rows = self._rows()
+        self.trained = self._trained()
+        self.layers = 0 if self.blocks is None else _trained_layers(config, self.blocks)
 
+    def job(self) -> Job:
+        """Return everything that the plan is computed from."""
+        config, asked, kind, measured = self.config, self.asked, self.kind, self.measured
+        step = self._step()
+        link = link_between(config, asked, len(self.devices), self.say, self.notes)
+        computers = computers_of(config, asked, self.devices, kind, link, self.say, self.notes)
+        work = self._work()
+        batches = self._batches()
+        counted = measured is not None or self.num_rows is not None
+        valid = valid_rows(config, counted=counted, say=self.say, notes=self.notes)
+        every, accumulated = config.steps_per_eval, config.grad_accumulation_steps
+        on_cpus = self.together and kind == "cpu"
+        job = Job(
+            steps=math.ceil(batches / accumulated),
+            start_s=measured.start_s if measured else 0.0,
+            whole_s=measured.whole_s if measured else None,
+            first_s=self._first_s(),
+            started=self._started() if self.together else None,
+            step=step,
+            validations=number_of(batches, every, accumulated) if valid.number else 0,
+            validation_s=seconds_of(valid, step, config, self.blocks, self.layers),
+            link=link,
+            computers=computers,
+            numbers=tuple(range(1, config.num_ranks + 1)) if self.together else asked.machines,
+            imagined=bool(asked.machines) and not self.together,
+            blocks=self.blocks,
+            work=work,
+            of=on_cpu if kind == "cpu" else on_gpu,
+            batch_rows=config.batch_size,
+            present_bytes=self._present(work) if kind == "cpu" else 0,
+            needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
+            quantised=self.model.bits > 0,
+            once=asked.once,
+            together=self.together,
+            shares=self.together and kind != "cuda",
+            room=max(1, available_cores() // (config.cores_per_rank or 1)) if on_cpus else 0,
+            prices=self.prices,
+            doubt=measured.doubt if measured else "",
+            about=self._about(),
+            again_s=self._again_s(),
+            rounds=rounds_of(config) if config.sync_every > 1 or config.sync_delay else None,
+            kind=kind,
+            tied=self.model.tied,
+            forms=self.model.forms,
+        )
+        if job.needed_bytes and self.blocks is not None and work is not None:
+            most = format_bytes(limit_for(max(job.needed_bytes, on_gpu(self.blocks, work).arrays), device_memory()))
+            self.notes.append(f"of the GPU's memory training takes up to {most} where it is free: it is faster so")
+        return self._with_small_passes(job)
 
-def _again_s(config: TrainConfig, blocks: Blocks | None, layers: int) -> float:
-    """Of the passes with activations computed again, by those without."""
-    if blocks is None or config.grad_checkpoint:
-        return 1.0
-    once, again = (flops_per_token(blocks, config.fine_tune_type, layers, recomputed=way) for way in (False, True))
-    return again / once
+    def _measure(self) -> Calibration:
+        """Train a few steps, with the cores that each of several processes of a computer will have."""
+        config, on_gpu = self.config, self.kind != "cpu"
+        self.say(f"training {steps_of(config, on_gpu=on_gpu)} steps with the whole batch, and with half of it ...")
+        ranks = max(host.slots for host in hosts_of(config))
+        if ranks > 1 and not config.cores_per_rank:
+            there = available_cores()
+            cores = max(1, there // ranks)
+            told = f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below"
+            if ranks > there:
+                turns = f"{ranks} processes share {there} core{'s' * (there > 1)}, and take turns on them"
+                told = f"{turns}; the one below has one"
+            self.notes.append(told)
+            self.as_one_of = config.model_copy(update={"cores_per_rank": cores})
+        fewer = self.together or (on_hosts(config) and self.as_one_of.cores_per_rank is not None)
+        timeout_s, alone = self.asked.timeout_s, fewer and not on_gpu
+        return calibrate(self.as_one_of, timeout_s, self.say, on_gpu=on_gpu, with_all_cores=alone)
 
+    def _with_small_passes(self, job: Job) -> Job:
+        """Return the job with the time of micro-batches of the smallest pipeline that is spoken of, if one is."""
+        if self.measured is None or not on_hosts(self.config) or not (pipelines := look_ahead(job).pipelines):
+            return job
+        self.say("training a few steps with the small micro-batches of a pipeline ...")
+        stages, timeout_s = min(each.machines for each in pipelines), self.asked.timeout_s
+        small = small_passes(self.as_one_of, self.measured, stages, timeout_s, on_gpu=self.kind != "cpu")
+        return replace(job, small=small)
 
-def _first_s(config: TrainConfig, kind: str, measured: Calibration | None, rows: _Rows) -> float:
-    """Seconds that the first steps take longer; a part of them where the training is shorter than the one here was."""
-    here = steps_of(config, on_gpu=kind != "cpu")
-    return 0.0 if measured is None else measured.first_s * min(1.0, _steps(config, rows) / here)
+    def _about(self) -> str:
+        """Describe the training in a few words."""
+        config, fresh = self.config, pretraining(self.config)
+        method = _METHODS[config.fine_tune_type]
+        what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
+        steps = math.ceil(self._batches() / config.grad_accumulation_steps)
+        return f"{what}: {steps:,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
 
+    def _again_s(self) -> float:
+        """Return how many times as long passes take in which activations are computed again."""
+        if self.blocks is None or self.config.grad_checkpoint:
+            return 1.0
+        return self._flops(self.blocks, recomputed=True) / self._flops(self.blocks, recomputed=False)
 
-def _check(config: TrainConfig, asked: AskedComputers, devices: list[Device]) -> None:
-    if not (on_hosts(config) or devices):
-        require_cores(config.num_ranks)
-    if not devices:
-        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
-    values = {
-        "--link": asked.link,
-        "--hosts": config.hosts,
-        "--hostfile": config.hostfile,
-        "-n": config.num_ranks > 1 and not config.hostfile,
-    }
-    given = [flag for flag, value in values.items() if value]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
-    if devices and given and given != ["--link"]:
-        hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
-        raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
-    named = len(devices) > 1 or on_hosts(config) or config.num_ranks > 1
-    if named and asked.machines:
-        raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")
+    def _flops(self, blocks: Blocks, *, recomputed: bool) -> float:
+        return flops_per_token(blocks, self.config.fine_tune_type, self.layers, recomputed=recomputed)
 
+    def _first_s(self) -> float:
+        """Return the seconds that the first steps take longer; a part of them where the training is a short one."""
+        if self.measured is None:
+            return 0.0
+        steps = math.ceil(self._batches() / self.config.grad_accumulation_steps)
+        return self.measured.first_s * min(1.0, steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
 
-def _as_one_of(config: TrainConfig, notes: list[str]) -> TrainConfig:
-    """With the cores that each of several processes of a computer will have."""
-    if config.cores_per_rank or (config.num_ranks == 1 and not on_hosts(config)):
-        return config
-    ranks = max(host.slots for host in hosts_of(config))
-    if ranks == 1:
-        return config
-    from allhands.runtime.blas import available_cores
+    def _started(self) -> tuple[int, float]:
+        self.say(f"starting it in {self.config.num_ranks} processes ...")
+        return self.config.num_ranks, time_to_start(self.config, self.asked.timeout_s)
 
-    cores, there = max(1, available_cores() // ranks), available_cores()
-    told = f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below"
-    if ranks > there:
-        told = f"{ranks} processes share {there} core{'s' * (there > 1)}, and take turns on them; the one below has one"
-    notes.append(told)
-    return config.model_copy(update={"cores_per_rank": cores})
+    # --- a step ---------------------------------------------------------------------------------------
 
+    def _trained(self) -> int:
+        """Return the number of trained parameters."""
+        config, blocks = self.config, self.blocks
+        if self.measured is not None:
+            return self.measured.exchanged
+        if blocks is None:
+            hint = "let it be trained for a few steps: leave --device out"
+            raise ConfigError("this model is not built of equal blocks: nothing can be estimated", hint=hint)
+        layers = _trained_layers(config, blocks)
+        if config.fine_tune_type == "full":
+            if layers == blocks.layers:
+                return all_weights(blocks, tied=self.model.tied)
+            return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
+        numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
+        if not numbers:
+            raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
+        return numbers
 
-def _room(config: TrainConfig) -> int:
-    """How many processes of this computer there are cores for."""
-    from allhands.runtime.blas import available_cores
+    @property
+    def _gradient_word(self) -> int:
+        return self.model.word if self.config.fine_tune_type == "full" else 4
 
-    return max(1, available_cores() // (config.cores_per_rank or 1))
+    def _step(self) -> StepModel:
+        config, word = self.config, self._gradient_word
+        if self.measured is not None:
+            serial_s, token_s = fitted(self.measured.points)
+        else:
+            assert self.blocks is not None, "self._trained() has said so"
+            where = self.devices[0]
+            # The update moves some thirty bytes of each trained number.
+            serial_s = 0.002 + self.trained * 30.0 / _BANDWIDTH[where.kind]
+            token_s = where.seconds(self._flops(self.blocks, recomputed=config.grad_checkpoint))
+            known = ", ".join(dict.fromkeys(each.name for each in self.devices))
+            self.notes.append(
+                f"{known}: estimated from what the maker says they can do: good within a factor of 1.5, not better; "
+                "a short training there tells (allhands plan on that computer)"
+            )
+        number = config.batch_size * config.grad_accumulation_steps
+        return StepModel(
+            serial_s=serial_s,
+            tokens=self.row_tokens * number,
+            token_s=token_s,
+            rows=number,
+            gradient_bytes=self.trained * word,
+            bucket_bytes=bucket_bytes_for(self._backend, config.bucket_mb),
+            overlapped=self.kind == "cuda" and config.sync_every == 1,
+            packed=self._packed(),
+            every=config.sync_every,
+            beside=rounds_of(config).beside,
+            word=word,
+        )
 
+    @property
+    def _backend(self) -> str:
+        return "nccl" if self.kind == "cuda" else "ring"
 
-def _kind_here() -> str:
-    from allhands.runtime.accelerator import detect
+    def _packed(self) -> PackedGradients | None:
+        """Return the form in which gradients travel, if not as they are."""
+        if self.config.compress == "none":
+            return None
+        codec = CODECS[self.config.compress]
+        require_gain(codec, self._backend, max(2, self.config.num_ranks), self._gradient_word)
+        return PackedGradients(codec, self._backend, self._gradient_word)
 
-    return detect().kind
+    def _rows(self) -> tuple[float, int | None]:
+        """Return tokens of a row and the number of rows: as the short training or the data have them, or the most."""
+        config = self.config
+        if self.measured is not None:
+            return self.measured.points[0][0] / config.batch_size, self.measured.examples
+        if config.packing or not {"data", "hf_dataset"} & config.model_fields_set:
+            why = "rows are packed" if config.packing else "no --data is named"
+            self.notes.append(f"for rows of {config.max_seq_length} tokens, the longest there can be: {why}")
+            return float(config.max_seq_length), None
+        self.say("reading the data ...")
+        alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
+        data = open_splits(alone)
+        assert data.train is not None
+        number = len(data.train)
+        tokens = data.stored["train"].report.num_tokens / number
+        self.notes.append(f"for rows of {tokens:.0f} tokens on the average, of which the data have {number:,}")
+        return tokens, number
+
+    def _batches(self) -> int:
+        config = self.config
+        if not config.epochs:
+            return config.iters or _DEFAULT_ITERS
+        if self.num_rows is None:
+            hint = "give --iters: how many rows there are is only known when the data have been read"
+            raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
+        return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
+
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def _work(self) -> Work | None:
+        config, blocks, measured = self.config, self.blocks, self.measured
+        if blocks is None:
+            return None
+        share = config.batch_size * config.max_seq_length
+        most = sizing_of(self.kind, config.micro_batch_tokens, compiled=False).max_tokens
+        if self.kind != "cpu" and measured is not None and measured.largest:
+            most, cuts = measured.largest
+            share = min(share, most * cuts)
+        elif not config.packing:
+            # Rows are as long as they are, not as long as they may be.
+            share = min(share, int(1.15 * self.row_tokens * config.batch_size))
+        full, word = config.fine_tune_type == "full", self.model.word
+        trained_bytes = self.trained * self._gradient_word
+        by_adam = left_to_adam(blocks, config.optimizer, trained_bytes, word) if pretraining(config) else 0
+        row = min(config.max_seq_length, share)
+        return Work(
+            method=config.fine_tune_type,
+            tokens=max(row, min(most, share)),
+            row_tokens=row,
+            trained_layers=self.layers,
+            weights_bytes=self._weights_bytes() + (0 if full else 4 * self.trained),
+            trained_bytes=trained_bytes,
+            by_adam_bytes=by_adam,
+            optimizer=config.optimizer,
+            recomputed=config.grad_checkpoint,
+            accumulated=share > most or config.grad_accumulation_steps > 1,
+            masters=self.kind == "cuda" and config.master_weights and word == 2 and full,
+            batch_tokens=share,
+            packed=self._packed(),
+        )
+
+    def _weights_bytes(self) -> int:
+        """Return the bytes of the weights; on a GPU quantised ones are dense where they have room."""
+        quantised = self.kind == "cuda" and self.model.bits and self.measured
+        if quantised and held_dense(quantised.total, device_memory()):
+            return 2 * quantised.total
+        return self.model.weights_bytes
+
+    def _present(self, work: Work | None) -> int:
+        """Return the bytes of a process on a CPU that are no arrays of its training, as it said itself, or about."""
+        measured = self.measured
+        if self.blocks is None or work is None or measured is None or measured.expected_bytes is None:
+            return PROGRAM_BYTES
+        # The steps that were measured have written nothing.
+        later = WRITING_BYTES if self.config.sample_prompts else 0
+        return later + max(0, measured.expected_bytes - of_process(on_cpu(self.blocks, work), 0, 0))
 
 
 # --- the model ----------------------------------------------------------------------------------------
 
 
-def _model(config: TrainConfig, kind: str) -> _Model:
-    fresh = pretraining(config)
-    if fresh is not None:
-        return _fresh(fresh, kind)
-    from allhands.model.load import read_config
-    from allhands.model.sources import resolve
-
+def _read(config: TrainConfig, kind: str) -> _Model:
+    """Read a model's files."""
     place = resolve(config.model)
     values = read_config(place)
     quantised = values.get("quantization") or values.get("quantization_config") or {}
     bits = int(quantised.get("bits", 0)) if isinstance(quantised, dict) else 0
     if bits and config.fine_tune_type == "full":
-        from allhands.model.adapters import full_of_quantised
-
         raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    tied = bool(values.get("tie_word_embeddings", False))
     half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
-    # A CPU computes in float32, in which weights are held there.
-    word = 2 if half and kind != "cpu" else 4
-    if not bits and half and kind == "cpu":
-        size *= 2
-    blocks, forms = blocks_of(values), ()
-    if bits and kind == "cpu" and blocks is not None:
-        forms = forms_on_cpu(blocks, bits, int(quantised.get("group_size", 64)))
-        (of_block, of_table), _ = forms
-        size = int(blocks.layers * of_block + (1 if values.get("tie_word_embeddings") else 2) * of_table)
-    return _Model(values, blocks, size, bits, word, forms)
+    blocks = blocks_of(values)
+    if kind != "cpu":
+        return _Model(blocks, size, 2 if half else 4, bits, tied)
+    # A CPU computes in float32, in which dense weights are held there.
+    if not bits or blocks is None:
+        return _Model(blocks, size if bits or not half else 2 * size, 4, bits, tied)
+    forms = forms_on_cpu(blocks, bits, int(quantised.get("group_size", 64)))
+    of_block, of_table = forms[0]
+    return _Model(blocks, int(blocks.layers * of_block + (1 if tied else 2) * of_table), 4, bits, tied, forms)
 
 
-def _fresh(fresh: Any, kind: str) -> _Model:
-    from allhands.model.shapes import find_shape, num_parameters, rows_for
-
-    numbers = fresh.numbers()
+def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
+    """Return the model that is made anew."""
+    numbers: dict[str, Any] = fresh.numbers()
     if (file := Path(fresh.tokenizer) / "tokenizer.json").is_file() and fresh.vocabulary is None:
-        from tokenizers import Tokenizer
-
         numbers = {"vocabulary": rows_for(Tokenizer.from_file(str(file)).get_vocab_size()), **numbers}
     shape = find_shape(fresh.shape, numbers)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mixed = shape.experts, shape.experts_per_token
     blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
-    half = fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu")
-    word = 2 if half else 4
-    return _Model({"tie_word_embeddings": shape.tied}, blocks, word * num_parameters(shape), 0, word)
-
-
-# --- a step -------------------------------------------------------------------------------------------
+    word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
+    return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied)
 
 
 def _trained_layers(config: TrainConfig, blocks: Blocks) -> int:
-    from allhands.model.adapters import resolve_layers
-
     asked = resolve_layers(blocks.layers, config)
     return blocks.layers if asked < 0 else asked
 
 
-def _trained(config: TrainConfig, model: _Model, measured: Calibration | None) -> int:
-    """Numbers that are trained."""
-    if measured is not None:
-        return measured.exchanged
-    if model.blocks is None:
-        hint = "let it be trained for a few steps: leave --device out"
-        raise ConfigError("this model is not built of equal blocks: nothing can be estimated", hint=hint)
-    blocks, layers = model.blocks, _trained_layers(config, model.blocks)
-    if config.fine_tune_type == "full":
-        if layers == blocks.layers:
-            return all_weights(blocks, tied=bool(model.config.get("tie_word_embeddings", False)))
-        return layers * (all_weights(blocks, tied=True) - blocks.vocabulary * blocks.dims) // blocks.layers
-    from allhands.model.adapters import no_such_keys
-
-    numbers = adapter_weights(blocks, layers, config.lora_parameters.rank, config.lora_parameters.keys)
-    if not numbers:
-        raise no_such_keys(config, linears(blocks), config.lora_parameters.keys or ())
-    return numbers
-
-
-def _word_of_gradients(config: TrainConfig, model: _Model) -> int:
-    return model.word if config.fine_tune_type == "full" else 4
-
-
-def _step(
-    config: TrainConfig,
-    model: _Model,
-    kind: str,
-    measured: Calibration | None,
-    devices: list[Device],
-    rows: _Rows,
-    notes: list[str],
-) -> StepModel:
-    number = config.batch_size * config.grad_accumulation_steps
-    tokens = rows.tokens * number
-    if measured is not None:
-        serial_s, token_s = fitted(measured.points)
-    else:
-        trained, where = _trained(config, model, None), devices[0]
-        assert model.blocks is not None, "the line before has said so"
-        layers = _trained_layers(config, model.blocks)
-        flops = flops_per_token(model.blocks, config.fine_tune_type, layers, recomputed=config.grad_checkpoint)
-        # The update moves some thirty bytes of each trained number.
-        serial_s = 0.002 + trained * 30.0 / _BANDWIDTH[where.kind]
-        token_s = where.seconds(flops)
-        known = ", ".join(dict.fromkeys(each.name for each in devices))
-        notes.append(
-            f"{known}: estimated from what the maker says they can do: good within a factor of 1.5, not better; "
-            "a short training there tells (allhands plan on that computer)"
-        )
-    from allhands.distributed.reduce import bucket_bytes_for
-
-    word = _word_of_gradients(config, model)
-    bucket = bucket_bytes_for("nccl" if kind == "cuda" else "ring", config.bucket_mb)
-    gradient = _trained(config, model, measured) * word
-    every, packed = config.sync_every, _packed(config, model, kind)
-    overlapped = kind == "cuda" and every == 1
-    beside = rounds_of(config).beside
-    return StepModel(serial_s, tokens, token_s, number, gradient, bucket, overlapped, packed, every, beside, word)
-
-
-def _packed(config: TrainConfig, model: _Model, kind: str) -> PackedGradients | None:
-    """How gradients travel, if not as they are."""
-    if config.compress == "none":
-        return None
-    backend, codec = "nccl" if kind == "cuda" else "ring", CODECS[config.compress]
-    word = _word_of_gradients(config, model)
-    require_gain(codec, backend, max(2, config.num_ranks), word)
-    return PackedGradients(codec, backend, word)
-
-
-def _rows(config: TrainConfig, measured: Calibration | None, say: Callable[[str], object], notes: list[str]) -> _Rows:
-    """As the short training has seen them; else those of the data that are named, else as long as they may be."""
-    if measured is not None:
-        return _Rows(measured.points[0][0] / config.batch_size, measured.examples)
-    named = {"data", "hf_dataset"} & config.model_fields_set
-    if not named or config.packing:
-        why = "rows are packed" if config.packing else "no --data is named"
-        notes.append(f"for rows of {config.max_seq_length} tokens, the longest there can be: {why}")
-        return _Rows(float(config.max_seq_length), None)
-    say("reading the data ...")
-    found = _read(config)
-    notes.append(f"for rows of {found.tokens:.0f} tokens on the average, of which the data have {found.number:,}")
-    return found
-
-
-def _read(config: TrainConfig) -> _Rows:
-    """Tokenised as for the training, which finds the tokens again."""
-    from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.run.datasets import chat_of, find_splits, open_data
-
-    alone = config.model_copy(update={"val_batches": 0, "test": False, "early_stopping_patience": None})
-    fresh, trust = pretraining(config), config.trust_remote_code
-    tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config)) if fresh is None else None
-    tokenizer = tokenizer or load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat_of(config))  # type: ignore[union-attr]
-    data = open_data(alone, find_splits(alone), tokenizer)
-    rows = data.train
-    assert rows is not None
-    return _Rows(data.stored["train"].report.num_tokens / len(rows), len(rows))
-
-
-def _started(config: TrainConfig, asked: AskedComputers, say: Callable[[str], object]) -> tuple[int, float]:
-    say(f"starting it in {config.num_ranks} processes ...")
-    return config.num_ranks, time_to_start(config, asked.timeout_s)
-
-
-def _steps(config: TrainConfig, rows: _Rows) -> int:
-    """Optimizer updates."""
-    return math.ceil(_batches(config, rows) / config.grad_accumulation_steps)
-
-
-def _batches(config: TrainConfig, rows: _Rows) -> int:
-    if config.epochs and rows.number is None:
-        hint = "give --iters: how many rows there are is only known when the data have been read"
-        raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
-    if config.epochs and rows.number is not None:
-        return math.ceil(config.epochs * math.ceil(rows.number / config.batch_size))
-    return config.iters or _DEFAULT_ITERS
-
-
-def _work(config: TrainConfig, model: _Model, kind: str, measured: Calibration | None, rows: _Rows) -> Work | None:
-    if model.blocks is None:
-        return None
-    from allhands.runtime.accelerator import sizing_of
-
-    share = config.batch_size * config.max_seq_length
-    most = sizing_of(kind, config.micro_batch_tokens, compiled=False).max_tokens
-    if kind != "cpu" and measured is not None and measured.largest:
-        most, cuts = measured.largest
-        share = min(share, most * cuts)
-    elif not config.packing:
-        # Rows are as long as they are, not as long as they may be.
-        share = min(share, int(1.15 * rows.tokens * config.batch_size))
-    trained = _trained(config, model, measured)
-    trained_bytes = trained * _word_of_gradients(config, model)
-    fresh = pretraining(config) is not None
-    weights = model.weights_bytes
-    if kind == "cuda" and model.bits and measured is not None:
-        from allhands.model.quantized import held_dense
-        from allhands.runtime.accelerator import device_memory
-
-        if held_dense(measured.total, device_memory()):
-            weights = 2 * measured.total
-    masters = kind == "cuda" and config.master_weights and model.word == 2 and config.fine_tune_type == "full"
-    row = min(config.max_seq_length, share)
-    return Work(
-        method=config.fine_tune_type,
-        tokens=max(row, min(most, share)),
-        row_tokens=row,
-        trained_layers=_trained_layers(config, model.blocks),
-        weights_bytes=weights + (0 if config.fine_tune_type == "full" else 4 * trained),
-        trained_bytes=trained_bytes,
-        by_adam_bytes=left_to_adam(model.blocks, config.optimizer, trained_bytes, model.word) if fresh else 0,
-        optimizer=config.optimizer,
-        recomputed=config.grad_checkpoint,
-        accumulated=share > most or config.grad_accumulation_steps > 1,
-        masters=masters,
-        batch_tokens=share,
-        packed=_packed(config, model, kind),
-    )
-
-
-def _present(config: TrainConfig, blocks: Blocks | None, work: Work | None, measured: Calibration | None) -> int:
-    """Bytes of a process on a CPU that are no arrays of its training: as it has said itself, or about so many."""
-    if blocks is None or work is None or measured is None or measured.expected_bytes is None:
-        return PROGRAM_BYTES
-    # The steps that were measured have written nothing.
-    later = WRITING_BYTES if config.sample_prompts else 0
-    return later + max(0, measured.expected_bytes - of_process(on_cpu(blocks, work), 0, 0))
-
-
 def _told(measured: Calibration) -> str:
+    """Tell what the short training has shown."""
     speed = measured.points[0][0] / measured.points[0][1]
     first = measured.first_s
     later = f"; its first steps take {format_duration(first)} longer than later ones" if first >= _FELT_S else ""

@@ -1,4 +1,4 @@
-"""How long the validations of a planned training take: as many as training makes, of as many rows as it takes."""
+"""The time of a planned training's validations: as many as training makes, of as many rows as it takes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
+from allhands.data.order import Shuffle
 from allhands.errors import AllhandsError
+from allhands.model.load import load_bare_tokenizer, load_tokenizer
 from allhands.plan.speed import StepModel
+from allhands.run.datasets import Datasets, chat_of, find_splits, open_data
 from allhands.run.model_sizes import forward_share
 from allhands.run.training_memory import Blocks
 
 
 @dataclass(frozen=True)
 class ValidRows:
-    """What one validation computes.
+    """The rows of one validation.
 
     Attributes:
         number: of rows.
@@ -29,7 +34,7 @@ class ValidRows:
 
 
 def number_of(batches: int, every: int, accumulated: int) -> int:
-    """Validations of so many batches: one before the first, one at each multiple of ``every``, one after the last.
+    """Count validations: one before the first batch, one at each multiple of ``every``, one after the last batch.
 
     Args:
         accumulated: batches of an update, within which none is made.
@@ -42,7 +47,7 @@ def number_of(batches: int, every: int, accumulated: int) -> int:
 
 
 def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], object], notes: list[str]) -> ValidRows:
-    """The rows of a validation; none if none is asked for, or nothing is there to validate on.
+    """Return the rows of a validation; none if none is asked for, or nothing is there to validate on.
 
     Args:
         counted: whether the training's rows were read; else validations are left out where the data cannot be.
@@ -71,30 +76,30 @@ def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], objec
 
 
 def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None:
-    """Tokenised as for the training, which finds the tokens again; the rows that :class:`Evaluator` chooses."""
-    import numpy as np
-
-    from allhands.data.order import Shuffle
-    from allhands.model.load import load_bare_tokenizer, load_tokenizer
-    from allhands.run.datasets import chat_of, find_splits, open_data
-
-    source = find_splits(config.model_copy(update={"test": False})).get("valid")
-    if source is None:
+    """Return the rows that :class:`Evaluator` chooses; ``None``: there is no validation set."""
+    chosen = config.model_copy(update={"test": False})
+    if "valid" not in find_splits(chosen):
         return None
     say("reading the validation data ...")
-    fresh, trust = pretraining(config), config.trust_remote_code
-    if fresh is None:
-        tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat_of(config))
-    else:
-        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat_of(config))
-    rows = open_data(config, {"valid": source}, tokenizer).valid
+    rows = open_splits(chosen, "valid").valid
     assert rows is not None
     number = len(rows) if config.val_batches < 0 else min(len(rows), config.val_batches * config.batch_size)
     return ValidRows(number, int(rows.work[Shuffle(len(rows), 0).at(np.arange(number))].sum()))
 
 
+def open_splits(config: TrainConfig, *names: str) -> Datasets:
+    """Open the splits of these ``names``, or all: tokenised as for the training, which finds the tokens again."""
+    found = find_splits(config)
+    fresh, trust, chat = pretraining(config), config.trust_remote_code, chat_of(config)
+    if fresh is None:
+        tokenizer = load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
+    else:
+        tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
+    return open_data(config, {name: found[name] for name in names or found}, tokenizer)
+
+
 def seconds_of(rows: ValidRows, step: StepModel, config: TrainConfig, blocks: Blocks | None, layers: int) -> float:
-    """Of one validation on one computer: a forward pass, which is a part of what its tokens would take in training.
+    """Return the seconds of one validation on one computer: a forward pass, a part of a training step's time.
 
     Args:
         layers: blocks through which gradients go back.

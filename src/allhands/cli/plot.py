@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from allhands.cli.verbs_runs import Plot
 from allhands.errors import DataError
 from allhands.io.files import require_ours
 from allhands.io.pictures import DRAWN_HERE
@@ -15,23 +15,19 @@ from allhands.observe.plots import can_be_drawn, plot_losses, plot_memory
 from allhands.observe.times import times_table
 
 
-def run_plot(runs: Sequence[Path], out: Path, title: str | None, *, force: bool = False) -> None:
-    """Draw the runs' loss curves on one graph and print their times side by side.
-
-    Raises:
-        ConfigError: a file of that name is no such picture, and is not to be replaced by ``force``.
-    """
-    histories = [read_metrics(run) for run in runs]
-    samples = _samples(runs[0]) if len(runs) == 1 else None
-    for file in (out,) if samples is None else (out, _beside(out)):
-        require_ours(file, [DRAWN_HERE], "picture of runs", force=force)
-    written = plot_losses(histories, out, title=title)
+def plot(asked: Plot) -> None:
+    """Run the verb."""
+    histories = [read_metrics(run) for run in asked.runs]
+    samples = _samples(asked.runs[0]) if len(asked.runs) == 1 else None
+    for file in (asked.out,) if samples is None else (asked.out, _beside(asked.out)):
+        require_ours(file, [DRAWN_HERE], "picture of runs", force=asked.force)
+    written = plot_losses(histories, asked.out, title=asked.title)
     console = console_for()
     console.print(times_table(histories))
     console.print(f"graph: {written}", highlight=False, soft_wrap=True)
     if samples is not None:
         # The run's processes beside its curves.
-        memory = plot_memory(samples, _beside(out), title=title)
+        memory = plot_memory(samples, _beside(asked.out), title=asked.title)
         console.print(f"memory: {memory}", highlight=False, soft_wrap=True)
 
 

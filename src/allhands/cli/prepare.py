@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shlex
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Any, cast
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
-from allhands.cli.options import ChatTemplate, System, chat_choice
+from allhands.cli.answering import chat_choice
+from allhands.cli.verbs_data import DataDemo, DataPrepare
+from allhands.data.demo import write_demo_data
+from allhands.data.intake import Measure, PrepareOptions
+from allhands.data.lengths import bars
+from allhands.data.outcome import PrepareOutcome, Reason
+from allhands.data.prepare import NothingLeft, check_output
+from allhands.data.prepare import prepare as run_prepare
+from allhands.data.reading import file_type
 from allhands.data.records import ColumnNames
+from allhands.data.render import Renderer
+from allhands.data.sources import SourceOptions, find_sources
+from allhands.data.splitting import SplitShare
+from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
-from allhands.io.terminal import console_for, progress_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from allhands.data.intake import Measure, PrepareOptions, Progress
-    from allhands.data.outcome import PrepareOutcome, Reason
-    from allhands.data.sources import SourceOptions
-    from allhands.data.templates import ChatChoice
+from allhands.io.terminal import console_for, counting, table_of
 
 # Longer than any example: the renderer then cuts nothing.
 _WHOLE = 1 << 40
@@ -35,152 +40,47 @@ _UPDATE_EVERY = 100
 _BARS_WIDTH = 76
 
 
-@dataclass(frozen=True)
-class _Flags:
-    """The options as they were typed; help and defaults of the command line are made from the fields."""
+def prepare(asked: DataPrepare) -> None:
+    """Run the verb."""
+    options = _options(asked)
+    check_output(asked.out, asked.sources, options.force)
+    console = console_for()
+    wanted = SourceOptions(asked.documents, asked.hub_split, asked.hub_config, asked.streaming, asked.limit)
+    sources = find_sources(asked.sources, wanted)
+    chat = chat_choice(asked.chat_template, asked.system)
+    measure = _measure(asked.model, asked.trust_remote_code, chat) if asked.model else None
+    try:
+        with counting(_UPDATE_EVERY) as count:
 
-    sources: Annotated[
-        list[str], typer.Argument(help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE...")
-    ]
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
-    model: Annotated[
-        str | None, typer.Option("--model", help="Count lengths in this model's tokens, through its chat template.")
-    ] = None
-    max_seq_length: Annotated[
-        int | None,
-        typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
-    ] = None
-    chat_template: ChatTemplate = None
-    system: System = "template"
-    column: Annotated[
-        list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
-    ] = None
-    valid: Annotated[
-        str | None, typer.Option("--valid", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
-    ] = None
-    test: Annotated[
-        str | None, typer.Option("--test", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
-    ] = None
-    split_by: Annotated[
-        str | None,
-        typer.Option("--split-by", metavar="COLUMN", help="Rows alike in it stay in one split; 'source': the file."),
-    ] = None
-    resplit: Annotated[bool, typer.Option("--resplit", help="Split anew what has splits already.")] = False
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
-    shuffle: Annotated[
-        bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
-    ] = True
-    dedupe: Annotated[
-        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
-    ] = "off"
-    near_threshold: Annotated[
-        float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
-    ] = 0.8
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
-    documents: Annotated[
-        str,
-        typer.Option(
-            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
-        ),
-    ] = "auto"
-    hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
-    hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
-    streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
-    ] = None
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
+            def progress(what: str, done: int, total: int | None) -> None:
+                count(done, f"{what}: {done:,}" + (f" of {total:,}" if total else ""))
+
+            outcome = run_prepare(sources, asked.out, options, measure=measure, progress=progress)
+    except NothingLeft as error:
+        _Screen(console, error.outcome).left_out(None)
+        raise
+    _Screen(console, outcome).everything(asked)
 
 
-_HELP = """Turn files of any usual shape into a training folder.
-
-Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be used
-are left out and listed with file and line.
-
-Splits that are cut here have no content in common, near duplicates included.
-The directory is whole or absent, and every row is in it or listed as left out.
-"""
-
-
-def _signature() -> inspect.Signature:
-    """The parameters: the fields of :class:`_Flags`, and a flag for each column name."""
-    from typing import get_type_hints
-
-    kind = inspect.Parameter.KEYWORD_ONLY
-    hints = get_type_hints(_Flags, include_extras=True)
-    empty = inspect.Parameter.empty
-    parameters = [
-        inspect.Parameter(
-            flag.name,
-            kind,
-            default=empty if flag.name in ("sources", "out") else flag.default,
-            annotation=hints[flag.name],
-        )
-        for flag in fields(_Flags)
-    ]
-    for column in fields(ColumnNames):
-        part = column.name.removesuffix("_feature").replace("_", " ")
-        default = f" [{column.default}]" if isinstance(column.default, str) else ""
-        option = typer.Option(
-            f"--{column.name.replace('_', '-')}", metavar="NAME", help=f"Column of the {part}.{default}"
-        )
-        parameters.append(inspect.Parameter(column.name, kind, default=None, annotation=Annotated[str | None, option]))
-    return inspect.Signature(parameters)
-
-
-def _command() -> Callable[..., None]:
-    def prepare(**flags: Any) -> None:
-        names = {field.name for field in fields(_Flags)}
-        features = {name: value for name, value in flags.items() if name not in names and value is not None}
-        _run(_Flags(**{name: value for name, value in flags.items() if name in names}), features)
-
-    prepare.__signature__ = _signature()  # type: ignore[attr-defined]
-    prepare.__doc__ = _HELP
-    return prepare
-
-
-prepare = _command()
+def data_demo(asked: DataDemo) -> None:
+    """Run the verb."""
+    counts = write_demo_data(asked.out)
+    typer.echo(f"{asked.out}: " + ", ".join(f"{name} {number}" for name, number in counts.items()))
 
 
 # --- from flags to options --------------------------------------------------------------------------
 
 
-def _run(flags: _Flags, features: Mapping[str, str]) -> None:
-
-    from allhands.data.prepare import NothingLeft, check_output
-    from allhands.data.prepare import prepare as run_prepare
-    from allhands.data.sources import find_sources
-
-    options = _options(flags, features)
-    check_output(flags.out, flags.sources, options.force)
-    console = console_for(highlight=False)
-    sources = find_sources(flags.sources, _source_options(flags))
-    chat = chat_choice(flags.chat_template, flags.system)
-    measure = _measure(flags.model, flags.trust_remote_code, chat) if flags.model else None
-    try:
-        with _progress() as progress:
-            outcome = run_prepare(sources, flags.out, options, measure=measure, progress=progress)
-    except NothingLeft as error:
-        _Screen(console, error.outcome).left_out(None)
-        raise
-    _Screen(console, outcome).everything(flags)
-
-
-def _options(flags: _Flags, features: Mapping[str, str]) -> PrepareOptions:
-    from allhands.data.intake import PrepareOptions
-    from allhands.data.splitting import SplitShare
-
+def _options(flags: DataPrepare) -> PrepareOptions:
+    features = flags.features
     if flags.dedupe not in ("off", "exact", "near"):
         raise ConfigError(f"{flags.dedupe!r} is not known", where="--dedupe", hint="write off, exact or near")
-    if flags.max_seq_length is not None and flags.model is None:
-        hint = "add --model: without it, lengths are in characters"
-        raise ConfigError(
-            "it is a number of tokens, and there is no model to count them", where="--max-seq-length", hint=hint
-        )
-    if flags.chat_template is not None and flags.model is None:
-        hint = "add --model: it is used to count tokens, and nothing of it is written"
-        raise ConfigError("there is no model whose template it could replace", where="--chat-template", hint=hint)
+    for flag, value, what in (
+        ("--max-seq-length", flags.max_seq_length, "without it, lengths are in characters"),
+        ("--chat-template", flags.chat_template, "it is used to count tokens, and nothing of it is written"),
+    ):
+        if value is not None and flags.model is None:
+            raise ConfigError("it has no effect without a model", where=flag, hint=f"add --model: {what}")
     columns, typed = _short_columns(flags.column or (), features)
     return PrepareOptions(
         columns={**columns, **features},
@@ -232,48 +132,14 @@ def _short_columns(given: Sequence[str], features: Mapping[str, str]) -> tuple[d
     return columns, typed
 
 
-def _source_options(flags: _Flags) -> SourceOptions:
-    from allhands.data.sources import SourceOptions
-
-    return SourceOptions(
-        documents=flags.documents,
-        hub_split=flags.hub_split,
-        hub_config=flags.hub_config,
-        streaming=flags.streaming,
-        limit=flags.limit,
-    )
-
-
 def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     """Records as tokens for the tokenizer of ``model``."""
-    from allhands.data.render import Renderer
     from allhands.model.load import load_tokenizer
 
     # Where system messages are merged, they are so before they come here.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
     return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
-
-
-@contextmanager
-def _progress() -> Generator[Progress, None, None]:
-    """A line on standard error that counts, if that is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    console = progress_console()
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            if done % _UPDATE_EVERY and done != total:
-                return
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield progress
 
 
 # --- the screen -------------------------------------------------------------------------------------
@@ -287,7 +153,7 @@ class _Screen:
         self._outcome = outcome
         self._folder = _common_folder([source.name for source in outcome.sources])
 
-    def everything(self, flags: _Flags) -> None:
+    def everything(self, flags: DataPrepare) -> None:
         """All sections, in order."""
         self._sources()
         self._splits()
@@ -298,28 +164,15 @@ class _Screen:
         self._next(flags)
 
     def _title(self, text: str) -> None:
-        from rich.text import Text
-
         self._console.print()
         self._console.print(Text(text, style="bold"))
 
     def _say(self, text: str, indent: int = 2) -> None:
-        from rich.padding import Padding
-        from rich.text import Text
-
         self._console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
     def _table(self, names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for number, name in enumerate(names):
-            widest = max(len(row[number]) for row in rows) if number == 0 else None
-            table.add_column(name, justify="right" if number in right else "left", min_width=widest)
-        for row in rows:
-            table.add_row(*map(Text, row))
+        table = table_of(names, rows, left=[place for place in range(len(names)) if place not in right])
+        table.columns[0].min_width = max(len(row[0]) for row in rows)
         self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     def _short(self, name: str) -> str:
@@ -397,9 +250,7 @@ class _Screen:
         if len(reasons) > _MANY:
             self._say(f"and {len(reasons) - _MANY} more reasons")
 
-    def _lengths(self, flags: _Flags) -> None:
-        from allhands.data.lengths import bars
-
+    def _lengths(self, flags: DataPrepare) -> None:
         lengths = self._outcome.lengths
         if lengths is None or not lengths.count:
             return
@@ -407,7 +258,7 @@ class _Screen:
         self._say(lengths.sentence())
         unicode = (self._console.encoding or "").lower().startswith("utf")
         for line in bars(self._outcome.row_lengths, lengths.limit, width=_BARS_WIDTH, ascii=not unicode):
-            self._console.print(f"  {line}", markup=False, no_wrap=True)
+            self._console.print(f"  {line}", no_wrap=True)
         if lengths.unit == "characters":
             self._say("--model MODEL counts tokens, which is what --max-seq-length limits")
         elif lengths.over_limit and self._whole_texts(flags):
@@ -416,16 +267,12 @@ class _Screen:
                 "which loses nothing"
             )
 
-    def _whole_texts(self, flags: _Flags) -> bool:
+    def _whole_texts(self, flags: DataPrepare) -> bool:
         """Whether a text file may have become a single row."""
-        from allhands.data.reading import file_type
-
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
-    def _next(self, flags: _Flags) -> None:
-        from rich.text import Text
-
+    def _next(self, flags: DataPrepare) -> None:
         self._title("next")
         model, out = flags.model or "MODEL", str(flags.out)
         check = ["allhands", "data", "check", out, "--model", model]

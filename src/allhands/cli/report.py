@@ -5,49 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from allhands.cli.verbs_runs import Report
 from allhands.errors import ConfigError
+from allhands.io.files import make_directory, require_ours, write_whole
 from allhands.io.terminal import echo
-
-Runs = Annotated[list[Path], typer.Argument(help="Run directories or metrics.jsonl files; the first is compared with.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        help="HTML file to write, and Markdown beside it. [RUN/report.html; of several runs: report.html]",
-    ),
-]
+from allhands.observe.journal import read_events
+from allhands.observe.metrics import METRICS_FILE
+from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
+from allhands.report.markdown import one_line
 
 
-def report(
-    runs: Runs,
-    out: Out = None,
-    title: Annotated[str | None, typer.Option("--title", help="Title of the page.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
-) -> None:
-    """Write a page about a run, or several compared.
-
-    One HTML file that needs no network, and the same words and tables as Markdown: curves, what they say of
-    overfitting and underfitting, speed, memory, restarts, machines, data, samples and configuration.
-    """
-    from allhands.io.files import make_directory, require_ours, write_whole
-    from allhands.observe.journal import read_events
-    from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
-    from allhands.report.markdown import one_line
-
-    _require_different(runs)
-    target = out or _usual(runs)
+def report(asked: Report) -> None:
+    """Run the verb."""
+    _require_different(asked.runs)
+    target = asked.out or _usual(asked.runs)
     if target.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{target} is no name of an HTML file", where="--out", hint="choose one that ends in .html")
     beside = target.with_suffix(".md")
     for file in (target, beside):
-        require_ours(file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=force)
-    found = [read_facts(run, _journal(run, read_events)) for run in runs]
-    page = make_page(found, title=title, now=time.time())
+        require_ours(file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=asked.force)
+    found = [read_facts(run, _journal(run, read_events)) for run in asked.runs]
+    page = make_page(found, title=asked.title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
     # It holds what is in private files of the run: prompts, answers, names of directories.
     make_directory(target.parent, private=True)
@@ -66,8 +46,6 @@ def report(
 
 def _require_different(runs: list[Path]) -> None:
     """Refuse to compare a run with itself, by whatever name it is called."""
-    from allhands.observe.metrics import METRICS_FILE
-
     seen = set[Path]()
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()

@@ -13,8 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from allhands.checkpoints import find, find_latest, run_name
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
 from allhands.cluster.choose import slower_than_ours
@@ -22,6 +25,7 @@ from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
 from allhands.cluster.join import surroundings_of
+from allhands.cluster.supervisor import SupervisorEvent
 from allhands.cluster.worker import SPEAK_AFTER_S, WorkerContext, install
 from allhands.config.combinations import require_stages
 from allhands.config.schema import TrainConfig, build_config
@@ -29,14 +33,13 @@ from allhands.distributed.mesh import check_weights
 from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.io.paths import written
 from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
-from allhands.observe.journal import read_events
+from allhands.observe.journal import EVENTS_FILE, Journal, read_events
+from allhands.observe.judging import harm
+from allhands.observe.metrics.history import read_metrics
 from allhands.runtime import faults
-from allhands.runtime.blas import preload_blas
+from allhands.runtime.blas import available_cores, limit_cores, preload_blas
 from allhands.runtime.jit_cache import publish
 from allhands.runtime.without_torch import leave_torch_out
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LOG_DIRECTORY = "logs"
 HOSTS_FILE = "hosts.txt"
@@ -60,34 +63,46 @@ def train(flags: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> int:
         kind: of training, whose options they are.
     """
     launch = recognise_here()
+    alone = launch.launcher == "single"
     with rank_0_speaks_first(launch):
-        config = build_config(flags, flags.get("config"), kind)
-        if not (config.train or config.test):
-            if "train" in config.model_fields_set:
-                hint = "leave it out to train, or add --test to evaluate what was trained"
-                raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
-            config = config.model_copy(update={"train": True})  # as the command is called
+        config = _config_of(flags, kind)
         require_place_of_run(config)
         check_launch(config, launch)
-        if launch.launcher == "single":
+        if alone:
             config = with_hostfile(config, Path(config.adapter_path))
         _check_rehearsal(config, launch)
-    if launch.launcher == "single":
-        for note in launch.notes:
-            tell(f"allhands: note: {note}")
-        _check_resume(config)
-    elif launch.rank == 0 and (note := slower_than_ours(launch, f"-n {launch.size} in its place")):
-        print(f"allhands: note: {note}", file=sys.stderr)
-    if launch.launcher == "single" and (config.num_ranks > 1 or config.hostfile or config.max_restarts):
+    if not alone:
+        if launch.rank == 0 and (note := slower_than_ours(launch, f"-n {launch.size} in its place")):
+            print(f"allhands: note: {note}", file=sys.stderr)
+        return work(config, launch)
+    for note in launch.notes:
+        tell(f"allhands: note: {note}")
+    _check_resume(config)
+    if config.num_ranks > 1 or config.hostfile or config.max_restarts:
         code = supervise_training(config, [sys.executable, "-m", "allhands", *sys.argv[1:]])
-        _tell_outstanding(config)
-        return code
-    if launch.launcher == "single" and config.cores_per_rank:
-        check(job_of(config))
-    code = work(config, launch)
-    if launch.launcher == "single":
-        _tell_outstanding(config)
+    else:
+        if config.cores_per_rank:
+            check(job_of(config))
+        code = work(config, launch)
+    # Failures on purpose of other computers are noted there.
+    if not config.hostfile and (line := faults.outstanding()):
+        tell(f"allhands: {line}")
     return code
+
+
+def _config_of(flags: dict[str, Any], kind: type[TrainConfig]) -> TrainConfig:
+    """Build the configuration, which trains unless it only evaluates.
+
+    Raises:
+        ConfigError: it is invalid, or there is nothing to do.
+    """
+    config = build_config(flags, flags.get("config"), kind)
+    if config.train or config.test:
+        return config
+    if "train" in config.model_fields_set:
+        hint = "leave it out to train, or add --test to evaluate what was trained"
+        raise ConfigError("there is nothing to do", where="--no-train", hint=hint)
+    return config.model_copy(update={"train": True})  # as the command is called
 
 
 @contextmanager
@@ -140,12 +155,6 @@ def _check_rehearsal(config: TrainConfig, launch: Launch) -> None:
         tell(f"allhands: {line}")
 
 
-def _tell_outstanding(config: TrainConfig) -> None:
-    # Those of other computers are noted there.
-    if not config.hostfile and (line := faults.outstanding()):
-        tell(f"allhands: {line}")
-
-
 def with_hostfile(config: TrainConfig, directory: Path) -> TrainConfig:
     """``--hosts``, if it is given, as a hostfile in ``directory``.
 
@@ -169,7 +178,6 @@ def _check_resume(config: TrainConfig) -> None:
     """
     if not config.train or config.resume is None or config.hostfile is not None:
         return
-    from allhands.checkpoints import find, find_latest
 
     directory = Path(config.adapter_path)
     if config.resume == "auto":
@@ -187,40 +195,39 @@ def supervise_training(config: TrainConfig, command: list[str]) -> int:
 
 
 def job_of(config: TrainConfig) -> TrainingJob:
-    """What ``config`` wants to have started."""
+    """Return the job that ``config`` describes."""
     directory = Path(config.adapter_path)
     # One rank is the default; with a hostfile that means nobody has said a number.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
-    several = config.num_ranks > 1 or config.hostfile is not None
-    several = several and config.keep_last > 0  # without checkpoints there is nothing to go on from
-    restarts = config.max_restarts if config.max_restarts is not None else RESTARTS_OF_SEVERAL if several else 0
+    restarts = config.max_restarts
+    if restarts is None:
+        # Without checkpoints there is nothing to go on from.
+        several = (config.num_ranks > 1 or config.hostfile is not None) and config.keep_last > 0
+        restarts = RESTARTS_OF_SEVERAL if several else 0
+    resume = Path(config.resume) if config.resume and config.resume != "auto" else None
+    same = ("backend", "cores_per_rank", "hostfile", "min_ranks", "hang_timeout_s", "stop_grace_s", "tag_output")
+    options: dict[str, Any] = {name: getattr(config, name) for name in same}
     return TrainingJob(
         directory=directory,
         log_dir=directory / LOG_DIRECTORY,
         num_ranks=num_ranks,
-        backend=config.backend,
-        cores_per_rank=config.cores_per_rank,
-        hostfile=config.hostfile,
-        min_ranks=config.min_ranks,
         max_restarts=restarts,
-        hang_timeout_s=config.hang_timeout_s,
         start_deadline_s=config.start_timeout_s,
-        stop_grace_s=config.stop_grace_s,
         weights=tuple(config.given_weights) if config.given_weights else None,
         finish_grace_s=_FINISH_GRACE_S,
         checkpoints=directory,
         new_journal=config.resume is None,
-        resume=None if config.resume is None else directory if config.resume == "auto" else Path(config.resume),
+        resume=directory if config.resume == "auto" else resume,
         there=_paths_there(config),
         earlier=config.resume == "auto" and _has_begun(directory),
         memory_hint=_SHORT_OF_MEMORY,
-        tag_output=config.tag_output,
         tag_here=False,
         sync=_sync_command(config),
         compared=config.hostfile is not None,
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
         explain=_tell if config.log_level == "verbose" else lambda lines: None,
+        **options,
     )
 
 
@@ -245,8 +252,6 @@ def _tell(lines: list[str]) -> None:
 
 def _has_begun(directory: Path) -> bool:
     """Whether ranks have been started for this directory before, here or on other computers."""
-    from allhands.checkpoints import run_name
-
     return run_name(directory) is not None or any(event["kind"] == "started" for event in read_events(directory))
 
 
@@ -293,9 +298,6 @@ def leave(launch: Launch) -> None:
 
 def _stopped_at_once(config: TrainConfig, worker: WorkerContext) -> str | None:
     """Write down that a run without a supervisor was ended, not lost; how to go on."""
-    from allhands.cluster.supervisor import SupervisorEvent
-    from allhands.observe.journal import EVENTS_FILE, Journal
-
     code = 128 + worker.stop_requested()
     journal = Journal(Path(config.adapter_path) / EVENTS_FILE)
     journal.write(SupervisorEvent("finished", f"stopped (exit code {code})", exit_code=code), worker.attempt)
@@ -334,9 +336,6 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 def tell_troubles(directory: Path) -> None:
     """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
-    from allhands.observe.judging import harm
-    from allhands.observe.metrics.history import read_metrics
-
     with suppress(AllhandsError, OSError):
         for one in harm(read_metrics(directory)):
             tell(f"allhands: warning: {one.text}")
@@ -344,8 +343,6 @@ def tell_troubles(directory: Path) -> None:
 
 def _console(tagged: bool) -> Console:
     """Where progress goes."""
-    from rich.console import Console
-
     if tagged:
         return Console(highlight=False, force_terminal=False, width=_LOG_WIDTH)
     return progress_console(sys.stdout, highlight=False)
@@ -353,8 +350,6 @@ def _console(tagged: bool) -> Console:
 
 def share_cores(config: TrainConfig, launch: Launch) -> int | None:
     """Divide this host's cores among its ranks, where nobody has done so already; how many this rank has got."""
-    from allhands.runtime.blas import available_cores, limit_cores
-
     if launch.launcher == "allhands" or os.environ.get("OPENBLAS_NUM_THREADS"):
         return int(os.environ.get("ALLHANDS_CORES", 0)) or config.cores_per_rank
     cores = config.cores_per_rank or max(1, available_cores() // launch.local_size)

@@ -46,7 +46,9 @@ COMPILE_FROM_BATCHES = 400
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

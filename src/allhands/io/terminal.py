@@ -6,7 +6,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -54,7 +55,9 @@ def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.en
 
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
     that happens to be a terminal: of tables 80 in a file, where text is broken only if ``COLUMNS`` says at what width.
+    Text is printed as it is: brackets are no markup, colons no emoji, and numbers have no colours.
     """
+    options = {"markup": False, "emoji": False, "highlight": False, **options}
     stream = sys.stdout if stream is None else stream
     if environ.get("NO_COLOR"):
         options["color_system"] = None
@@ -88,7 +91,7 @@ def _careful_console() -> type[Console]:
     class Careful(Console):
         def print(self, *objects: Any, **how: Any) -> None:
             text = objects[0] if len(objects) == 1 else None
-            if isinstance(text, str) and not how.get("soft_wrap") and (how.get("markup") is False or "[" not in text):
+            if isinstance(text, str) and not how.get("soft_wrap"):
                 if row_width(self):
                     objects = (fitted(text, self.width),)
                 elif os.environ.get("COLUMNS"):
@@ -99,25 +102,42 @@ def _careful_console() -> type[Console]:
     return Careful
 
 
-def print_table(console: Console, table: Table, dispensable: Sequence[str] = ()) -> None:
-    """Print a table without as many of the columns that are ``dispensable``, the first ones first, as have no room."""
-    for name in dispensable:
-        if table.__rich_measure__(console, console.options.update(width=10_000)).maximum <= console.width:
-            break
-        table = _without(table, name)
-    console.print(table)
+def table_of(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,), ruled: bool = False
+) -> Table:
+    """Return a table without a frame, which has a line below its heads if it is ``ruled``.
 
-
-def _without(table: Table, name: str) -> Table:
+    Args:
+        heads: of the columns; all empty: none are shown.
+        left: the columns that are aligned to the left.
+    """
+    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    kept = [column for column in table.columns if column.header != name]
-    made = Table(box=table.box, padding=table.padding, pad_edge=table.pad_edge)
-    for column in kept:
-        made.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
-    for cells in zip(*(column.cells for column in kept), strict=True):
-        made.add_row(*cells)
-    return made
+    padding, frame = ((0, 1, 0, 0), box.SIMPLE_HEAD) if ruled else ((0, 2, 0, 0), None)
+    table = Table(box=frame, padding=padding, pad_edge=False, show_header=any(heads))
+    for place, head in enumerate(heads):
+        # On a narrow terminal names go on in a second line; numbers are never cut.
+        table.add_column(head, justify="left" if place in left else "right", no_wrap=place not in left)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def print_table(
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str] = ()
+) -> None:
+    """Print a table without as many of the columns that are ``dispensable``, the first ones first, as have no room."""
+    columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
+    left = list(dispensable)
+    while True:
+        table = table_of([*columns], zip(*columns.values(), strict=True), ruled=True)
+        width = table.__rich_measure__(console, console.options.update(width=10_000)).maximum
+        if width <= console.width or not left:
+            break
+        columns.pop(left.pop(0), None)
+    console.print(table)
 
 
 def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
@@ -129,6 +149,18 @@ def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = 
 
     stream = sys.stderr if stream is None else stream
     return Console(file=stream, force_terminal=is_screen(stream, environ), **options)
+
+
+@contextmanager
+def counting(every: int) -> Generator[Callable[[int, str], None]]:
+    """Show a line on standard error that counts, if that is a terminal; takes the number and the line's words."""
+    with progress_console(highlight=False).status("reading") as status:
+
+        def show(done: int, words: str) -> None:
+            if done % every == 0:
+                status.update(words)
+
+        yield show
 
 
 def fitted(text: str, width: int) -> str:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
 
 from allhands.io.formatting import format_duration
 from allhands.io.pictures import GREY, picture
@@ -61,10 +60,9 @@ _ARROWS: tuple[tuple[str, str, str], ...] = (
     (chart.LARGER, "faster link", "no"),
 )
 
-# In inches: the picture, its margin, the middles and widths of its two columns, a line of text, and gaps.
+# In inches: the picture, its margin, the middles of its two columns, a line of text, and gaps.
 _WIDTH, _MARGIN = 6.2, 0.15
-_LEFT, _LEFT_WIDE = 2.2, 3.2
-_RIGHT, _RIGHT_WIDE = 5.15, 1.8
+_LEFT, _RIGHT, _BETWEEN = 2.2, 5.15, 4.03
 _LINE, _PAD, _GAP = 0.19, 0.11, 0.34
 _FONT, _DPI = 10.5, 150
 _MOST_BARS = 8
@@ -82,24 +80,8 @@ class Arrow:
     beside: bool = False
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A question, or an outcome beside or below the question that leads to it. ``x`` and ``y`` are its middle."""
-
-    x: float
-    y: float
-    wide: float
-    lines: Sequence[str]
-    taken: bool
-    is_outcome: bool
-
-    @property
-    def high(self) -> float:
-        return _high(self.lines)
-
-
 def arrows_of(advice: Advice) -> list[Arrow]:
-    """The arrows of the chart: each answer's usual one, and those of exceptions that were taken."""
+    """Return the arrows of the chart: each answer's usual one, and those of exceptions that were taken."""
     stations = [question.text for question in advice.path] + [advice.outcome]
     taken = {
         (start, end, question.answer)
@@ -119,14 +101,14 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
         StorageError: it cannot be written.
     """
     out = out if out.suffix or not out.name else out.with_suffix(".png")
-    advice, title = outlook.advice, outlook.advice.title
+    title = outlook.advice.title
     heading = textwrap.wrap(f"Is distributing worth it? {title[0].upper()}{title[1:]}", 50)
     told = [line for text in told_of(outlook) for line in textwrap.wrap(text, 76) or [""]]
     bars = bars_of(outlook)
     top = _MARGIN + 0.26 * len(heading)
     below = top + _LINE * len(told) + _PAD
     panel = 0.0 if len(bars) < 2 else _BAR * len(bars) + 0.75
-    boxes, high = _placed(advice, below + panel + _PAD)
+    nodes, high = _placed(outlook.advice, below + panel + _PAD)
     with picture(out, (_WIDTH, high), dpi=_DPI) as figure:
         figure.set_layout_engine("none")
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -138,15 +120,7 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
             left = 1.9 / _WIDTH
             place = (left, 1.0 - (below + panel - 0.55) / high, 0.94 - left, (panel - 0.65) / high)
             _draw_bars(figure.add_axes(place), bars)
-        for box in boxes.values():
-            _draw_box(axes, box)
-        arrows = arrows_of(advice)
-        doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
-        for arrow in arrows:
-            # Of two between the same boxes one is to the left, one to the right.
-            side = 1 if arrow.beside else -1 if (arrow.start, arrow.end) in doubled else 0
-            end = boxes.get((arrow.end, "")) or boxes[arrow.end, arrow.start]
-            _draw_arrow(axes, boxes[arrow.start, ""], end, arrow, side)
+        _draw_path(axes, outlook.advice, nodes)
     return out
 
 
@@ -218,80 +192,83 @@ def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
 # --- questions ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Node:
+    """A question, or an outcome beside or below its question; ``x`` and ``y`` are its middle."""
+
+    x: float
+    y: float
+    lines: Sequence[str]
+    taken: bool
+
+    @property
+    def high(self) -> float:
+        return _high(self.lines)
+
+
 def _high(lines: Sequence[str]) -> float:
     return len(lines) * _LINE + 2 * _PAD
 
 
 def _asked(advice: Advice, text: str) -> tuple[list[str], bool]:
-    """The lines of a question's box, with the answer where it was asked, and whether it was."""
-    lines = textwrap.wrap(text, 40)
-    answers = [one for one in advice.path if one.text == text]
-    for one in answers:
-        lines += textwrap.wrap(f"{one.answer}: {one.why}", 40)
-    return lines, bool(answers)
+    """Return the lines of a question, with the answer where it was asked, and whether it was."""
+    answers = [f"{one.answer}: {one.why}" for one in advice.path if one.text == text]
+    return [line for each in (text, *answers) for line in textwrap.wrap(each, 40)], bool(answers)
 
 
 def _ended(advice: Advice, name: Outcome, question: str, wide: int) -> tuple[list[str], bool]:
-    """The lines of an outcome's box: where the path ends, the advice itself; and whether it ends there."""
+    """Return the lines of an outcome, which are the advice itself where the path ends there, and whether it does."""
     ends = bool(advice.path) and (advice.outcome, advice.path[-1].text) == (name, question)
-    return (textwrap.wrap(advice.title, wide - 3) if ends else textwrap.wrap(_OUTCOMES[name], wide)), ends
+    return textwrap.wrap(advice.title if ends else _OUTCOMES[name], wide - 3 * ends), ends
 
 
-def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Box], float]:
-    """Where each box is: questions as ``(question, "")``, outcomes with the question that leads to them; the end."""
-    boxes: dict[tuple[str, str], _Box] = {}
+def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], float]:
+    """Place questions as ``(question, "")`` and outcomes with the question that leads to them; also return the end."""
+    nodes: dict[tuple[str, str], _Node] = {}
     for question in _QUESTIONS:
         asked = _asked(advice, question)
         ends = {end for start, end, _ in _ARROWS if start == question} - {"faster link"}
         beside = {name: _ended(advice, name, question, 21) for name in _OUTCOMES if name in ends}
         height = sum(_high(lines) + _PAD for lines, _ in beside.values()) - _PAD
         row = max(_high(asked[0]), height)
-        boxes[question, ""] = _Box(_LEFT, y + row / 2, _LEFT_WIDE, *asked, is_outcome=False)
+        nodes[question, ""] = _Node(_LEFT, y + row / 2, *asked)
         below = y + (row - height) / 2
-        for name, (lines, taken) in beside.items():
-            middle = below + _high(lines) / 2
-            boxes[name, question] = _Box(_RIGHT, middle, _RIGHT_WIDE, lines, taken, is_outcome=True)
-            below += _high(lines) + _PAD
+        for name, ended in beside.items():
+            nodes[name, question] = _Node(_RIGHT, below + _high(ended[0]) / 2, *ended)
+            below += _high(ended[0]) + _PAD
         y += row + _GAP
     last = _ended(advice, "faster link", chart.LARGER, 40)
-    boxes["faster link", chart.LARGER] = _Box(_LEFT, y + _high(last[0]) / 2, _LEFT_WIDE, *last, is_outcome=True)
-    return boxes, y + _high(last[0]) + _MARGIN
+    nodes["faster link", chart.LARGER] = _Node(_LEFT, y + _high(last[0]) / 2, *last)
+    return nodes, y + _high(last[0]) + _MARGIN
 
 
-def _draw_box(axes: Axes, box: _Box) -> None:
-    look: dict[str, Any] = {
-        "boxstyle": "round,pad=0,rounding_size=0.12" if box.is_outcome else "square,pad=0",
-        "facecolor": _FILLED if box.taken else "white",
-        "edgecolor": _TAKEN if box.taken else _FADED,
-        "linewidth": 2.2 if box.taken else 1.0,
-    }
-    corner = (box.x - box.wide / 2, box.y - box.high / 2)
-    axes.add_patch(FancyBboxPatch(corner, box.wide, box.high, zorder=3, **look))
-    weight = "bold" if box.taken and box.is_outcome else "normal"
-    words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "weight": weight}
-    axes.text(box.x, box.y, "\n".join(box.lines), color="black" if box.taken else GREY, zorder=4, **words)
-
-
-def _draw_arrow(axes: Axes, start: _Box, end: _Box, arrow: Arrow, side: int) -> None:
-    """From the edge of one box to that of the other."""
-    if end.x > start.x:  # to the right, at the height of an outcome
-        y = min(max(end.y, start.y - start.high / 2 + 0.08), start.y + start.high / 2 - 0.08)
-        points = [(start.x + start.wide / 2, y), (end.x - end.wide / 2, end.y)]
-        word = points[0][0] / 2 + points[1][0] / 2 - 0.03, (y + end.y) / 2 - 0.03, "center", "bottom"
-    elif end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP:  # past others, along the margin
-        out = _MARGIN + (0.12 if arrow.start == chart.FITS else 0.3)
-        left = start.x - start.wide / 2
-        points = [(left, start.y), (out, start.y), (out, end.y), (left, end.y)]
-        word = out + 0.05, start.y + start.high / 2 + 0.05, "left", "top"
-    else:
-        x = start.x + 0.5 * side
-        points = [(x, start.y + start.high / 2), (x, end.y - end.high / 2)]
-        word = x + 0.08, (points[0][1] + points[1][1]) / 2, "left", "center"
-    look: dict[str, Any] = {"color": _TAKEN if arrow.taken else _FADED, "lw": 2.2 if arrow.taken else 1.0}
-    order = 6 if arrow.taken else 5
-    axes.plot(*zip(*points[:-1], strict=True), zorder=order, solid_capstyle="butt", **look)
-    head = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, **look}
-    axes.annotate("", xy=points[-1], xytext=points[-2], arrowprops=head, zorder=order)
-    x, y, across, up = word
-    colour = _TAKEN if arrow.taken else GREY
-    axes.text(x, y, arrow.word, fontsize=_FONT - 0.5, color=colour, ha=across, va=up, zorder=7)
+def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node]) -> None:
+    """Draw the nodes, and arrows from the edge of one to that of the other."""
+    boxes: dict[_Node, Any] = {}
+    for (_, question), node in nodes.items():
+        look = {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2} if node.taken else {"fc": "white", "ec": _FADED, "lw": 1.0}
+        style = "round,pad=0.5,rounding_size=0.8" if question else "square,pad=0.5"
+        words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "zorder": 4}
+        words |= {"color": "black" if node.taken else GREY, "weight": "bold" if node.taken and question else "normal"}
+        text = axes.text(node.x, node.y, "\n".join(node.lines), bbox={"boxstyle": style, **look}, **words)
+        boxes[node] = text.get_bbox_patch()
+    arrows = arrows_of(advice)
+    doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
+    for arrow in arrows:
+        start = nodes[arrow.start, ""]
+        end = nodes.get((arrow.end, "")) or nodes[arrow.end, arrow.start]
+        colour, width = (_TAKEN, 2.2) if arrow.taken else (_FADED, 1.0)
+        look = {"arrowstyle": "-|>", "color": colour, "lw": width, "patchA": boxes[start], "patchB": boxes[end]}
+        # Of two between the same nodes one is to the left, one to the right.
+        side = 0.5 if arrow.beside else -0.5 if (arrow.start, arrow.end) in doubled else 0.0
+        word = start.x + side + 0.08, (start.y + start.high / 2 + end.y - end.high / 2) / 2, "left", "center"
+        if end.x > start.x:
+            word = _BETWEEN, (start.y + end.y) / 2 - 0.04, "center", "bottom"
+        elif end.y - start.y > start.high / 2 + end.high / 2 + 3 * _GAP:  # past others, along the margin
+            out = _MARGIN + (0.0 if arrow.start == chart.FITS else 0.2)
+            look["connectionstyle"] = f"bar,fraction={(start.x - out) / (end.y - start.y)}"
+            word = out + 0.05, start.y + start.high / 2 + 0.05, "left", "top"
+        axes.annotate("", (end.x + side, end.y), (start.x + side, start.y), arrowprops=look, zorder=5 + arrow.taken)
+        x, y, across, up = word
+        tone = _TAKEN if arrow.taken else GREY
+        axes.text(x, y, arrow.word, fontsize=_FONT - 0.5, color=tone, ha=across, va=up, zorder=7)

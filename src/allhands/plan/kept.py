@@ -76,8 +76,8 @@ class KeptMemory:
     name: str
     ranks: int
     rank_bytes: _Bytes
-    built: bool
     flags: str
+    built: bool = True
 
 
 @dataclass(frozen=True)

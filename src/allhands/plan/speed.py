@@ -15,7 +15,6 @@ from allhands.parallel.costs import PackedGradients
 from allhands.plan.links import ExchangeTimes
 
 _WORTH = 0.05  # what another computer must save of a step's time
-_MOST = 1024
 _NUMBERS_BYTES = 64
 _SAME = 1e-9  # of logarithms
 
@@ -84,11 +83,11 @@ class Prediction:
     exposed_s: float
     speed_up: float
     scaled: float
-    capacity: float = 0.0
+    capacity: float
 
     @property
     def efficiency(self) -> float:
-        return self.speed_up / (self.capacity or self.ranks)
+        return self.speed_up / self.capacity
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -140,9 +139,8 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
         hidden = (turns * model.serial_s + compute) * model.beside / model.every
         exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
-    own = turns * (model.serial_s + model.tokens * model.token_s) + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
-    scaled = whole * model.alone_s / own
+    scaled = whole * model.alone_s / (turns * model.alone_s + exposed)
     return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / turns / max(speeds))
 
 
@@ -159,24 +157,14 @@ def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:
     return last
 
 
-def amdahl(serial_fraction: float, ranks: float) -> float:
-    """The speed-up of so many computers if nothing had to be exchanged (Amdahl 1967)."""
-    return 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
+def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
+    """Return the speed-up of Amdahl (the same batch) and of Gustafson (a batch for each), with nothing exchanged."""
+    amdahl = 1.0 / (serial_fraction + (1.0 - serial_fraction) / ranks)
+    return {"amdahl": amdahl, "gustafson": ranks - serial_fraction * (ranks - 1)}
 
 
-def gustafson(serial_fraction: float, ranks: float) -> float:
-    """How many times the work so many computers do in the same time, if nothing had to be exchanged (1988)."""
-    return ranks - serial_fraction * (ranks - 1)
-
-
-def enough(model: StepModel, link: ExchangeTimes, most: int = _MOST) -> int:
-    """The number of equal computers beyond which each further one saves less than 5 % of a step's time."""
-    limit = max(1, min(most, _MOST, model.rows))
-    return enough_of({ranks: predict(model, link, [1.0] * ranks).step_s for ranks in range(1, limit + 1)})
-
-
-def enough_of(seconds: Mapping[int, float]) -> int:
-    """Of so many computers with a step's seconds: those beyond which each further one saves less than 5 % of it.
+def enough(seconds: Mapping[int, float]) -> int:
+    """Return the number of computers beyond which each further one saves less than 5 % of a step's seconds.
 
     Rows that do not divide evenly may hide what the next one saves, so that all numbers beyond are looked at.
     """

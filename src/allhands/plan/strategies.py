@@ -1,4 +1,4 @@
-"""What each rank holds under each way of dividing a training: which of them fit, and which of them are built here."""
+"""Memory of a rank under each way of dividing a training, by the costs of the strategies themselves."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Way:
         built: whether allhands does it; else it is for a framework that is named in the advice.
         flags: what switches it on; ``more`` of these what saves memory.
         sent_bytes: that a rank sends in a step; 0 where that is not worked out.
+        fits: whether each rank's bytes do; ``None`` where that is not known.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
     """
 
@@ -49,6 +50,7 @@ class Way:
     by_rank: tuple[int, ...] = ()
     more: str = ""
     sent_bytes: int = 0
+    fits: bool | None = None
 
     def with_bytes(self, of: Callable[[int], int]) -> Way:
         """With other bytes of each rank, worked out from those that it has."""
@@ -67,24 +69,25 @@ def ways_of_one(work: Work, of: Callable[[Work], Memory], *, quantised: bool) ->
         of: the arrays of a rank's work at its peak.
         quantised: whether the model's weights are already.
     """
-    yield _of("as it is", 1, work, of(work), 0)
-    half = max(work.row_tokens, work.tokens // 2)
-    if half < work.tokens:
-        one = work.cut(half)
-        yield _of("half micro-batches", 1, one, of(one), 0, flags=_cut(half))
-    if not work.recomputed:
-        again = replace(work, recomputed=True)
-        yield _of("checkpointing", 1, again, of(again), 0, flags=CHECKPOINT)
-    for name, flags, change in _less(work):
-        if flags not in (CHECKPOINT, _cut(half)):
-            less = change(work)
-            yield _of(name, 1, less, of(less), 0, flags=flags, combined=True)
+
+    def way(name: str, flags: str, changed: Work, *, combined: bool = False) -> Way:
+        return replace(_of(name, 1, changed, of(changed), 0, combined=combined), flags=flags)
+
+    yield way("as it is", "", work)
+    half = _cut(max(work.row_tokens, work.tokens // 2))
+    changes = {flags: (name, change(work)) for name, flags, change in _less(work)}
+    simple = {half: "half micro-batches", CHECKPOINT: "checkpointing"}
+    for flags, name in simple.items():
+        if flags in changes:
+            yield way(name, flags, changes[flags][1])
+    for flags, (name, changed) in changes.items():
+        if flags not in simple:
+            yield way(name, flags, changed, combined=True)
     if not quantised and work.method != "full":
         small = _in_four_bits(work)
-        yield _of("weights in 4 bits", 1, small, of(small), 0, flags=QUANTISE)
+        yield way("weights in 4 bits", QUANTISE, small)
         for name, flags, change in _less(small):
-            less = change(small)
-            yield _of(f"4 bits, {name}", 1, less, of(less), 0, flags=f"{QUANTISE}{_THEN}{flags}", combined=True)
+            yield way(f"4 bits, {name}", f"{QUANTISE}{_THEN}{flags}", change(small), combined=True)
 
 
 def ways_of_team(
@@ -207,31 +210,30 @@ def _cut(tokens: int) -> str:
     return f"--micro-batch-tokens {tokens}"
 
 
-def costs(way: Way) -> tuple[bool, bool, bool]:
-    """By which ways that fit are chosen from: what changes results comes last, before it what takes time most."""
-    return QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags
+def cheapest(ways: Sequence[Way]) -> Way | None:
+    """Return the way that fits and costs the least: what changes results comes last, before it what takes time most."""
+    able = [way for way in ways if way.built and way.fits is not False]
+    return min(able, key=lambda way: (QUANTISE in way.flags, CHECKPOINT in way.flags, SHARD in way.flags), default=None)
 
 
-def those_told(memory: Sequence[Way], fits: Sequence[bool | None]) -> list[int]:
-    """Places of the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
+def those_told(ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that are worth telling: of those of several flags the first that fits, if no simple one does.
 
-    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much.
+    Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much. On several
+    computers the cheapest one is always told.
     """
-    chosen: set[int] = set()
-    groups: dict[tuple[bool, bool], list[int]] = {}
-    for place, each in enumerate(memory):
-        if each.built:  # 4 bits change the results: they come by themselves, and after the others
-            groups.setdefault((each.ranks > 1, each.flags.startswith(QUANTISE)), []).append(place)
-    found = dict.fromkeys((False, True), False)
-    for (several, _), places in groups.items():
-        more = [place for place in places if memory[place].combined]
-        found[several] |= any(fits[place] is not False for place in places if not memory[place].combined)
-        if more and not found[several]:
-            least = min(reversed(more), key=lambda place: memory[place].rank_bytes)
-            first = next((place for place in more if fits[place]), least)
-            found[several] = bool(fits[first])
-            chosen.add(first)
-    return [place for place, each in enumerate(memory) if not each.combined or place in chosen]
+    best = cheapest(ways) if ways and ways[0].ranks > 1 else None
+    chosen = [] if best is None else [best]
+    found = False
+    for rounded in (False, True):  # 4 bits change the results: they come by themselves, and after the others
+        group = [way for way in ways if way.built and way.flags.startswith(QUANTISE) is rounded]
+        more = [way for way in group if way.combined]
+        found |= any(way.fits is not False for way in group if not way.combined)
+        if more and not found:
+            least = min(reversed(more), key=lambda way: way.rank_bytes)
+            chosen.append(next((way for way in more if way.fits), least))
+            found = bool(chosen[-1].fits)
+    return [way for way in ways if not way.combined or way in chosen]
 
 
 def _of_frameworks(
@@ -279,7 +281,6 @@ def _of(
     bucket_bytes: int,
     *,
     built: bool = True,
-    flags: str = "",
     combined: bool = False,
 ) -> Way:
     gradients = work.trained_bytes * (2 if work.accumulated else 1)
@@ -292,4 +293,4 @@ def _of(
         "buckets": bucket_bytes,
     }
     whole = memory.arrays + bucket_bytes
-    return Way(name, ranks, parts, whole, built, flags, combined, (whole,) * ranks)
+    return Way(name, ranks, parts, whole, built, combined=combined, by_rank=(whole,) * ranks)

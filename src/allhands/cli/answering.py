@@ -1,0 +1,55 @@
+"""Options and notices of the verbs that answer, on one process or on several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from allhands.cli.verbs_models import Chat, Compare, Generate
+from allhands.data.templates import ChatChoice
+from allhands.errors import ConfigError
+from allhands.io.terminal import tell
+from allhands.run.adapter_files import warning_of
+
+if TYPE_CHECKING:
+    from allhands.model.load import LoadedModel
+
+
+def ranks_asked(asked: Generate | Chat | Compare) -> dict[str, Any] | None:
+    """Return the options that place the ranks; ``None``: one process has the whole model.
+
+    Raises:
+        ConfigError: some are given without ``strategy``.
+    """
+    names = ("num_ranks", "hosts", "hostfile", "backend", "pp_split")
+    ranks = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    if asked.strategy is not None:
+        return {**ranks, "strategy": asked.strategy.value}
+    for name in ranks:
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError("it has no effect without --strategy pipeline", where=flag, hint="add it, or leave it out")
+    return None
+
+
+def tell_notes(loaded: LoadedModel) -> None:
+    """Print a loaded model's notes on standard error."""
+    for note in loaded.notes:
+        tell(f"allhands: note: {note}")
+
+
+def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
+    """Warn in one line of weights whose training did harm: nothing else about them looks wrong."""
+    if told := warning_of(adapter_path, model):
+        tell(f"allhands: warning: {told}")
+
+
+def chat_choice(template: str | None, system: str) -> ChatChoice:
+    """What the two options ask for.
+
+    Raises:
+        ConfigError: ``system`` is neither of its two words.
+    """
+    if system not in ("template", "merge"):
+        hint = "write merge, or leave it out; the words of a system message are given as --system-prompt"
+        raise ConfigError(f"{system!r} is not known", where="--system", hint=hint)
+    return ChatChoice(template, cast("Any", system))

@@ -1,0 +1,87 @@
+"""The computers that the options of ``allhands plan`` name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allhands.cli.launching import require_cores
+from allhands.cluster.hosts import Host, hosts_named
+from allhands.config.schema import TrainConfig
+from allhands.distributed.mesh import check_weights
+from allhands.errors import ConfigError
+from allhands.plan.devices import Device, device_of
+from allhands.plan.job import Prices
+
+_MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class AskedComputers:
+    """The command's own options; see :func:`allhands.cli.plan.plan`."""
+
+    device: str | None
+    link: str | None
+    machines: tuple[int, ...]
+    once: bool
+    timeout_s: float
+    prices: Prices
+
+
+def devices_of(text: str | None) -> list[Device]:
+    """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
+
+    Raises:
+        ConfigError: they are not known, or too many, or of several kinds.
+    """
+    found: list[Device] = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        number, x, rest = part.strip().partition(" x ")
+        several = bool(x) and number.isdecimal()
+        times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
+        found += [device_of(rest if several else part)] * times
+        if len(found) > _MOST_DEVICES:
+            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
+            raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
+    if text is not None and not found:
+        raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")
+    if len({each.kind for each in found}) > 1:
+        hint = "MLX has no back-end for both in one group: plan for one kind"
+        raise ConfigError("Macs and NVIDIA GPUs cannot train together", where="--device", hint=hint)
+    return found
+
+
+def on_hosts(config: TrainConfig) -> bool:
+    """Tell if the plan is for computers that answer over ssh."""
+    return bool(config.hosts or config.hostfile)
+
+
+def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
+    """Return the computers that the options name; this one with all ranks, if they name none."""
+    return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
+
+
+def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
+    """Refuse options that name computers in two ways, before anything that takes long.
+
+    Raises:
+        ConfigError: options contradict each other.
+    """
+    devices = devices_of(asked.device)
+    described = devices != []
+    if not described:
+        if not on_hosts(config):
+            require_cores(config.num_ranks)
+        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
+    several = config.num_ranks > 1
+    values = {"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile}
+    values["-n"] = "several" if several and not config.hostfile else None
+    given = [flag for flag, value in values.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
+    if described and given and given != ["--link"]:
+        hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
+        raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
+    if asked.machines and (several or on_hosts(config) or len(devices) > 1):
+        raise ConfigError("the computers are named one by one", where="--machines", hint="leave it out")

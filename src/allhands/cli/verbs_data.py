@@ -1,0 +1,132 @@
+"""Options of verbs about data and tokenizers: each class is the command line of a verb."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from allhands.cli.verbs_models import ChatTemplate, System
+from allhands.data.records import ColumnNames
+
+
+def _column(field: Field[str]) -> Parameter:
+    """Return the option that names the column of a part."""
+    part = field.name.removesuffix("_feature").replace("_", " ")
+    words = f"Column of the {part}. [{field.default}]"
+    option = typer.Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
+
+
+_COLUMNS = list(map(_column, fields(ColumnNames)))
+
+
+class DataPrepare(NamedTuple):
+    """Turn files of any usual shape into a training folder.
+
+    Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be
+    used are left out and listed with file and line.
+
+    Splits that are cut here have no content in common, near duplicates included.
+    The directory is whole or absent, and every row is in it or listed as left out.
+    """
+
+    sources: Annotated[
+        list[str], typer.Argument(help="Files, directories, or data sets of the Hub (OWNER/NAME).", metavar="SOURCE...")
+    ]
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write: train.jsonl and so on.")]
+    model: Annotated[
+        str | None, typer.Option("--model", help="Count lengths in this model's tokens, through its chat template.")
+    ] = None
+    max_seq_length: Annotated[
+        int | None,
+        typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
+    ] = None
+    chat_template: ChatTemplate = None
+    system: System = "template"
+    column: Annotated[
+        list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
+    ] = None
+    valid: Annotated[
+        str | None, typer.Option("--valid", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+    ] = None
+    test: Annotated[
+        str | None, typer.Option("--test", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+    ] = None
+    split_by: Annotated[
+        str | None,
+        typer.Option("--split-by", metavar="COLUMN", help="Rows alike in it stay in one split; 'source': the file."),
+    ] = None
+    resplit: Annotated[bool, typer.Option("--resplit", help="Split anew what has splits already.")] = False
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
+    ] = True
+    dedupe: Annotated[
+        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
+    ] = "off"
+    near_threshold: Annotated[
+        float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
+    ] = 0.8
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad row, with exit code 3.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
+    documents: Annotated[
+        str,
+        typer.Option(
+            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
+        ),
+    ] = "auto"
+    hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
+    hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
+    streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
+    ] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
+    features: Annotated[dict[str, str], _COLUMNS] = {}  # noqa: RUF012
+
+
+class DataDemo(NamedTuple):
+    """Write the shipped pirate chat data as .jsonl files."""
+
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")] = Path("data/pirate")
+
+
+class TokenizerTrain(NamedTuple):
+    """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
+
+    Byte-level BPE: it can cut every text. It learns from the training split, and is measured on the validation split or
+    else on the end of the text. The same data give the same files.
+    """
+
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="SOURCE", help="A file, a directory, or OWNER/NAME of the Hub. Repeatable."),
+    ] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write.")] = None
+    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Tokens, bytes and special ones included.")] = 4096
+    special: Annotated[
+        list[str] | None, typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable.")
+    ] = None
+    split_digits: Annotated[
+        bool, typer.Option("--split-digits", help="Every digit a token of its own; else up to three are one.")
+    ] = False
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", metavar="chatml", help="Add the template, and its tokens.")
+    ] = None
+    text_key: Annotated[str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")] = "text"
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace a tokenizer that was made before.")] = False
+
+
+class TokenizerShow(NamedTuple):
+    """Show how a text is cut into tokens."""
+
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a tokenizer, or of a model.")]
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; '-' reads standard input.")]

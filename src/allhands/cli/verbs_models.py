@@ -1,0 +1,299 @@
+"""Options of verbs about models and adapters: each class is the command line of a verb."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+ModelName = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
+Adapter = Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")]
+SystemPrompt = Annotated[str | None, typer.Option("--system-prompt", help="System message.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")]
+Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
+TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
+
+
+class Divided(StrEnum):
+    """How a model is divided among ranks."""
+
+    pipeline = "pipeline"
+
+
+DividedBy = Annotated[
+    Divided | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks.")
+]
+NumRanks = Annotated[
+    int | None, typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here.")
+]
+Hosts = Annotated[str | None, typer.Option("--hosts", help="With --strategy: computers, by name.")]
+Hostfile = Annotated[str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")]
+BackendName = Annotated[str | None, typer.Option("--backend", help="With --strategy: who moves the bytes.")]
+Split = Annotated[str | None, typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12.")]
+
+
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help="Chat template in place of the model's or the adapter's: a Jinja file, or chatml, llama3 and so on.",
+    ),
+]
+System = Annotated[
+    str,
+    typer.Option(
+        "--system", metavar="template|merge", help="merge: put system messages before questions, as for training."
+    ),
+]
+
+# Of the verbs that listen: ``serve`` and ``dashboard``.
+Host = Annotated[
+    str, typer.Option("--host", help="Address to listen on; of others than this computer's a token is asked for.")
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="ALLHANDS_TOKEN",
+        help="What visitors must know; also ALLHANDS_TOKEN, which no list of processes shows. "
+        "[made anew where others can reach it]",
+        show_envvar=False,
+    ),
+]
+HostNames = Annotated[
+    list[str] | None,
+    typer.Option("--name", help="Further name or address under which it is asked for. Repeatable."),
+]
+
+
+class Format(StrEnum):
+    """Of an adapter."""
+
+    peft = "peft"
+
+
+class Target(StrEnum):
+    """What an export is for."""
+
+    peft = "peft"
+    hf = "hf"
+    gguf = "gguf"
+    ollama = "ollama"
+
+
+OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier one wrote to --out.")]
+
+Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
+RunDirectory = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository.")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")]
+
+
+class Generate(NamedTuple):
+    """Ask a model, with or without a trained adapter.
+
+    Speed and peak memory are shown as mlx_lm does. A model larger than one computer answers with --strategy pipeline.
+    """
+
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")]
+    model: ModelName = "demo"
+    adapter_path: Adapter = None
+    max_tokens: MaxTokens = 256
+    temp: Temperature = 0.0
+    top_p: TopP = 1.0
+    seed: Seed = 0
+    system_prompt: SystemPrompt = None
+    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt to the model as it is.")] = False
+    chat_template: ChatTemplate = None
+    system: System = "template"
+    trust_remote_code: TrustCode = False
+    strategy: DividedBy = None
+    num_ranks: NumRanks = None
+    hosts: Hosts = None
+    hostfile: Hostfile = None
+    backend: BackendName = None
+    pp_split: Split = None
+
+
+class Chat(NamedTuple):
+    """Talk with a model, with or without a trained adapter.
+
+    It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
+    is a turn. A model larger than one computer talks with --strategy pipeline.
+    """
+
+    model: ModelName = "demo"
+    adapter_path: Adapter = None
+    system_prompt: SystemPrompt = None
+    max_tokens: MaxTokens = 512
+    temp: Temperature = 0.0
+    top_p: TopP = 1.0
+    seed: Seed = 0
+    chat_template: ChatTemplate = None
+    system: System = "template"
+    trust_remote_code: TrustCode = False
+    strategy: DividedBy = None
+    num_ranks: NumRanks = None
+    hosts: Hosts = None
+    hostfile: Hostfile = None
+    backend: BackendName = None
+    pp_split: Split = None
+
+
+class Compare(NamedTuple):
+    """Answer held-out prompts before and after training.
+
+    The answers are shown side by side; of pirates, with a score of how pirate they are.
+    """
+
+    model: ModelName = "demo"
+    adapter_path: Adapter = None
+    data: Annotated[str, typer.Option("--data", help="Whose test split to ask: a directory, or 'demo'.")] = "demo"
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16
+    show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4
+    max_tokens: MaxTokens = 60
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for prompts, answers and scores. [answers.json of a run]")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that holds no such answers.")] = False
+    strategy: DividedBy = None
+    num_ranks: NumRanks = None
+    hosts: Hosts = None
+    hostfile: Hostfile = None
+    backend: BackendName = None
+    pp_split: Split = None
+
+
+class Serve(NamedTuple):
+    """Answer requests to a model over HTTP, as OpenAI does.
+
+    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may ask;
+    web pages may not, unless --allow-origin names them; other computers only if --host lets them, with a token.
+    Ends with Ctrl-C.
+    """
+
+    model: ModelName = "demo"
+    adapter_path: Adapter = None
+    host: Host = "127.0.0.1"
+    port: Port = 8080
+    token: Token = None
+    name: HostNames = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            "--allowed-origins",
+            metavar="URL",
+            help="Web pages elsewhere that may ask: http://localhost:3000. Repeatable; * is all. [none]",
+        ),
+    ] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer, unless asked otherwise.")] = 512
+    temp: Annotated[float, typer.Option("--temp", min=0.0, help="Temperature, unless asked otherwise.")] = 0.0
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Top-p, unless asked otherwise.")] = 1.0
+    chat_template: ChatTemplate = None
+    system: System = "template"
+    trust_remote_code: TrustCode = False
+
+
+class Fuse(NamedTuple):
+    """Merge a trained adapter into its model.
+
+    The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
+    mlx_lm.fuse. Before it is in its place it is read back, and has to compute what model and adapter do.
+    """
+
+    model: Below = None
+    adapter_path: RunDirectory = Path("adapters")
+    save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path("fused_model")
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize", "--de-quantize", help="Unpack quantised weights: nothing of the adapter is lost."),
+    ] = False
+    dtype: Dtype = None
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False
+    export_gguf: Annotated[bool, typer.Option("--export-gguf", help="Also write a GGUF file.")] = False
+    gguf_path: Annotated[
+        str | None, typer.Option("--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]")
+    ] = None
+    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Not here: allhands upload.")] = None
+    trust_remote_code: TrustCode = False
+
+
+class Export(NamedTuple):
+    """Write what was trained for other programs.
+
+    peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them. hf: the model
+    with the adapter merged, as transformers loads it. gguf: the same as one file for llama.cpp and LM Studio. ollama:
+    that file and a Modelfile.
+    """
+
+    to: Annotated[Target, typer.Option("--to", help="For whom.")]
+    out: OutDir
+    adapter_path: Annotated[
+        Path | None, typer.Option("--adapter-path", help="Directory of a training run; without one --model alone.")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")
+    ] = None
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="peft: the name under which others load that model; default: --model."),
+    ] = None
+    dtype: Annotated[str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")] = None
+    force: Force = False
+    trust_remote_code: TrustCode = False
+
+
+class Import(NamedTuple):
+    """Take an adapter that another program has trained.
+
+    peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
+    """
+
+    path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)]
+    source: Annotated[Format, typer.Option("--from", help="Who has written it.")]
+    out: OutDir
+    model: Annotated[str | None, typer.Option("--model", help="The model below it; default: as the adapter says.")] = (
+        None
+    )
+    force: Force = False
+    trust_remote_code: TrustCode = False
+
+
+class Upload(NamedTuple):
+    """Put a model or an adapter on the Hugging Face Hub.
+
+    The one command that sends anything away. Checkpoints and logs of a run are left out. `hf auth login` comes first.
+    """
+
+    directory: Annotated[Path, typer.Argument(help="Directory of a model or an adapter.", show_default=False)]
+    to: Annotated[str, typer.Option("--to", help="Repository on the Hub: owner/name.")]
+    private: Annotated[bool, typer.Option("--private", help="Only you, and whom you let, can see it.")] = False
+    message: Annotated[str, typer.Option("--message", help="Of the commit.")] = "Upload with allhands"
+
+
+class ModelGet(NamedTuple):
+    """Fetch a model into a normal MLX model directory.
+
+    It is quantised, dequantised or cast as asked.
+    """
+
+    source: ModelArgument = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None
+    model: ModelOption = None
+    quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None
+    group_size: Annotated[int | None, typer.Option("--group-size", help="Values a quantisation group.")] = None
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False

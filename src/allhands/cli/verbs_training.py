@@ -1,0 +1,130 @@
+"""Options of verbs about that share options with training: each class is the command line of a verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from allhands.cli.options import options_of
+from allhands.cli.verbs_models import ModelArgument, ModelOption
+from allhands.config.eval_schema import EvalConfig
+from allhands.config.schema import TrainConfig
+
+_EVALUATED = (
+    *("model", "adapter_path", "data", "split", "mask_prompt", "train_on", "chat_template", "system"),
+    *("max_seq_length", "packing", "test_batches", "batch_size", "micro_batch_tokens", "num_ranks", "backend"),
+    *("cores_per_rank", "hostfile", "hosts", "strategy", "pp_split", "config", "trust_remote_code"),
+)
+# Options of training that decide what it sees.
+_CHECKED = (
+    *("model", "max_seq_length", "mask_prompt", "train_on", "chat_template", "system"),
+    *("fine_tune_type", "num_layers", "lora_parameters"),
+    *("batch_size", "iters", "epochs", "packing", "isolate_documents", "seed"),
+    *(name for name in TrainConfig.model_fields if name.endswith("_feature")),
+    *("hf_dataset", "trust_remote_code", "config"),
+)
+_COMPARED = (
+    *("data", "fine_tune_type", "num_layers", "max_seq_length", "lora_parameters", "mask_prompt"),
+    *("chat_template", "system", "grad_checkpoint", "compile", "trust_remote_code"),
+)
+BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
+
+
+def _said(name: str) -> str:
+    """Return what ``allhands train`` says of the option."""
+    return TrainConfig.model_fields[name].description or ""
+
+
+class Launch(NamedTuple):
+    """Start a program of your own on every rank, and keep it going.
+
+    For example: allhands launch -n 2 -- python my_script.py --my-option
+    """
+
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile the most. [1, all slots]"),
+    ] = None
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
+    hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
+    backend: Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help=_said("backend"))] = "auto"
+    cores_per_rank: Annotated[int | None, typer.Option("--cores-per-rank", min=1, help=_said("cores_per_rank"))] = None
+    min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None
+    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")] = 3
+    hang_timeout_s: Annotated[
+        float, typer.Option("--hang-timeout-s", help="Seconds between two calls of allhands.progress that are a hang.")
+    ] = 600.0
+    start_timeout_s: Annotated[
+        float | None,
+        typer.Option("--start-timeout-s", help="Seconds until every rank must have called it once. [no limit]"),
+    ] = None
+    stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0
+    log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs")
+    checkpoints: Annotated[
+        Path | None, typer.Option("--checkpoints", help="Directory for allhands.save_checkpoint. [that of --log-dir]")
+    ] = None
+    tag_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--tag-output/--no-tag-output",
+            help="Show the output of every rank, each line with its rank before it, or that of rank 0 as it is. "
+            "[tagged with several ranks]",
+            show_default=False,
+        ),
+    ] = None
+
+
+class Eval(NamedTuple):
+    """Loss and perplexity of a model on a part of the data.
+
+    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
+    """
+
+    flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
+    ] = None
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None
+    num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None
+
+
+class DataCheck(NamedTuple):
+    """Tell what training would see of a data set, before a run is spent on it.
+
+    DIR is what allhands train takes as --data: a folder, 'demo' or a Hub dataset. Options and defaults are those of
+    training, and so is the YAML file (-c).
+    """
+
+    flags: Annotated[dict[str, Any], options_of(TrainConfig, _CHECKED)]
+    data: Annotated[str | None, typer.Argument(metavar="DIR", help="The data. [demo]", show_default=False)] = None
+    show: Annotated[
+        int,
+        typer.Option("--show", help="Examples to print as training sees them.", min=0, metavar="N", show_default=False),
+    ] = 0
+    row: Annotated[
+        list[int] | None,
+        typer.Option("--row", help="Print the example of this line. Repeatable.", min=1, metavar="LINE"),
+    ] = None
+    split: Annotated[str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")] = (
+        None
+    )
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 if anything ruins the run.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = False
+
+
+class ModelCheck(NamedTuple):
+    """Compare a training step's loss and gradient with those of mlx_lm's own model.
+
+    A short row and a long one are computed by both. Every training does this before its first step, but within
+    seconds: with fewer blocks where the model is large. Options are those of training; with --data its longest row
+    is compared.
+    """
+
+    flags: Annotated[dict[str, Any], options_of(TrainConfig, _COMPARED)]
+    source: ModelArgument = None
+    model: ModelOption = None
