@@ -35,6 +35,7 @@ _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is 
 _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
+_ELSEWHERE_S = 900.0  # for ranks on other computers, unseen, to prepare data, compile or save
 # What those say whose port another program has: not who cannot connect, and not who asks for an address of nobody.
 _PORT_TAKEN = re.compile(
     r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
@@ -73,7 +74,8 @@ class Attempt:
     ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
     received: the first SIGINT or SIGTERM is passed on, the second ends the ranks at once; SIGUSR1, a scheduler's
     warning, counts as a SIGTERM that leaves the first word to the person. ``reaper`` is told of every process.
-    ``slack`` lengthens the deadlines that follow from measured steps.
+    ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
+    started and watched, and the ranks that wait for others have more time.
     """
 
     _ranks: RankProcesses
@@ -86,13 +88,17 @@ class Attempt:
         events: Callable[[SupervisorEvent], None],
         reaper: Reaper | None = None,
         slack: float = 1.0,
+        share: processes.Share | None = None,
     ) -> None:
         self._spec = spec
+        self._share = share
+        self._own = range(share.first, share.first + share.count) if share else range(spec.num_processes)
         self._run_dir = run_dir
         self._signals = signals
         self._events = events
         self._reaper = reaper
-        self._watch = ProgressWatch(Limits.of(spec, slack))
+        elsewhere_s = _ELSEWHERE_S if share and spec.hang_timeout_s is None else 0.0
+        self._watch = ProgressWatch(Limits.of(spec, slack, elsewhere_s))
         self._stopped_since: dict[int, float] = {}
         self._next_look = 0.0
         self._stop_signal = 0
@@ -132,6 +138,8 @@ class Attempt:
     def _start(self, reaper: Reaper) -> processes.RankProcesses:
         if self._spec.places:
             return start_remote(self._spec, self._run_dir)
+        if self._share:
+            return processes.start_share(self._spec, self._run_dir, self._share, reaper)
         return processes.start(self._spec, self._run_dir, reaper)
 
     def request_regroup(self) -> None:
@@ -152,8 +160,8 @@ class Attempt:
         while self._living():
             now = time.monotonic()
             self._watch.pauses.look(now)
-            marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
-            if not self._all_listen and all(mark.listening for mark in marks.values()):
+            marks = {rank: self._ranks.marks(rank) for rank in self._own}
+            if not self._share and not self._all_listen and all(mark.listening for mark in marks.values()):
                 self._all_listen = True
                 self._ranks.tell(ALL_LISTEN)
             if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
@@ -171,7 +179,7 @@ class Attempt:
 
     def _living(self) -> list[int]:
         ended = {end.rank for end in self._ranks.exits()}
-        return [rank for rank in range(self._spec.num_processes) if rank not in ended]
+        return [rank for rank in self._own if rank not in ended]
 
     def _pass_on_signals(self, now: float, marks: Mapping[int, Marks]) -> bool:
         """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
@@ -254,7 +262,10 @@ class Attempt:
         missing = [rank for rank in self._living() if rank in unmarked]
         # A rank that is at work (tokenising, say) excuses those that wait for it.
         worked = max([self._began, *(mark.busy_time for mark in marks.values() if mark.busy_time)])
-        if missing and self._age(now, worked) > self._spec.start_deadline_s and not self._stop_signal:
+        limit = self._spec.start_deadline_s
+        if self._share and all(marks[rank].ready for rank in missing):
+            limit = max(limit, _ELSEWHERE_S)
+        if missing and self._age(now, worked) > limit and not self._stop_signal:
             return self._not_started(missing, self._age(now, worked))
         return None
 
@@ -318,13 +329,13 @@ class Attempt:
         return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
 
     def _furthest(self) -> int | None:
-        beats = [self._ranks.marks(rank).beat for rank in range(self._spec.num_processes)]
+        beats = [self._ranks.marks(rank).beat for rank in self._own]
         return max((beat.step for beat in beats if beat), default=None)
 
     def _ports_were_taken(self, fault: Fault) -> bool:
         """Whether the failure is worth another start with other ports."""
         texts = [fault.error or "", *fault.log_tail]
-        ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
+        ours = self._spec.backend != "mpi" and not (self._share or self._all_started or self._stop_signal)
         return ours and any(_PORT_TAKEN.search(text) for text in texts)
 
     # --- faults -----------------------------------------------------------------------------------
@@ -369,7 +380,7 @@ class Attempt:
         return self._fault("memory" if memory else "killed", end.rank, 128 - end.code, what, since)
 
     def _lost_host(self, host: str, since: float) -> Fault:
-        ranks = [rank for rank in range(self._spec.num_processes) if self._ranks.host(rank) == host]
+        ranks = [rank for rank in self._own if self._ranks.host(rank) == host]
         fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
         text = f"{host} (rank {', '.join(map(str, ranks))}) does not answer any more"
         return replace(fault, message=text, error=None, explanation=None)
@@ -395,8 +406,12 @@ class Attempt:
 
     def _not_started(self, missing: list[int], since: float) -> Fault:
         """Name the ranks that have not even come to the point where they wait for the others, if there are any."""
-        late = [rank for rank in missing if not self._ranks.marks(rank).ready] or missing
-        text = f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s"
+        unready = [rank for rank in missing if not self._ranks.marks(rank).ready]
+        late = unready or missing
+        what = f"did not finish starting within {self._spec.start_deadline_s:g} s"
+        if self._share and not unready:
+            what = f"waited for ranks on other computers for {since:.0f} s"
+        text = f"rank {', '.join(map(str, late))} {what}"
         fault = self._fault("not started", late[0], DistributedError.exit_code, "", since)
         last = "".join(f" (its last line: {line})" for line in fault.log_tail[-1:])
         where = f" on {fault.host}" if self._spec.places else ""
@@ -412,6 +427,8 @@ class Attempt:
         what = f"on {self._ranks.host(rank)} made no progress for {stall.seconds:.1f} s"
         if rank in stopped:
             what += " (the process is stopped)"
+        elif self._share and stall.phase == "reduce":
+            what += " (it waits for ranks on other computers)"
         elif stall.mutual:
             what += " (all ranks wait for each other: is the network cut?)"
         elif self._spec.hang_timeout_s is None:

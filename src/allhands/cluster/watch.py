@@ -29,17 +29,19 @@ class Limits:
 
     Attributes:
         hang_timeout_s: for the phases of a step, instead of a limit that adapts.
+        elsewhere_s: the least time for an exchange in which all of these ranks wait for ranks that are not watched.
     """
 
     start_s: float = 600.0
     finish_s: float = 60.0
     hang_timeout_s: float | None = None
     slack: float = 1.0
+    elsewhere_s: float = 0.0
 
     @classmethod
-    def of(cls, spec: LaunchSpec, slack: float) -> Limits:
+    def of(cls, spec: LaunchSpec, slack: float, elsewhere_s: float = 0.0) -> Limits:
         """The limits that a job's options ask for."""
-        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack)
+        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class ProgressWatch:
         if self._together is None:
             self._together = latest
         seconds = self.pauses.age(now, latest)
-        limit = self._limit("reduce")
+        limit = max(self._limit("reduce"), self._limits.elsewhere_s)
         if seconds <= (limit if self._exchanged else max(limit, _LEAST_FIRST_EXCHANGE_S)):
             return None
         rank = min(beats, key=lambda rank: (beats[rank].step, rank))
