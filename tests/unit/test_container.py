@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from allhands.cli.container_inputs import (
     parse_arguments,
     plain_value,
 )
-from allhands.cli.container_results import copy_whole, publish_model, reason_of, tell_failure
+from allhands.cli.container_results import publish_model, reason_of, tell_failure
 from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import ConfigError, DataError, ModelError, StorageError
 
@@ -33,7 +34,8 @@ def write(path: Path, content: str = "") -> Path:
 
 
 def given(**values: object) -> dict[str, Any]:
-    return hyperparameters({"SM_HPS": json.dumps(values)}, Path("/nowhere"))
+    with tempfile.TemporaryDirectory() as directory:
+        return hyperparameters(write(Path(directory, "hyperparameters.json"), json.dumps(values)))
 
 
 # --- hyperparameters -----------------------------------------------------------------------------------
@@ -82,25 +84,6 @@ def test_what_sagemaker_adds_is_passed_over() -> None:
     assert given(**added, iters="3") == {"iters": "3"}
 
 
-def test_the_file_wins_over_the_toolkits_variables(tmp_path: Path) -> None:
-    file = write(tmp_path / "hyperparameters.json", '{"iters": "7"}')
-    assert hyperparameters({"SM_HPS": '{"iters": 8}'}, file) == {"iters": "7"}
-    assert hyperparameters({"SM_HPS": '{"iters": 8}', "SM_USER_ARGS": '["--iters","9"]'}, tmp_path / "no") == {
-        "iters": 8
-    }
-
-
-def test_arguments_of_the_toolkit() -> None:
-    words = ["--iters", "100", "--mask-prompt", "--learning_rate=1e-4", "--num-layers", "-1", "--train", "True"]
-    found = hyperparameters({"SM_USER_ARGS": json.dumps(words)}, Path("/nowhere"))
-    config = merged({}, found)
-    assert (config.iters, config.mask_prompt, config.learning_rate, config.num_layers) == (100, True, 1e-4, -1)
-    assert config.train
-    for wrong in ('"--iters 3"', '["iters"]', "[1]", "no"):
-        with pytest.raises(ConfigError, match="SM_USER_ARGS"):
-            hyperparameters({"SM_USER_ARGS": wrong}, Path("/nowhere"))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -122,7 +105,7 @@ def test_one_given_twice_and_files_that_are_none(tmp_path: Path) -> None:
         given(iters="1", max_steps="2")
     for text in ("[]", "{", "\xff"):
         with pytest.raises(ConfigError, match=r"hyperparameters\.json"):
-            hyperparameters({}, write(tmp_path / "hyperparameters.json", text))
+            hyperparameters(write(tmp_path / "hyperparameters.json", text))
 
 
 # --- arguments -----------------------------------------------------------------------------------------
@@ -393,10 +376,6 @@ def test_it_is_copied_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     assert files(tmp_path / "model") == {}
 
 
-def test_an_empty_list_is_no_error() -> None:
-    copy_whole([])
-
-
 def test_the_reason_is_short_and_valid_text(tmp_path: Path) -> None:
     said: list[str] = []
     tell_failure(tmp_path / "output/failure", "é" * 900, said.append)
@@ -417,7 +396,7 @@ def test_the_reason_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
         {"kind": "failed", "message": "rank 1 exited with code 3", "rank": 1},
         {"kind": "given up", "message": "not started again: twice the same"},
     ]
-    lines = [json.dumps(event) for event in events]
+    lines = [json.dumps({"time": 0.0, **event}) for event in events]
     write(tmp_path / "events.jsonl", lines[0] + "\n")
     assert reason_of(tmp_path, 3) == "not started: no ranks"
     write(tmp_path / "events.jsonl", "\n".join(lines) + "\ntorn")

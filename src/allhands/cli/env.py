@@ -121,7 +121,7 @@ def _print(console: Console, report: _Report) -> None:
 
 
 def _headline(launch: Launch) -> str:
-    if launch.launcher == "single" and not launch.platform.name and not launch.facts:
+    if launch.launcher == "single" and not launch.platform.name and not launch.reason:
         return "nothing recognised: one process; allhands train -n N starts several here"
     if launch.ranks_per_node > 1:
         nodes = f"computer {launch.rank} of {launch.size}" if launch.size > 1 else "this computer"
