@@ -257,18 +257,11 @@ class ContainerRun:
 
     def _defaults(self, asked: TrainConfig) -> dict[str, Any]:
         """The options that the platform's inputs mean, where a person gives none."""
-        given, launch, channels = asked.model_fields_set, self.launch, self.launch.paths.data
+        given, launch = asked.model_fields_set, self.launch
         values: dict[str, Any] = {"train": True, "resume": "auto"}
-        if "data" not in given:
-            data, notes = data_of(channels, self.scratch)
-            for note in notes:
-                say(f"note: {note}")
-            if data is not None:
-                values["data"] = str(data)
-            elif self.is_cloud:
-                hint = f"give {_CLOUDS[self.platform]}, or data=demo for the shipped one"
-                raise ConfigError("there is no training data", where="--data", hint=hint)
-        if "model" not in given and (model := model_of(channels, self.scratch)) is not None:
+        if "data" not in given and (data := self._data()) is not None:
+            values["data"] = str(data)
+        if "model" not in given and (model := model_of(launch.paths.data, self.scratch)) is not None:
             values["model"] = str(model)
         if self.is_cloud:
             # Checkpoint directories of several computers are copied to one place: only the first one may use it.
@@ -281,6 +274,15 @@ class ContainerRun:
             values |= {"max_restarts": RESTARTS} if asked.keep_last > 0 else {}
             values |= {"num_ranks": ranks} if ranks > 1 else {}
         return values
+
+    def _data(self) -> Path | None:
+        data, notes = data_of(self.launch.paths.data, self.scratch)
+        for note in notes:
+            say(f"note: {note}")
+        if data is None and self.is_cloud:
+            hint = f"give {_CLOUDS[self.platform]}, or data=demo for the shipped one"
+            raise ConfigError("there is no training data", where="--data", hint=hint)
+        return data
 
     # --- training ---------------------------------------------------------------------------------
 

@@ -66,26 +66,30 @@ def mlx_launch(given: Given) -> Launch | None:
             hint="start again with `mlx.launch` or `allhands train -n N`, or unset the MLX_ variables",
         )
     (mark,) = found
-    rank, backend, local, hosts = given.number("MLX_RANK"), _MLX_MARKS[mark], (0, 1), tuple[str, ...]()
-    if backend == "nccl":
+    rank, hosts = given.number("MLX_RANK"), tuple[str, ...]()
+    if mark == "NCCL_HOST_IP":
         size = given.number("MLX_WORLD_SIZE")
         given.number("NCCL_PORT")
-        local = (rank, size) if given.env[mark] in _LOOPBACKS else local
+        local = (rank, size) if given.env[mark] in _LOOPBACKS else (0, 1)
         reason = f"rank {rank} of {size}: {given.shown('MLX_RANK', 'MLX_WORLD_SIZE')}"
     else:
-        peers = _read_list(mark, given.env[mark])
-        size = len(peers)
+        size, local, hosts = _mlx_peers(mark, given.env[mark], rank)
         reason = f"rank {rank} of {size}: MLX_RANK={rank}, {mark} lists {size}"
-        if backend == "ring":
-            if not 0 <= rank < size:
-                raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {size} ranks")
-            hosts = tuple(
-                str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer) for peer in peers
-            )
-            names = [host.rpartition(":")[0] for host in hosts]
-            local = names[:rank].count(names[rank]), names.count(names[rank])
-    local, fact = _own_local(given, *local), f"back-end {backend}: {mark} is set"
+    backend, local = _MLX_MARKS[mark], _own_local(given, *local)
+    fact = f"back-end {backend}: {mark} is set"
     return Launch("mlx.launch", rank, size, *local, backend, reason, hosts, facts=(fact,))
+
+
+def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], tuple[str, ...]]:
+    """World size, local rank and size, and addresses, from a ring's hostfile or JACCL's file of devices."""
+    peers = _read_list(mark, path)
+    if mark != "MLX_HOSTFILE":
+        return len(peers), (0, 1), ()
+    if not 0 <= rank < len(peers):
+        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {len(peers)} ranks")
+    hosts = tuple(str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer) for peer in peers)
+    names = [host.rpartition(":")[0] for host in hosts]
+    return len(peers), (names[:rank].count(names[rank]), names.count(names[rank])), hosts
 
 
 def _read_list(variable: str, path: str) -> list[object]:

@@ -25,8 +25,11 @@ def slurm(given: Given) -> Launch | None:
     if step >= _FIRST_SPECIAL_STEP or (size == 1 and given.env.get("SLURM_JOB_NAME") in _SHELLS):
         return None
     reason = f"rank {rank} of {size}: {given.shown('SLURM_PROCID', counted)} in step {step}"
-    if size == 1:
-        return Launch("slurm", rank, reason=reason)
+    return Launch("slurm", rank, reason=reason) if size == 1 else _task(given, rank, size, step, reason)
+
+
+def _task(given: Given, rank: int, size: int, step: int, reason: str) -> Launch:
+    """The place of one task of several, which srun must have put in blocks of ranks a node."""
     listed = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") or ""
     nodes = _layout(given, given.env.get(listed, "localhost"), size)
     if not 0 <= rank < size:
@@ -126,7 +129,7 @@ def slurm_platform(given: Given) -> Platform | None:
         text = ""
     found = re.search(r"^\s*KillWait\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE)
     grace_s, source = (
-        (float(found[1]), f"KillWait in {path}") if found else (_USUAL_KILL_WAIT_S, "Slurm's usual KillWait")
+        (float(found[1]), f"KillWait in {path}") if found else (_USUAL_KILL_WAIT_S, "KillWait, unless changed")
     )
     why = [f"job {job} of Slurm: SLURM_JOB_ID", f"{grace_s:g} s from SIGTERM to SIGKILL: {source}"]
     if warning := given.first("SBATCH_SIGNAL", "SLURM_SIGNAL"):
