@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -22,31 +22,41 @@ from allhands.cluster.meeting import meet
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import Given, Launch
 from allhands.cluster.platforms import indexed_job, mpi_job_launcher, platform_of, sagemaker, tf_config, vertex
-from allhands.cluster.processes import reserve_ports
+from allhands.cluster.processes import peer_variables, reserve_ports
 from allhands.cluster.slurm import slurm
 
+_Peers = TypeVar("_Peers")
 # Explicit launchers first: the one that is closer to this process says more about it.
 _RECOGNISERS: tuple[Callable[[Given], Launch | None], ...] = (
-    *(own, mlx_launch, open_mpi, other_mpi, torchrun, slurm),
-    *(vertex, tf_config, sagemaker, mpi_job_launcher, indexed_job),
+    own,
+    mlx_launch,
+    open_mpi,
+    other_mpi,
+    torchrun,
+    slurm,
+    vertex,
+    tf_config,
+    sagemaker,
+    mpi_job_launcher,
+    indexed_job,
 )
 # A variable that shows each launcher's presence, and the launchers that set it, some as a by-product.
-_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ALLHANDS_RANK", ("allhands",)),
-    ("MLX_RANK", ("mlx.launch", "allhands")),
-    ("OMPI_COMM_WORLD_RANK", ("openmpi",)),
-    ("PMIX_RANK", ("openmpi", "slurm")),
-    ("MV2_COMM_WORLD_RANK", ("mpich",)),
-    ("PMI_RANK", ("mpich", "slurm")),
-    ("RANK", ("torchrun",)),
-    ("WORLD_SIZE", ("torchrun", "kubernetes")),
-    ("PET_NNODES", ("torchrun",)),
-    ("SLURM_PROCID", ("slurm",)),
-    ("CLUSTER_SPEC", ("vertex",)),
-    ("TF_CONFIG", ("tf_config", "vertex")),
-    ("SM_HOSTS", ("sagemaker",)),
-    ("JOB_COMPLETION_INDEX", ("kubernetes",)),
-)
+_MARKS = {
+    "ALLHANDS_RANK": "allhands",
+    "MLX_RANK": "mlx.launch allhands",
+    "OMPI_COMM_WORLD_RANK": "openmpi",
+    "PMIX_RANK": "openmpi slurm",
+    "MV2_COMM_WORLD_RANK": "mpich",
+    "PMI_RANK": "mpich slurm",
+    "RANK": "torchrun",
+    "WORLD_SIZE": "torchrun kubernetes",
+    "PET_NNODES": "torchrun",
+    "SLURM_PROCID": "slurm",
+    "CLUSTER_SPEC": "vertex",
+    "TF_CONFIG": "tf_config vertex",
+    "SM_HOSTS": "sagemaker",
+    "JOB_COMPLETION_INDEX": "kubernetes",
+}
 _LAUNCHER_PROGRAMS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpirun", "mpiexec.hydra")
 
 
@@ -95,7 +105,7 @@ def recognise(
     platform = platform_of(given)
     # A platform that has started one process alone has said so by the same variable.
     sayers = {found.launcher, platform.name} if found.launcher == "single" and found.reason else {found.launcher}
-    ignored = tuple(name for name, launchers in _MARKS if name in variables and not sayers & set(launchers))
+    ignored = tuple(name for name, words in _MARKS.items() if name in variables and not sayers & set(words.split()))
     # Slurm's advice is for a process that it has not started as a task.
     notes = found.notes + (platform.notes if found.launcher == "single" or platform.name != "slurm" else ())
     return replace(found, platform=platform, ignored=ignored, notes=notes)
@@ -143,25 +153,33 @@ def rendezvous(
     Raises:
         DistributedError: the ranks did not come together in time, or do not belong together.
     """
-    if launch.meeting is None:
+    if (point := launch.meeting) is None:
         yield dict(launch.exports)
         return
-    held, (port,) = reserve_ports(1, shareable=True, address="")
-    try:
-        peers = meet(launch.meeting, launch.rank, launch.size, port, patience or Patience(), launch.backend)
-        if launch.backend != "ring" or sys.platform != "linux":
-            held[0].close()
-        yield dict(launch.exports) | _variables(launch, peers, directory)
-    finally:
-        held[0].close()
+
+    def come(ports: Sequence[int]) -> tuple[str, ...]:
+        return meet(point, launch.rank, launch.size, ports[0], patience or Patience(), launch.backend)
+
+    with gathered(1, launch.backend, come) as peers:
+        hostfile = directory / f"ring-hosts-{launch.rank}.json"
+        variables = peer_variables(launch.backend, launch.size, peers, hostfile)
+        yield {**launch.exports, "MLX_RANK": str(launch.rank), **variables}
 
 
-def _variables(launch: Launch, peers: tuple[str, ...], directory: Path) -> dict[str, str]:
-    """The variables of MLX: the ring reads addresses, not names, from a file; NCCL takes the first rank's address."""
-    rank = {"MLX_RANK": str(launch.rank)}
-    if launch.backend == "nccl":
-        address, _, port = peers[0].rpartition(":")
-        return rank | {"MLX_WORLD_SIZE": str(launch.size), "NCCL_HOST_IP": address, "NCCL_PORT": port}
-    hostfile = directory / f"ring-hosts-{launch.rank}.json"
-    hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
-    return rank | {"MLX_HOSTFILE": str(hostfile)}
+@contextmanager
+def gathered(count: int, backend: str, come: Callable[[Sequence[int]], _Peers]) -> Generator[_Peers, None, None]:
+    """Reserve ports for ranks of this computer, meet the others by ``come(ports)``, and yield what that returns.
+
+    Linux lets a ring's ranks listen on ports that this process keeps from other programs until the block is left.
+
+    Raises:
+        DistributedError: there are no free ports.
+    """
+    held, ports = reserve_ports(count, shareable=True, address="")
+    with ExitStack() as sockets:
+        for one in held:
+            sockets.enter_context(one)
+        peers = come(ports)
+        if backend != "ring" or sys.platform != "linux":
+            sockets.close()
+        yield peers

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from allhands.cluster.attempt import Attempt
+from allhands.cluster.environment import gathered
 from allhands.cluster.meeting import meet
 from allhands.cluster.outcome import Fault
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import MeetingPoint
-from allhands.cluster.processes import Share, reserve_ports
+from allhands.cluster.processes import Share
 from allhands.cluster.ranks import LaunchSpec
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.supervisor import caught_signals
@@ -87,29 +88,20 @@ def run_node(job: NodeJob) -> NodeEnd:
 
 
 def _run(job: NodeJob, signals: deque[int], reaper: Reaper, private: Path) -> NodeEnd:
-    held, ports = reserve_ports(job.count, shareable=True, address="")
-    try:
-        peers = _meet(job, ports, signals)
+    def told(event: SupervisorEvent) -> None:
+        if event.kind in _TOLD_EVENTS:
+            job.tell(event.message)
+
+    with gathered(job.count, job.spec.backend, partial(_meet, job, signals)) as peers:
         if peers is None:
             job.tell("stopped before the first step")
             return NodeEnd(130 if signals[0] == signal.SIGINT else 143)
-        if job.spec.backend != "ring" or sys.platform != "linux":
-            for one in held:
-                one.close()
-
-        def told(event: SupervisorEvent) -> None:
-            if event.kind in _TOLD_EVENTS:
-                job.tell(event.message)
-
         share = Share(job.own.start, job.count, peers, socket.gethostname())
         outcome = Attempt(job.spec, private / "ranks", signals, told, reaper, share=share).run()
-    finally:
-        for one in held:
-            one.close()
     return NodeEnd(outcome.code, None if outcome.fault is None else _reason(outcome.fault))
 
 
-def _meet(job: NodeJob, ports: list[int], signals: deque[int]) -> tuple[str, ...] | None:
+def _meet(job: NodeJob, signals: deque[int], ports: Sequence[int]) -> tuple[str, ...] | None:
     """Return the addresses of all ranks of the job; ``None`` if a signal came first.
 
     The meeting runs in threads, so that a signal need not wait for it.
