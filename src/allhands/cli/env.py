@@ -39,9 +39,10 @@ class _Report:
 
 
 def show_environment(as_json: AsJson = False) -> None:
-    """Show the launcher of this process, and the back-end, peers, paths and time to end that training would use.
+    """Show the launcher of this process, and the settings that follow.
 
-    The exit code is 7 if the launcher's variables contradict each other.
+    These are the back-end, peers, paths and the time to end. The exit code is 7 if the
+    launcher's variables contradict each other.
     """
     from allhands.cluster.environment import recognise_here
 
