@@ -57,7 +57,7 @@ _IMPORT = "Take an adapter that another program has trained."
 _PLAN = "Tell what a training takes, and if more computers help."
 _DASHBOARD = "Show runs in the browser while they go on."
 _REPORT = "Write a page about a run, or several compared."
-_ENV = "Show the launcher of this process, and the settings that follow."
+_ENV = "Show the launcher of this process, and its settings."
 
 
 def register(app: typer.Typer, verb: str | None = None) -> None:

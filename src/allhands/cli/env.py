@@ -39,7 +39,7 @@ class _Report:
 
 
 def show_environment(as_json: AsJson = False) -> None:
-    """Show the launcher of this process, and the settings that follow.
+    """Show the launcher of this process, and its settings.
 
     These are the back-end, peers, paths and the time to end. The exit code is 7 if the
     launcher's variables contradict each other.
