@@ -100,7 +100,7 @@ def _run(
     chosen: TrainConfig, callbacks: Sequence[Callback], progress: bool, objective: Objective | None
 ) -> FinetuneResult:
 
-    from allhands.cluster.candidates import slower_than_ours
+    from allhands.cluster.choose import slower_than_ours
     from allhands.cluster.environment import launch_here, recognise_here
     from allhands.cluster.join import join_group, joined_here, mesh_of, surroundings_of, take_device
     from allhands.cluster.pace import Pace

@@ -1,27 +1,25 @@
-"""The choice of a back-end: a table of computers, and the facts about them."""
+"""Which back-end: a table of computers, a measurement where it decides, and a cache that forgets in time."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import stat
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from allhands.cluster.candidates import (
-    Facts,
-    HostTraits,
-    candidates,
-    choose,
-    explain,
-    facts_here,
-    facts_of,
-    slower_than_ours,
-)
+from allhands.cluster.candidates import Choice, Facts, HostTraits, candidates, facts_here, facts_of, table_choice
+from allhands.cluster.choose import GRADIENT_BYTES, SMALL_BYTES, ChoiceSeams, choose, explain, slower_than_ours
+from allhands.cluster.figures import Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
 from allhands.cluster.place import Launch
+from allhands.errors import DistributedError
 
 LINUX = HostTraits("one", 2, "Linux", 0, "5.0.11")
 FAR = HostTraits("far", 1, "Linux", 0, "5.0.11")
@@ -51,7 +49,7 @@ TABLE: dict[str, tuple[list[HostTraits], str]] = {
 @pytest.mark.parametrize("row", TABLE)
 def test_table(row: str) -> None:
     hosts, expected = TABLE[row]
-    assert choose(Facts(tuple(hosts))).backend == expected
+    assert table_choice(Facts(tuple(hosts))).backend == expected
 
 
 @pytest.mark.parametrize(
@@ -75,27 +73,151 @@ def test_why_not(hosts: list[HostTraits], backend: str, words: str) -> None:
     assert words in found.reason
 
 
-def test_one_rank_needs_nobody() -> None:
-    found = choose(Facts((replace(LINUX, num_ranks=1),)))
+# --- measured -----------------------------------------------------------------------------------------
+
+
+def network(backend: str, latency_s: float, bytes_per_s: float) -> Measurement:
+    times = [(size, latency_s + size / bytes_per_s) for size in (SMALL_BYTES, GRADIENT_BYTES)]
+    whole = Figures.of(["one"], 2, backend, [Timing(size, 5, t, t, t) for size, t in times])
+    return Measurement(backend, whole)
+
+
+@dataclass
+class Bench:
+    """A pretended network; counts how often it is measured."""
+
+    directory: Path
+    times: dict[str, tuple[float, float]]
+    now: float = 1e9
+    asked: list[tuple[str, int, int | None]] = field(default_factory=list[tuple[str, int, "int | None"]])
+
+    def measure(self, backend: str, num_ranks: int, cores: int | None) -> Measurement:
+        self.asked.append((backend, num_ranks, cores))
+        if backend not in self.times:
+            raise DistributedError("no such thing here")
+        return network(backend, *self.times[backend])
+
+    @property
+    def seams(self) -> ChoiceSeams:
+        return ChoiceSeams(self.measure, self.directory, lambda: self.now)
+
+    def choose(self, hosts: Sequence[HostTraits] = (LINUX,), **more: Any) -> Choice:
+        return choose(Facts(tuple(hosts)), seams=self.seams, **more)
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda **times: Bench(tmp_path / "cache", times)
+
+
+FAST, SLOW = (10e-6, 5e9), (50e-6, 1e9)
+
+
+def test_the_faster_one_is_taken_and_kept(make: Make) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    first = bench.choose(training_s=3600.0, cores_per_rank=1)
+    assert first.backend == "ring", "the table says mpi"
+    assert bench.asked == [("mpi", 2, 1), ("ring", 2, 1)]
+    expected = GRADIENT_BYTES / 5e9 + SMALL_BYTES / 5e9 * 2 + 3 * 10e-6
+    assert first.measured["ring"] == pytest.approx(expected)
+    bench.now += 3 * 86400
+    again = bench.choose(cores_per_rank=1)
+    assert (again.backend, again.age_s) == ("ring", 3 * 86400)
+    assert len(bench.asked) == 2, "it was measured again"
+    (kept,) = (bench.directory / "backends").iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_what_is_exchanged_matters(make: Make) -> None:
+    # Mpi begins at once, the ring is faster once it runs.
+    bench = make(mpi=(1e-6, 1e9), ring=(1e-3, 4e9))
+    assert bench.choose(training_s=3600.0, gradient_bytes=SMALL_BYTES).backend == "mpi"
+    assert bench.choose(gradient_bytes=100 << 20).backend == "ring"
+    assert len(bench.asked) == 2
+
+
+def test_short_runs_and_unknown_ones_take_the_table(make: Make) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    for training_s in (None, 20.0):
+        found = bench.choose(training_s=training_s)
+        assert (found.backend, found.measured, found.age_s) == ("mpi", {}, None)
+    assert bench.asked == []
+
+
+@pytest.mark.parametrize("hosts", [[LINUX, FAR], [GPUS], [replace(LINUX, num_ranks=1)], [replace(LINUX, mpi="")]])
+def test_where_nothing_is_to_be_decided_nothing_is_measured(make: Make, hosts: list[HostTraits]) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    assert bench.choose(hosts, training_s=1e6).measured == {}
+    assert bench.asked == []
+
+
+def test_one_rank_needs_nobody(make: Make) -> None:
+    found = make(mpi=SLOW, ring=FAST).choose([replace(LINUX, num_ranks=1)], training_s=1e6)
     assert found.backend == "ring"
     assert "nobody" in explain(found)[0]
 
 
-def test_explanation() -> None:
-    lines = explain(choose(Facts((LINUX,))))
-    assert lines[0] == "back-end mpi: Open MPI 5.0.11, shared memory on one computer"
+def test_a_measurement_that_fails_leaves_the_table(make: Make) -> None:
+    bench = make(ring=FAST)
+    assert bench.choose(training_s=1e6).backend == "mpi"
+    assert [backend for backend, _, _ in bench.asked] == ["mpi", "ring"]
+
+
+@pytest.mark.parametrize("change", ["old", "future", "torn", "wrong", "empty", "zero"])
+def test_a_cache_that_cannot_be_trusted_is_measured_anew(make: Make, change: str) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    bench.choose(training_s=1e6)
+    (kept,) = (bench.directory / "backends").iterdir()
+    content = json.loads(kept.read_text())
+    if change in ("old", "future"):
+        bench.now += 31 * 86400 if change == "old" else -10
+    else:
+        content["figures"]["ring"]["timings"][0]["median_s"] = 0.0
+        content["figures"]["mpi"]["timings"][0]["median_s"] = 0.0
+        texts = {"torn": kept.read_text()[:50], "wrong": "[1]", "empty": "", "zero": json.dumps(content)}
+        kept.write_text(texts[change])
+    assert bench.choose(training_s=1e6).backend == "ring"
+    assert len(bench.asked) == 4
+
+
+def test_another_version_or_another_number_of_ranks_is_another_measurement(make: Make) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    bench.choose(training_s=1e6)
+    assert bench.choose([replace(LINUX, mpi="5.0.12")]).measured == {}
+    assert bench.choose([replace(LINUX, num_ranks=4)]).measured == {}
+    assert bench.choose(cores_per_rank=3).measured == {}
+    assert bench.choose().measured != {}
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bench = replace(make(mpi=SLOW, ring=FAST), directory=tmp_path / "file")
+    assert bench.choose(training_s=1e6).backend == "ring"
+
+
+def test_explanation(make: Make) -> None:
+    bench = make(mpi=SLOW, ring=FAST)
+    bench.choose(training_s=1e6)
+    bench.now += 2.5 * 86400
+    lines = explain(bench.choose())
+    assert lines[0] == "back-end ring: measured on this computer"
+    assert lines[1] == "  a step's exchanges take: mpi 16.9 ms, ring 3.39 ms (measured 2 days ago)"
     assert "  not nccl: one: no NVIDIA GPU for 2 ranks" in lines
-    assert explain(choose(Facts((GPUS,))))[0] == "back-end nccl: every rank has an NVIDIA GPU"
+    assert explain(table_choice(Facts((GPUS,))))[0] == "back-end nccl: every rank has an NVIDIA GPU"
 
 
 # --- facts --------------------------------------------------------------------------------------------
 
 
-def test_mpi_is_not_chosen_for_what_agents_start() -> None:
+def test_mpi_is_not_chosen_for_what_agents_start(tmp_path: Path) -> None:
     """Neither on one other computer nor on this one, if it stands in a hostfile."""
     for facts in (Facts((LINUX,), by_agents=True), Facts((replace(LINUX, here=False),))):
-        assert choose(facts).backend == "ring"
-    assert choose(Facts((LINUX,))).backend == "mpi"
+        assert table_choice(facts).backend == "ring"
+        assert choose(facts, seams=ChoiceSeams(directory=tmp_path)).backend == "ring"
+    assert table_choice(Facts((LINUX,))).backend == "mpi"
     assert [host.here for host in facts_of([Host("far", "far"), Host("here")]).hosts] == [False, True]
 
 
@@ -123,17 +245,20 @@ def launched(launcher: str = "mlx.launch", backend: str = "ring", size: int = 2,
     return Launch(launcher, 0, size, 0, here, backend, "test")  # type: ignore[arg-type]
 
 
-def test_a_ring_of_one_computer_is_told_of_what_is_faster() -> None:
-    def told(launch: Launch, host: HostTraits = LINUX) -> str | None:
-        return slower_than_ours(launch, "-n 2", Facts((host,)))
+def test_a_ring_of_one_computer_is_told_of_what_is_faster(make: Make) -> None:
+    def told(launch: Launch, host: HostTraits = LINUX, bench: Bench | None = None) -> str | None:
+        return slower_than_ours(launch, "-n 2", Facts((host,)), (bench or make()).seams)
 
     assert "-n 2 takes mpi, and so does mpirun" in (told(launched()) or "")
     gpus = told(launched(), GPUS) or ""
     assert "-n 2 takes nccl," in gpus
     assert "mpirun" not in gpus
-    # Not where it is no slower: without Open MPI, or on a Mac.
+    # Not where it is no slower: without Open MPI, on a Mac, or where it was measured to be the faster one.
     assert told(launched(), replace(LINUX, mpi="")) is None
     assert told(launched(), HostTraits("mac", 2, "Darwin", 0, "5.0.11")) is None
+    bench = make(mpi=SLOW, ring=FAST)
+    assert bench.choose(training_s=3600.0).backend == "ring"
+    assert told(launched(), bench=bench) is None
     # Nor to somebody who has not started it so, nor over several computers.
     for other in (launched("openmpi", "mpi"), launched("allhands"), launched(backend="nccl"), launched(here=1)):
         assert told(other) is None
@@ -171,7 +296,8 @@ def test_one_that_does_not_answer_is_not_known(answer: str, tmp_path: Path, monk
 
 def test_a_supervisor_that_chooses_loads_neither_mlx_nor_numpy() -> None:
     code = (
-        "import sys, allhands.cli.train\nfrom allhands.cluster.candidates import choose, facts_here\n"
+        "import sys, allhands.cli.train\nfrom allhands.cluster.candidates import facts_here\n"
+        "from allhands.cluster.choose import choose\n"
         "print(choose(facts_here(2)).backend, [name for name in ('mlx', 'numpy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from allhands.cluster.candidates import Facts, HostTraits, choose
+from allhands.cluster.candidates import Facts, HostTraits, table_choice
 from allhands.cluster.hosts import Host, hostfile_backend
 from allhands.cluster.membership import HostfileMembers
 from allhands.cluster.processes import Share, start_share
@@ -96,8 +96,10 @@ def test_computers_that_are_left_know_their_devices_for_each_other(tmp_path: Pat
 
 def test_it_is_taken_by_itself_where_it_is_there(tmp_path: Path) -> None:
     macs = tuple(HostTraits(f"mac{i}", 1, system="Darwin", gpus=0, mpi="", rdma=True) for i in range(3))
-    assert choose(Facts(macs)).backend == "jaccl"
-    assert choose(Facts((*macs, HostTraits("box", 1, system="Linux", gpus=0, mpi="", rdma=True)))).backend == "ring"
+    assert table_choice(Facts(macs)).backend == "jaccl"
+    assert (
+        table_choice(Facts((*macs, HostTraits("box", 1, system="Linux", gpus=0, mpi="", rdma=True)))).backend == "ring"
+    )
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "jaccl-ring", "hosts": [{"ssh": "mac0"}]}))
     assert hostfile_backend(path) == "jaccl"

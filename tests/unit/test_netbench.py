@@ -360,7 +360,7 @@ def test_which_computers(tmp_path: Path) -> None:
 def test_nothing_needs_mlx_before_it_measures() -> None:
     import subprocess
 
-    modules = "allhands.cluster.netbench, allhands.cluster.candidates, allhands.cli.netbench"
+    modules = "allhands.cluster.netbench, allhands.cluster.choose, allhands.cli.netbench"
     code = f"import sys, {modules}; print('mlx.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -48,6 +48,7 @@ class TrainingJob:
         memory_hint: what to do if a rank is killed for want of memory, as in "if memory was short, ...".
         resumes: whether it goes on with ``--resume`` and says itself how a stop ended, as ``allhands train`` does; a
             program of one's own goes on from what it finds.
+        expected_s: how long it may take, roughly; ``None``: not known.
         explain: tells why this back-end was chosen, line by line.
         tag_output: whether the output of all ranks is shown, each line with its rank; ``None``: if there are several
             on several computers, or anywhere with ``tag_here``.
@@ -82,6 +83,7 @@ class TrainingJob:
     keep_logs: bool = True
     sync: str | None = None
     compared: bool = False
+    expected_s: float | None = None
     explain: Callable[[list[str]], None] = lambda lines: None
 
     @property
@@ -306,12 +308,13 @@ def _choose_backend(job: TrainingJob) -> Backend:
         return job.backend
     if job.hostfile is not None and (asked := hostfile_backend(job.hostfile)):
         return cast(Backend, asked)
-    from allhands.cluster.candidates import choose, explain, facts_here, facts_of
+    from allhands.cluster.candidates import facts_here, facts_of
+    from allhands.cluster.choose import choose, explain
 
     facts = facts_here(job.size)
     if job.hostfile is not None:
         facts = replace(facts_of(read_hostfile(job.hostfile), job.size, ask=True), by_agents=True)
-    choice = choose(facts)
+    choice = choose(facts, training_s=job.expected_s, cores_per_rank=job.cores_per_rank)
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
         # Sums of three ranks or more would be taken in another order, and the last bits would differ.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from allhands.checkpoints.place import require_place_of_run
 from allhands.cli.launching import TrainingJob, check, run, way_on
-from allhands.cluster.candidates import slower_than_ours
+from allhands.cluster.choose import slower_than_ours
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.guard import TAG_VARIABLE, pin_cores
 from allhands.cluster.hosts import read_hostfile, write_hosts
@@ -218,6 +218,8 @@ def job_of(config: TrainConfig) -> TrainingJob:
         tag_here=False,
         sync=_sync_command(config),
         compared=config.hostfile is not None,
+        # A second a batch is a guess of the right order.
+        expected_s=float(config.iters or 1000),
         explain=_tell if config.log_level == "verbose" else lambda lines: None,
     )
 

@@ -1,8 +1,4 @@
-"""The choice of a back-end: the first one of a table that is possible on these computers.
-
-NCCL and JACCL win wherever they are possible. On one Linux computer MPI's shared memory is several times as fast as the
-ring, at every size.
-"""
+"""The table of back-ends: those that are possible on these computers, the best first; nothing is measured."""
 
 from __future__ import annotations
 
@@ -11,15 +7,14 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from allhands.cluster import ssh
 from allhands.cluster.hosts import Host
-from allhands.cluster.place import Launch
 from allhands.errors import ConfigError
 
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
@@ -95,11 +90,15 @@ class Choice:
     Attributes:
         reason: why this one.
         candidates: all back-ends, in the order of the table.
+        measured: seconds for a step's exchanges, by back-end, if that decided.
+        age_s: age of the measurement; ``None``: there is none.
     """
 
     backend: Backend
     reason: str
     candidates: tuple[Candidate, ...]
+    measured: Mapping[str, float] = field(default_factory=dict[str, float])
+    age_s: float | None = None
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -110,37 +109,11 @@ def candidates(facts: Facts) -> list[Candidate]:
     return [_nccl(facts), _jaccl(facts), _mpi(facts), Candidate("ring", True, "TCP: needs nothing but a network")]
 
 
-def choose(facts: Facts) -> Choice:
+def table_choice(facts: Facts) -> Choice:
     """The first back-end of the table that is possible."""
-    found = tuple(candidates(facts))
+    found = candidates(facts)
     best = next(candidate for candidate in found if candidate.possible)
-    if facts.num_ranks < 2:
-        return Choice("ring", "one rank has nobody to exchange with", found)
-    return Choice(best.backend, best.reason, found)
-
-
-def explain(choice: Choice) -> list[str]:
-    """Lines for people: the chosen back-end with its reason, and why others are not possible."""
-    unlike = [one for one in choice.candidates if not one.possible]
-    return [f"back-end {choice.backend}: {choice.reason}", *(f"  not {one.backend}: {one.reason}" for one in unlike)]
-
-
-def slower_than_ours(launch: Launch, command: str, facts: Facts | None = None) -> str | None:
-    """A note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None`` where that is the best.
-
-    Args:
-        command: our command that starts as many ranks.
-    """
-    if launch.launcher != "mlx.launch" or launch.backend != "ring" or not 1 < launch.size == launch.local_size:
-        return None
-    best = choose(facts or facts_here(launch.size))
-    if best.backend == "ring":
-        return None
-    also = ", and so does mpirun" if best.backend == "mpi" else ""
-    return (
-        f"mlx.launch joins the processes of one computer over TCP (ring): {command} takes {best.backend}{also}, "
-        f"which is faster here ({best.reason})"
-    )
+    return Choice(best.backend, best.reason, tuple(found))
 
 
 def _nccl(facts: Facts) -> Candidate:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster import ssh
-from allhands.cluster.candidates import choose, facts_of
+from allhands.cluster.candidates import facts_of, table_choice
 from allhands.cluster.figures import SIZES, Failure, Figures, Measurement
 from allhands.cluster.hosts import Host
 from allhands.errors import ConfigError
@@ -109,7 +109,7 @@ def remote_ranks(hosts: Sequence[Host], ranks_per_host: int | None = None) -> li
 def _chosen(hosts: Sequence[Host], backend: str, options: BenchOptions) -> str:
     if backend != "auto":
         return backend
-    return choose(facts_of(hosts, sum(remote_ranks(hosts, options.ranks_per_host)))).backend
+    return table_choice(facts_of(hosts, sum(remote_ranks(hosts, options.ranks_per_host)))).backend
 
 
 def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
