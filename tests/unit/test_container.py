@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ def write(path: Path, content: str = "") -> Path:
 
 
 def given(**values: object) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        return hyperparameters(write(Path(directory, "hyperparameters.json"), json.dumps(values)))
+    return hyperparameters({"SM_HPS": json.dumps(values)}, Path("/nowhere"))
 
 
 # --- hyperparameters -----------------------------------------------------------------------------------
@@ -84,6 +82,27 @@ def test_what_sagemaker_adds_is_passed_over() -> None:
     assert given(**added, iters="3") == {"iters": "3"}
 
 
+def test_the_file_wins_over_the_toolkits_variables(tmp_path: Path) -> None:
+    file = write(tmp_path / "hyperparameters.json", '{"iters": "7"}')
+    assert hyperparameters({"SM_HPS": '{"iters": 8}'}, file) == {"iters": "7"}
+    both = {"SM_HPS": '{"iters": 8}', "SM_USER_ARGS": '["--iters","9"]'}
+    assert hyperparameters(both, tmp_path / "no") == {"iters": 8}
+    assert hyperparameters({}, tmp_path / "no") == {}
+
+
+def test_arguments_of_the_toolkit() -> None:
+    words = ["--iters", "100", "--mask-prompt", "--learning_rate=1e-4", "--num-layers", "-1", "--train", "True"]
+    found = hyperparameters({"SM_USER_ARGS": json.dumps(words)}, Path("/nowhere"))
+    config = merged({}, found)
+    assert (config.iters, config.mask_prompt, config.learning_rate, config.num_layers) == (100, True, 1e-4, -1)
+    assert config.train
+    twice = '["--iters", "1", "--iters", "2"]'
+    for wrong in ('"--iters 3"', '["iters"]', '["--iters=1", "2"]', "[1]", "no", "{}", twice):
+        with pytest.raises(ConfigError) as caught:
+            hyperparameters({"SM_USER_ARGS": wrong}, Path("/nowhere"))
+        assert caught.value.where == "SM_USER_ARGS"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -105,7 +124,7 @@ def test_one_given_twice_and_files_that_are_none(tmp_path: Path) -> None:
         given(iters="1", max_steps="2")
     for text in ("[]", "{", "\xff"):
         with pytest.raises(ConfigError, match=r"hyperparameters\.json"):
-            hyperparameters(write(tmp_path / "hyperparameters.json", text))
+            hyperparameters({}, write(tmp_path / "hyperparameters.json", text))
 
 
 # --- arguments -----------------------------------------------------------------------------------------

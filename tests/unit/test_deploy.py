@@ -436,7 +436,7 @@ def test_options_in_containers_are_ours(tmp_path: Path) -> None:
             assert trained(words[words.index("train") + 1 :]).iters == 100
     (job,) = blocks("json")
     (tmp_path / "hyperparameters.json").write_text(json.dumps(json.loads(job)["HyperParameters"]))
-    config = merged({}, hyperparameters(tmp_path / "hyperparameters.json"))
+    config = merged({}, hyperparameters({}, tmp_path / "hyperparameters.json"))
     assert (config.iters, config.learning_rate, config.mask_prompt, config.lora_parameters.rank) == (
         1000,
         1e-4,

@@ -87,7 +87,7 @@ def _toolkit(current: str, *hosts: str, gpus: int = 0) -> dict[str, str]:
     return {
         **{"TRAINING_JOB_NAME": "pirate-1", "SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": current},
         **{"SM_NUM_GPUS": str(gpus), "SM_NETWORK_INTERFACE_NAME": "eth0", "SM_MODEL_DIR": "/opt/ml/model"},
-        **{"SM_CHANNELS": '["train", "validation"]', "SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"},
+        **{"SM_CHANNELS": '["train"]', "SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"},
         **{"SM_OUTPUT_DATA_DIR": "/opt/ml/output/data", "SM_INPUT_CONFIG_DIR": "/opt/ml/input/config"},
     }
 
@@ -199,10 +199,18 @@ _WRONG: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         "workerpool0 is not a list",
     ),
     "SageMaker, stranger": ({}, _resources("algo-3", "algo-1"), "this host is 'algo-3'"),
-    "SageMaker, no hosts": ({}, {RESOURCES: '{"current_host": "algo-1"}'}, f"{RESOURCES}: the list of hosts"),
-    "SageMaker, half set": ({"SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS and SM_CURRENT_HOST: the list of hosts"),
-    "SageMaker, no list": ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS and SM_CURRENT_HOST"),
-    "SageMaker, odd channel": ({}, _resources("a", "a") | {CHANNELS: '{"../x": {}}'}, "../x"),
+    "SageMaker, file and variables": (
+        *(_toolkit("algo-1", "algo-1", "algo-2"), _resources("algo-2", "algo-1", "algo-2")),
+        "contradict each other: SM_HOSTS",
+    ),
+    "SageMaker, no hosts": ({}, {RESOURCES: '{"current_host": "algo-1"}'}, f"{RESOURCES}: there is no list"),
+    "SageMaker, empty hosts": ({}, {RESOURCES: '{"current_host": "algo-1", "hosts": []}'}, "this host is 'algo-1'"),
+    "SageMaker, no host": ({}, {RESOURCES: '{"hosts": ["algo-1"]}'}, "this host is ''"),
+    "SageMaker, half set": ({"SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS: there is no list"),
+    "SageMaker, other half": ({"SM_HOSTS": '["algo-1"]'}, {}, "this host is ''"),
+    "SageMaker, no list": ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS"),
+    "SageMaker, odd channel": (_toolkit("a", "a") | {"SM_CHANNELS": '["../x"]'}, {}, "../x"),
+    "SageMaker, odd channel in the file": ({}, _resources("a", "a") | {CHANNELS: '{"../x": {}}'}, "../x"),
     "Indexed Job without a size": (_job(0), {}, "nothing says how many pods"),
     "Indexed Job, index too large": (_job(3, **_SIZED), {}, "JOB_COMPLETION_INDEX=3, ALLHANDS_NUM_NODES=3"),
     "Indexed Job without names": (_job(1, NUM_NODES="2"), {}, "names of the other pods"),
@@ -245,8 +253,9 @@ def test_from_bucket(uri: str, path: str | None) -> None:
 @pytest.mark.parametrize("environ", [{}, _toolkit("algo-1", "algo-1")])
 def test_sagemaker_offers_its_directories(environ: dict[str, str]) -> None:
     found = found_in(environ, _resources("algo-1", "algo-1"))
+    channels = ["train"] if environ else ["train", "validation"]
     assert found.paths == Paths(
-        data={name: Path("/opt/ml/input/data", name) for name in ("train", "validation")},
+        data={name: Path("/opt/ml/input/data", name) for name in channels},
         model=Path("/opt/ml/model"),
         checkpoints=Path("/opt/ml/checkpoints"),
         output=Path("/opt/ml/output/data"),
@@ -254,6 +263,15 @@ def test_sagemaker_offers_its_directories(environ: dict[str, str]) -> None:
     )
     assert (found.grace_s, found.failure_file) == (120.0, Path("/opt/ml/output/failure"))
     assert found.platform.name == "sagemaker"
+
+
+def test_sagemakers_toolkit_may_place_directories_elsewhere() -> None:
+    elsewhere = {"SM_MODEL_DIR": "/m", "SM_CHANNELS": '["tales"]', "SM_CHANNEL_TALES": "/data/tales"}
+    found = found_in({**elsewhere, "SM_OUTPUT_DATA_DIR": "/o", "SM_INPUT_CONFIG_DIR": "/c"})
+    assert (found.launcher, found.platform.name) == ("single", "sagemaker")
+    assert found.paths == Paths(
+        *({"tales": Path("/data/tales")}, Path("/m"), Path("/opt/ml/checkpoints"), Path("/o")), config=Path("/c")
+    )
 
 
 def test_the_platform_is_found_whoever_has_started_the_ranks() -> None:

@@ -211,9 +211,8 @@ class ContainerRun:
         """
         given = self._unbucketed(parse_arguments(words))
         directory = self.launch.paths.config
-        asked = merged(
-            given, self._unbucketed(hyperparameters(directory / "hyperparameters.json") if directory else {})
-        )
+        hyper = hyperparameters(self.machine.environ, directory / "hyperparameters.json") if directory else {}
+        asked = merged(given, self._unbucketed(hyper))
         for note in asked.notes:
             say(f"note: {note}")
         if self.is_share:

@@ -29,22 +29,25 @@ _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 # --- hyperparameters and arguments ---------------------------------------------------------------------
 
 
-def hyperparameters(file: Path) -> dict[str, Any]:
-    """The options in SageMaker's file of hyperparameters, by the configuration's names; all values are strings.
+def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """The options in SageMaker's hyperparameters, by the configuration's names.
+
+    They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or ``SM_USER_ARGS``.
 
     Raises:
-        ConfigError: the file cannot be read, or an option is given twice.
+        ConfigError: they cannot be read, or an option is given twice.
     """
-    if not file.is_file():
-        return {}
+    source = str(file) if file.is_file() else "SM_HPS" if environ.get("SM_HPS") else "SM_USER_ARGS"
     try:
-        given: Any = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        text = file.read_text(encoding="utf-8") if source == str(file) else environ.get(source) or "[]"
+        given: Any = json.loads(text, object_pairs_hook=unique)
+        if source == "SM_USER_ARGS":
+            given = _pairs(given)
+        elif not isinstance(given, dict):
+            raise ValueError('no JSON object, such as {"iters": "100"}')
     except (OSError, ValueError) as error:
-        hint = "write a JSON object in UTF-8 with each name once"
-        raise ConfigError(f"the hyperparameters cannot be read: {error}", where=str(file), hint=hint) from None
-    if not isinstance(given, dict):
-        hint = 'write {"iters": "100", ...}'
-        raise ConfigError("the hyperparameters are no JSON object", where=str(file), hint=hint)
+        hint = "write JSON in UTF-8, with each name once"
+        raise ConfigError(f"the hyperparameters cannot be read: {error}", where=source, hint=hint) from None
     result: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], given).items():
         key = canonical_key(name.strip().lstrip("-"))
@@ -54,6 +57,30 @@ def hyperparameters(file: Path) -> dict[str, Any]:
         if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
     return result
+
+
+def _pairs(words: Any) -> dict[str, str]:
+    """``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found: dict[str, str] = {}
+    name = ""  # an option whose value may follow
+    if not isinstance(words, list):
+        raise ValueError("no JSON list of words")
+    for word in cast(list[object], words):
+        if not isinstance(word, str) or not (name or word.startswith("--")):
+            raise ValueError(f"{word!r} in place of --name, value, ...")
+        if word.startswith("--"):
+            name, sign, value = word.partition("=")
+            if name in found:
+                raise ValueError(f"{name} is given twice")
+            found[name] = value if sign else "true"
+            name = "" if sign else name
+        else:
+            found[name], name = word, ""
+    return found
 
 
 def plain_value(key: str, value: Any) -> Any:

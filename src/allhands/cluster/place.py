@@ -245,8 +245,8 @@ class Given:
 
 
 def below(root: Path, path: str | Path) -> Path:
-    """A platform's absolute path under ``root``."""
-    return root / str(path).lstrip("/")
+    """A platform's path under ``root``, if it is absolute."""
+    return root / str(path).lstrip("/") if Path(path).is_absolute() else Path(path)
 
 
 def contradiction(launcher: str, what: str) -> DistributedError:

@@ -137,22 +137,22 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 def sagemaker(given: Given) -> Launch | None:
     """The one process that SageMaker starts on each computer of a training job.
 
-    SageMaker writes a file; the variables, which only its toolkit sets, are for a container without that file.
+    SageMaker writes a file; its toolkit sets variables.
     """
-    text, source = given.read(_RESOURCES), _RESOURCES
+    places, text = dict[str, tuple[list[str], str]](), given.read(_RESOURCES)
     if text is not None:
         content = parse_object(text, _RESOURCES)
-        found, current = content.get("hosts"), content.get("current_host")
-    elif given.first("SM_HOSTS", "SM_CURRENT_HOST"):
-        source = "SM_HOSTS and SM_CURRENT_HOST"
-        found, current = _json(given.env.get("SM_HOSTS", "")), given.env.get("SM_CURRENT_HOST")
-    else:
+        places[_RESOURCES] = _names(_RESOURCES, content.get("hosts")), str(content.get("current_host", ""))
+    variables = ("SM_HOSTS", "SM_CURRENT_HOST")
+    if given.has(*variables) or (text is None and given.first(*variables)):
+        hosts = _names("SM_HOSTS", _json(given.env.get("SM_HOSTS", "")))
+        places[" and ".join(variables)] = hosts, given.env.get("SM_CURRENT_HOST", "")
+    if not places:
         return None
-    if not isinstance(found, list) or not found or not current:
-        hint = "without them this computer cannot know its place"
-        raise DistributedError("the list of hosts or the current host is missing", where=source, hint=hint)
-    hosts = sorted(map(str, cast(list[Any], found)))
+    source, (hosts, current) = next(iter(places.items()))
     names = ", ".join(hosts)
+    if any(place != (hosts, current) for place in places.values()):
+        raise contradiction("sagemaker", f"{given.shown(*variables)}, but {current} of {names} in {_RESOURCES}")
     if current not in hosts:
         raise contradiction("sagemaker", f"this host is {current!r}, the hosts are {names} ({source})")
     node, gpus, facts, notes = (
@@ -177,6 +177,12 @@ def sagemaker(given: Given) -> Launch | None:
     return one_of_nodes(given, launch, meeting_at(hosts[0], _SAGEMAKER_PORT, f"sagemaker {job}"))
 
 
+def _names(source: str, content: object) -> list[str]:
+    if not isinstance(content, list):
+        raise DistributedError("there is no list of names", where=source, hint="correct or remove it")
+    return sorted(map(str, cast(list[Any], content)))
+
+
 def _json(text: str) -> object:
     try:
         return json.loads(text)
@@ -185,26 +191,32 @@ def _json(text: str) -> object:
 
 
 def _sagemaker_platform(given: Given) -> Platform | None:
-    named = given.first("SM_CURRENT_HOST", "SM_HOSTS") or (_RESOURCES if given.read(_RESOURCES) is not None else None)
-    if named is None:
+    named = given.first("SM_CURRENT_HOST", "SM_HOSTS", "SM_MODEL_DIR")
+    if named is None and given.read(_RESOURCES) is None:
         return None
-    text = given.read(_CHANNELS)
-    channels = sorted(parse_object(text, _CHANNELS)) if text is not None else []
+    source = given.first("SM_CHANNELS") or _CHANNELS
+    if source == _CHANNELS:
+        channels = sorted(parse_object(given.read(_CHANNELS) or "{}", _CHANNELS))
+    else:
+        channels = _names(source, _json(given.env[source]))
     for name in channels:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in (".", ".."):
             raise DistributedError(f"{name!r} is not the name of a data channel", hint="rename the channel of the job")
-    why = [f"SageMaker: {named}", f"{_SAGEMAKER_GRACE_S:g} s from SIGTERM to SIGKILL: SageMaker's rule"]
+    why = [f"SageMaker: {named or _RESOURCES}", f"{_SAGEMAKER_GRACE_S:g} s from SIGTERM to SIGKILL: SageMaker's rule"]
     if channels:
-        why.append(f"data channels {', '.join(channels)}: {_CHANNELS}")
-    root = below(given.root, _SAGEMAKER)
+        why.append(f"data channels {', '.join(channels)}: {source}")
+
+    def place(path: str, variable: str = "") -> Path:
+        return below(given.root, given.env.get(variable, f"{_SAGEMAKER}/{path}"))
+
     paths = Paths(
-        {name: root / "input/data" / name for name in channels},
-        model=root / "model",
-        checkpoints=root / "checkpoints",
-        output=root / "output/data",
-        config=root / "input/config",
+        {name: place(f"input/data/{name}", f"SM_CHANNEL_{name.upper()}") for name in channels},
+        model=place("model", "SM_MODEL_DIR"),
+        checkpoints=place("checkpoints"),
+        output=place("output/data", "SM_OUTPUT_DATA_DIR"),
+        config=place("input/config", "SM_INPUT_CONFIG_DIR"),
     )
-    return Platform("sagemaker", _SAGEMAKER_GRACE_S, root / "output/failure", paths, why=tuple(why))
+    return Platform("sagemaker", _SAGEMAKER_GRACE_S, place("output/failure"), paths, why=tuple(why))
 
 
 # --- Kubernetes --------------------------------------------------------------------------------------
