@@ -12,11 +12,10 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from allhands.cluster.candidates import (
     Backend,
@@ -90,9 +89,18 @@ def choose(
     path = seams.directory / "backends" / f"{_key(facts, cores_per_rank)}.json"
     found, age_s = _read(path, seams.now())
     if not found and (training_s or 0.0) >= _WORTH_S:
-        found, age_s = _measure_all(facts.num_ranks, cores_per_rank, seams), 0.0
-        _write(path, found, seams.now())
-    times = {name: _step_s(figures, gradient_bytes) for name, figures in found.items()}
+        for backend in _MEASURED:
+            with suppress(AllhandsError, OSError):
+                if whole := seams.measure(backend, facts.num_ranks, cores_per_rank).whole:
+                    found[backend] = whole
+        content, age_s = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}, 0.0
+        with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
+            make_directory(path.parent, private=True)
+            write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+    # The exchanges of a step: the gradient, and a few numbers.
+    times = {
+        name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES) for name, one in found.items()
+    }
     if not times.keys() >= set(_MEASURED):
         return by_table
     best: Backend = "mpi" if times["mpi"] <= times["ring"] else "ring"
@@ -126,20 +134,13 @@ def explain(choice: Choice) -> list[str]:
     """Lines for people: the chosen back-end with its reason, the measured times, and why others are not possible."""
     lines = [f"back-end {choice.backend}: {choice.reason}"]
     if choice.measured and choice.age_s is not None:
-        age = "just now" if choice.age_s < 1 else f"{_age(choice.age_s)} ago"
+        days = choice.age_s / _DAY
+        age = f"{days:.0f} days ago" if days >= 2 else f"{format_duration(choice.age_s)} ago"
+        age = "just now" if choice.age_s < 1 else age
         times = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(choice.measured.items()))
         lines.append(f"  a step's exchanges take: {times} (measured {age})")
     unlike = [one for one in choice.candidates if not one.possible]
     return lines + [f"  not {one.backend}: {one.reason}" for one in unlike]
-
-
-def _age(seconds: float) -> str:
-    return f"{seconds / _DAY:.0f} days" if seconds >= 2 * _DAY else format_duration(seconds)
-
-
-def _step_s(figures: Figures, gradient_bytes: int) -> float:
-    """Seconds for the exchanges of a step: the gradient, and a few numbers."""
-    return figures.seconds(gradient_bytes) + _SMALL_A_STEP * figures.seconds(SMALL_BYTES)
 
 
 def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measurement:
@@ -149,29 +150,11 @@ def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measur
     return measure([Host(socket.gethostname(), slots=num_ranks)], backend, options)
 
 
-def _measure_all(num_ranks: int, cores_per_rank: int | None, seams: ChoiceSeams) -> dict[str, Figures]:
-    """Figures of the back-ends that could be measured, up to the size of a gradient."""
-    found: dict[str, Figures] = {}
-    for backend in _MEASURED:
-        with suppress(AllhandsError, OSError):
-            whole = seams.measure(backend, num_ranks, cores_per_rank).whole
-            if whole is not None:
-                found[backend] = whole
-    return found
-
-
 def _key(facts: Facts, cores_per_rank: int | None) -> str:
     """The cache's name for a measurement: the computer, its ranks, and the versions of the software."""
-    parts: list[Any] = [
-        _VERSION,
-        socket.gethostname(),
-        platform.machine(),
-        allowed_cores(),
-        facts.num_ranks,
-        cores_per_rank,
-    ]
-    parts += [facts.hosts[0].mpi, facts.hosts[0].gpus]
-    parts += versions_of("allhands", "mlx").values()
+    here, (host, *_) = (socket.gethostname(), platform.machine(), allowed_cores()), facts.hosts
+    versions = versions_of("allhands", "mlx").values()
+    parts = [_VERSION, *here, facts.num_ranks, cores_per_rank, host.mpi, host.gpus, *versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -183,11 +166,3 @@ def _read(path: Path, now: float) -> tuple[dict[str, Figures], float | None]:
         if 0 <= age_s <= _OLD_S:
             return {str(name): Figures.from_json(one) for name, one in content["figures"].items()}, age_s
     return {}, None
-
-
-def _write(path: Path, found: Mapping[str, Figures], now: float) -> None:
-    """Keep a measurement, whole or not at all; a cache that cannot be written only costs the next one."""
-    text = json.dumps({"time": now, "figures": {name: figures.as_json() for name, figures in found.items()}}, indent=1)
-    with suppress(AllhandsError):
-        make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
