@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -249,22 +247,3 @@ time.sleep(60)
 def test_a_mark_that_could_be_anybodys_is_refused(mark: str) -> None:
     with pytest.raises(AssertionError):
         end_processes([], [mark])
-
-
-@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps")
-def test_marks_are_found_with_ps_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    """As on macOS, whose ps has the option -E; that of Linux is asked the same in its own words."""
-    real = shutil.which("ps")
-    script = f'#!/bin/sh\n[ "$1" = -axEww ] && shift && exec {real} axeww "$@"\nexec {real} "$@"\n'
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ps").write_text(script)
-    (tmp_path / "bin" / "ps").chmod(stat.S_IRWXU)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    mark = str(tmp_path / "with a space" / "1")
-    ended, spared = [sleeper(mark), sleeper(f"{mark}/2")], [sleeper(f"{mark}1"), sleeper(None)]
-    assert end_processes([], [mark])
-    assert [one.wait(timeout=5) for one in ended] == [-signal.SIGKILL] * 2
-    assert [one.poll() for one in spared] == [None] * 2

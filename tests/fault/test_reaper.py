@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -183,7 +182,7 @@ def test_lines_that_are_none_keep_no_others_from_being_heeded(tmp_path: Path) ->
         b'directory "/"',
     ]
     lines += [b"directory " + json.dumps(str(private)).encode(), b"group 1e5", b"directory " + b"[" * 9000]
-    command = [sys.executable, "-I", "-S", reaper.__file__]
+    command = [sys.executable, "-I", reaper.__file__]
     done = subprocess.run(command, input=b"".join(line + b"\n" for line in lines), capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert not private.exists()
@@ -207,12 +206,3 @@ def test_ending_processes_waits_for_them() -> None:
     assert end_processes([child.pid])  # nothing is left to end
     other.kill()
     other.wait()
-
-
-@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no ps")
-def test_processes_are_found_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    child = _sleeper()
-    assert end_processes([child.pid])
-    assert child.wait(timeout=5) == -signal.SIGKILL

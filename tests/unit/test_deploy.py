@@ -190,7 +190,7 @@ def test_pods_of_the_indexed_job_recognise_each_other() -> None:
     names = [f"{job['metadata']['name']}-{n}.{pod['subdomain']}" for n in range(spec["completions"])]
     for index, name in enumerate(names):
         own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name.partition(".")[0], "KUBERNETES_SERVICE_HOST": "::1"}
-        launch = recognise({**variables, **own}, read=lambda _: None)
+        launch = recognise({**variables, **own}, root=Path("/nonexistent"))
         assert (launch.launcher, launch.rank, launch.size) == ("kubernetes", index, 2)
         assert launch.hosts == tuple(names)
         assert launch.grace_s == pod["terminationGracePeriodSeconds"]
@@ -220,7 +220,9 @@ def test_pods_of_the_train_job_recognise_each_other() -> None:
             "PET_MASTER_ADDR": "allhands-node-0-0.allhands",
             "PET_MASTER_PORT": "29500",
         }
-        launch = recognise({**variables, **set_by_kubeflow, "KUBERNETES_SERVICE_HOST": "::1"}, read=lambda _: None)
+        launch = recognise(
+            {**variables, **set_by_kubeflow, "KUBERNETES_SERVICE_HOST": "::1"}, root=Path("/nonexistent")
+        )
         assert (launch.rank, launch.size, launch.node, launch.num_nodes) == (node, 2, node, 2)
         assert launch.meeting is not None
         assert launch.meeting.host == "allhands-node-0-0.allhands"
@@ -427,14 +429,14 @@ def test_the_files_and_stages_that_the_page_names_exist() -> None:
     assert set(re.findall(r"--build-arg (\w+)=", text)) <= arguments
 
 
-def test_options_in_containers_are_ours() -> None:
+def test_options_in_containers_are_ours(tmp_path: Path) -> None:
     for line in "".join(blocks("bash")).splitlines():
         words = shlex.split(line)
         if words[:2] == ["docker", "run"] and "train" in words:
             assert trained(words[words.index("train") + 1 :]).iters == 100
     (job,) = blocks("json")
-    hyper = hyperparameters({"SM_HPS": json.dumps(json.loads(job)["HyperParameters"])}, Path("/nowhere"))
-    config = merged({}, hyper)
+    (tmp_path / "hyperparameters.json").write_text(json.dumps(json.loads(job)["HyperParameters"]))
+    config = merged({}, hyperparameters({}, tmp_path / "hyperparameters.json"))
     assert (config.iters, config.learning_rate, config.mask_prompt, config.lora_parameters.rank) == (
         1000,
         1e-4,

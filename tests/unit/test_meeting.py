@@ -266,7 +266,7 @@ def test_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_VERSION", 99)
     hello = meeting._Hello(old, 1, 2, "", 5001, "n")
     with pytest.raises(DistributedError, match="another version of allhands"):
-        meeting._Guest(point, hello, _key(), meeting._Waiting(QUICK)).run()
+        meeting._Guest(point, hello, _key(), meeting.Waiting(QUICK)).run()
     assert f"its meeting is of version {old}, rank 0's of 99" in ranks.end().errors["0"].message
 
 
@@ -408,7 +408,7 @@ def test_a_secret_keeps_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loopback_addresses_are_not_told_to_other_computers() -> None:
     """Ranks beside rank 0 are where rank 0 is, as the others see it."""
-    call = meeting._RollCall(_point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting._Waiting(QUICK))
+    call = meeting._RollCall(_point(), meeting._Hello(2, 0, 4, "", 5000, "n"), b"", meeting.Waiting(QUICK))
     for rank, address in ((1, "127.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.2")):
         with socket.socket() as connection:
             caller = Caller(connection, address, "10.0.0.1", 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,25 @@ CHANNELS = "/opt/ml/input/config/inputdataconfig.json"
 
 
 def found_in(environ: dict[str, str], files: dict[str, str] | None = None, *, has_cuda: bool = False) -> Launch:
-    return recognise(environ, has_cuda=has_cuda, read=lambda path: (files or {}).get(path))
+    """The launch on a computer with these variables and files."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for name, text in (files or {}).items():
+            (root / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+            (root / name[1:]).write_text(text)
+        return _at_root(recognise(environ, has_cuda=has_cuda, root=root), root)
+
+
+def _at_root(found: Launch, root: Path) -> Launch:
+    """The same launch with ``/`` in place of ``root``."""
+
+    def at_root(path: Path | None) -> Path | None:
+        return path and Path("/", path.relative_to(root))
+
+    paths = {name: at_root(getattr(found.paths, name)) for name in Paths.__dataclass_fields__ if name != "data"}
+    data = {name: Path("/", path.relative_to(root)) for name, path in found.paths.data.items()}
+    file = at_root(found.failure_file)
+    return replace(found, platform=replace(found.platform, paths=Paths(data, **paths), failure_file=file))
 
 
 def _cluster(kind: str, index: int, workers: int = 2, **pools: list[str]) -> dict[str, str]:
@@ -178,19 +198,19 @@ _WRONG: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         *({"CLUSTER_SPEC": '{"cluster": {"workerpool0": "a"}, "task": {"type": "workerpool0", "index": 0}}'}, {}),
         "workerpool0 is not a list",
     ),
+    "SageMaker, stranger": ({}, _resources("algo-3", "algo-1"), "this host is 'algo-3'"),
     "SageMaker, file and variables": (
         *(_toolkit("algo-1", "algo-1", "algo-2"), _resources("algo-2", "algo-1", "algo-2")),
         "contradict each other: SM_HOSTS",
     ),
-    "SageMaker, stranger": ({}, _resources("algo-3", "algo-1"), "this host is 'algo-3'"),
-    "SageMaker, no hosts": ({}, {RESOURCES: '{"current_host": "algo-1"}'}, "hosts or current_host is missing"),
-    "SageMaker, half set": ({"SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS is not set"),
-    "SageMaker, no list": ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS is 'algo-1'"),
-    "SageMaker, odd channel": (
-        {"SM_CHANNELS": '["../x"]'} | _toolkit("a", "a") | {"SM_CHANNELS": '["../x"]'},
-        {},
-        "../x",
-    ),
+    "SageMaker, no hosts": ({}, {RESOURCES: '{"current_host": "algo-1"}'}, f"{RESOURCES}: there is no list"),
+    "SageMaker, empty hosts": ({}, {RESOURCES: '{"current_host": "algo-1", "hosts": []}'}, "this host is 'algo-1'"),
+    "SageMaker, no host": ({}, {RESOURCES: '{"hosts": ["algo-1"]}'}, "this host is ''"),
+    "SageMaker, half set": ({"SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS: there is no list"),
+    "SageMaker, other half": ({"SM_HOSTS": '["algo-1"]'}, {}, "this host is ''"),
+    "SageMaker, no list": ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, {}, "SM_HOSTS"),
+    "SageMaker, odd channel": (_toolkit("a", "a") | {"SM_CHANNELS": '["../x"]'}, {}, "../x"),
+    "SageMaker, odd channel in the file": ({}, _resources("a", "a") | {CHANNELS: '{"../x": {}}'}, "../x"),
     "Indexed Job without a size": (_job(0), {}, "nothing says how many pods"),
     "Indexed Job, index too large": (_job(3, **_SIZED), {}, "JOB_COMPLETION_INDEX=3, ALLHANDS_NUM_NODES=3"),
     "Indexed Job without names": (_job(1, NUM_NODES="2"), {}, "names of the other pods"),
@@ -224,7 +244,7 @@ def test_vertex_offers_mounted_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "path"), [("gs://b/p", "/gcs/b/p"), ("gs://b", "/gcs/b"), ("/gcs/b/p", "/gcs/b/p"), ("s3://b", None)]
+    ("uri", "path"), [("gs://b/p/", "/gcs/b/p"), ("gs://b", "/gcs/b"), ("/gcs/b/p", "/gcs/b/p"), ("s3://b", None)]
 )
 def test_from_bucket(uri: str, path: str | None) -> None:
     assert from_bucket(uri) == (Path(path) if path else None)
@@ -243,6 +263,15 @@ def test_sagemaker_offers_its_directories(environ: dict[str, str]) -> None:
     )
     assert (found.grace_s, found.failure_file) == (120.0, Path("/opt/ml/output/failure"))
     assert found.platform.name == "sagemaker"
+
+
+def test_sagemakers_toolkit_may_place_directories_elsewhere() -> None:
+    elsewhere = {"SM_MODEL_DIR": "/m", "SM_CHANNELS": '["tales"]', "SM_CHANNEL_TALES": "/data/tales"}
+    found = found_in({**elsewhere, "SM_OUTPUT_DATA_DIR": "/o", "SM_INPUT_CONFIG_DIR": "/c"})
+    assert (found.launcher, found.platform.name) == ("single", "sagemaker")
+    assert found.paths == Paths(
+        *({"tales": Path("/data/tales")}, Path("/m"), Path("/opt/ml/checkpoints"), Path("/o")), config=Path("/c")
+    )
 
 
 def test_the_platform_is_found_whoever_has_started_the_ranks() -> None:

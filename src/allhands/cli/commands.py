@@ -53,7 +53,7 @@ _VERBS = {
     "import": ("models.Import exchange:import_adapter", "Take an adapter that another program has trained."),
     "upload": ("models.Upload upload:upload", "Put a model or an adapter on the Hugging Face Hub."),
     "container": ("runs.Container container:container", "Train as the program of a container image."),
-    "env": ("runs.Env env:show_environment", "Show who has started this process, and what follows from it."),
+    "env": ("runs.Env env:show_environment", "Show the launcher of this process, and its settings."),
     "version": ("runs.Version env:version", "Versions of allhands and of what it stands on."),
 }
 _GROUPS = {

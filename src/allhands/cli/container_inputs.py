@@ -1,10 +1,9 @@
-"""What a platform hands to its container, as options of ``allhands train``: hyperparameters, arguments, channels."""
+"""Platform inputs as options of ``allhands train``: hyperparameters, arguments, data and model channels."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import tarfile
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ import typer.main
 from allhands.cli.options import option_function
 from allhands.cli.parser import App, with_auto_resume
 from allhands.config.aliases import canonical_flag
-from allhands.config.schema import ALIASES, TrainConfig, build_config
+from allhands.config.problems import canonical_key
+from allhands.config.schema import TrainConfig, build_config
 from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 from allhands.io.files import storage_error
 from allhands.io.strict_json import without_repeats
@@ -27,47 +27,71 @@ SPLITS = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-# What SageMaker, its SDK and its tuner put beside a person's own hyperparameters.
+# Names that SageMaker, its SDK and its tuner add to a person's hyperparameters.
 _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
-_UNSET = ("", "none", "null")
 
 
-# --- hyperparameters -----------------------------------------------------------------------------------
+# --- hyperparameters and arguments ---------------------------------------------------------------------
 
 
 def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """The options in SageMaker's hyperparameters, by the names of the configuration's fields.
+    """The options in SageMaker's hyperparameters, by the configuration's names.
 
-    From ``file``, whose values are all strings; or else ``SM_HPS`` or ``SM_USER_ARGS``, which only a toolkit sets.
+    They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or ``SM_USER_ARGS``.
 
     Raises:
-        ConfigError: they cannot be read, or one is given twice.
+        ConfigError: they cannot be read, or an option is given twice.
     """
-    if file.is_file():
-        try:
-            given = _object(file.read_text(encoding="utf-8"), str(file))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", where=str(file), hint="make it readable UTF-8") from None
-    elif environ.get("SM_HPS"):
-        given = _object(environ["SM_HPS"], "SM_HPS")
-    else:
-        given = _pairs(environ.get("SM_USER_ARGS") or "[]")
+    source = str(file) if file.is_file() else "SM_HPS" if environ.get("SM_HPS") else "SM_USER_ARGS"
+    try:
+        text = file.read_text(encoding="utf-8") if source == str(file) else environ.get(source) or "[]"
+        given: Any = json.loads(text, object_pairs_hook=without_repeats)
+        if source == "SM_USER_ARGS":
+            given = _pairs(given)
+        elif not isinstance(given, dict):
+            raise ValueError('no JSON object, such as {"iters": "100"}')
+    except (OSError, ValueError) as error:
+        hint = "write JSON in UTF-8, with each name once"
+        raise ConfigError(f"the hyperparameters cannot be read: {error}", where=source, hint=hint) from None
     result: dict[str, Any] = {}
-    for name, value in given.items():
-        if _FOREIGN.fullmatch(name):
-            continue
-        key = _key(name)
+    for name, value in cast(dict[str, Any], given).items():
+        key = canonical_key(name.strip().lstrip("-"))
         if key in result:
-            raise ConfigError(f"{key} is given twice, under two names", where=_place(name), hint="keep one of them")
-        if (plain := plain_value(key, value)) is not None:
+            hint = "keep one of the names"
+            raise ConfigError(f"{key} is given twice, under two names", where=f"hyperparameter {name}", hint=hint)
+        if not _FOREIGN.fullmatch(name) and (plain := plain_value(key, value)) is not None:
             result[key] = plain
     return result
+
+
+def _pairs(words: Any) -> dict[str, str]:
+    """``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found: dict[str, str] = {}
+    name = ""  # an option whose value may follow
+    if not isinstance(words, list):
+        raise ValueError("no JSON list of words")
+    for word in cast(list[object], words):
+        if not isinstance(word, str) or not (name or word.startswith("--")):
+            raise ValueError(f"{word!r} in place of --name, value, ...")
+        if word.startswith("--"):
+            name, sign, value = word.partition("=")
+            if name in found:
+                raise ValueError(f"{name} is given twice")
+            found[name] = value if sign else "true"
+            name = "" if sign else name
+        else:
+            found[name], name = word, ""
+    return found
 
 
 def plain_value(key: str, value: Any) -> Any:
     """A value as the configuration takes it; ``None``: not given.
 
-    A string may be JSON in itself, as SDKs write it: ``"\\"cosine\\""`` is cosine, ``"true"`` true, ``"1e-5"`` 0.00001.
+    SDKs write a string as JSON: ``"\\"cosine\\""`` is cosine.
     """
     if not isinstance(value, str):
         return value
@@ -77,72 +101,16 @@ def plain_value(key: str, value: Any) -> Any:
             text = str(json.loads(text))
         except ValueError:
             return value
-    return None if text.lower() in _UNSET and _may_be_unset(key) else text
-
-
-def _may_be_unset(key: str) -> bool:
     field = TrainConfig.model_fields.get(key)
-    return field is not None and type(None) in typing.get_args(field.annotation)
-
-
-def _key(name: str) -> str:
-    key = name.strip().lstrip("-").replace("-", "_")
-    return ALIASES.get(key, key)
-
-
-def _place(name: str) -> str:
-    return f"hyperparameter {name}"
-
-
-def _object(text: str, source: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text, object_pairs_hook=without_repeats)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"it is not JSON: {error}", where=source, hint="write a JSON object") from None
-    except ValueError as error:
-        raise ConfigError(str(error), where=source, hint="remove the other") from None
-    if not isinstance(content, dict):
-        raise ConfigError("it is not a JSON object", where=source, hint='write {"iters": "100", ...}')
-    return cast(dict[str, Any], content)
-
-
-def _pairs(text: str) -> dict[str, Any]:
-    """``["--iters", "100", "--mask-prompt"]`` as names and values; a name alone is true.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    try:
-        words = json.loads(text)
-    except ValueError:
-        words = None
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(list[Any], words)):
-        raise ConfigError("it is not a JSON list of words", where="SM_USER_ARGS", hint="unset it")
-    found: dict[str, Any] = {}
-    open_name: str | None = None  # an option whose value may follow
-    for word in cast(list[str], words):
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            if name in found:
-                raise ConfigError(f"{name} is given twice", where="SM_USER_ARGS", hint="keep one of them")
-            found[name] = value if "=" in word else "true"
-            open_name = None if "=" in word else name
-        elif open_name is None:
-            raise ConfigError(f"{word!r} belongs to no option", where="SM_USER_ARGS", hint="give --name value")
-        else:
-            found[open_name] = word
-            open_name = None
-    return found
-
-
-# --- arguments -----------------------------------------------------------------------------------------
+    optional = field is not None and type(None) in typing.get_args(field.annotation)
+    return None if optional and text.lower() in ("", "none", "null") else text
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """The options in arguments for ``allhands train``, by the same parser.
+    """The options in arguments for ``allhands train``, by the parser of that command.
 
     Raises:
-        ConfigError: they are not understood.
+        ConfigError: an argument is not understood.
     """
     given: dict[str, Any] = {}
     app = App(rich_markup_mode=None, context_settings={"token_normalize_func": canonical_flag})
@@ -161,7 +129,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfig:
-    """What a person has asked for: arguments win over hyperparameters, both over the YAML file that they name.
+    """The options that a person has given: arguments win over hyperparameters, both over their YAML file.
 
     Raises:
         ConfigError: an option is unknown or out of bounds.
@@ -173,12 +141,12 @@ def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfi
     except ConfigError as error:
         name = (error.where or "").removeprefix("--").replace("-", "_")
         if name in hyper and name not in arguments:
-            raise ConfigError(error.message, where=_place(name), hint=error.hint) from None
+            raise ConfigError(error.message, where=f"hyperparameter {name}", hint=error.hint) from None
         raise
 
 
 def as_flags(config: TrainConfig) -> list[str]:
-    """The arguments of ``allhands train`` that give this configuration, as far as it was given."""
+    """The arguments of ``allhands train`` that give the same configuration."""
     flags: list[str] = []
     for name, value in config.model_dump(mode="json", exclude_unset=True).items():
         flag = name.replace("_", "-")
@@ -193,22 +161,22 @@ def as_flags(config: TrainConfig) -> list[str]:
 
 
 def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None, list[str]]:
-    """A directory with ``train.jsonl`` and its like, made of data channels; and what a person should know.
+    """The data directory that the data channels make, ``None`` without one; and notes for a person.
 
-    One channel may hold such files itself. Otherwise each channel is a split, named for it, and its ``.jsonl`` files
-    are joined in the order of their names. ``None``: there is no data channel.
+    A single channel with ``train.jsonl`` is that directory. Otherwise each channel is the split that it is named for,
+    and its ``.jsonl`` files are joined in the order of their names.
 
     Raises:
-        DataError: a channel has nothing that can be trained on.
+        DataError: a channel has no data to train on.
         StorageError: joined files cannot be written.
     """
     by_split, notes = dict[str, Path](), list[str]()
     data = {name: path for name, path in sorted(channels.items()) if name.lower() not in MODEL_CHANNELS}
     for name, path in data.items():
-        split = SPLITS.get(name.lower())
-        if split is None and len(data) > 1:
+        split = SPLITS.get(name.lower(), "train" if len(data) == 1 else "")
+        if not split:
             notes.append(f"channel {name} is not used: it is none of {', '.join(SPLITS)}, model")
-        elif (split := split or "train") in by_split:
+        elif split in by_split:
             raise DataError(f"two channels are {split}", where=str(path), hint="keep one of them")
         else:
             by_split[split] = path
@@ -225,13 +193,12 @@ def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None,
 
 
 def _jsonl_files(path: Path, split: str) -> list[Path]:
-    """The data files of a channel: of its directory, the one that it is, or of a pattern such as ``train-*``."""
+    """The data files of a channel, which is a directory, a file, or a pattern such as ``train-*``."""
     if path.is_dir():
         found = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
-        own = [one for one in found if one.name == f"{split}.jsonl"]
-        found = own or found
+        found = [one for one in found if one.name == f"{split}.jsonl"] or found
     else:
-        found = [path] if path.is_file() else sorted(path.parent.glob(path.name)) if "*" in path.name else []
+        found = sorted(path.parent.glob(path.name))
     if not found:
         raise DataError(f"the {split} channel is empty", where=str(path), hint="put .jsonl files into it")
     for one in found:
@@ -248,22 +215,14 @@ def _join(files: Sequence[Path], target: Path) -> None:
     try:
         with target.open("wb") as out:
             for file in files:
-                with file.open("rb") as source:
-                    shutil.copyfileobj(source, out)
-                    if source.tell() and not _ends_line(file):
-                        out.write(b"\n")
+                with file.open("rb") as lines:
+                    out.writelines(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     except OSError as error:
         raise storage_error(target, error) from None
 
 
-def _ends_line(file: Path) -> bool:
-    with file.open("rb") as source:
-        source.seek(-1, 2)
-        return source.read(1) == b"\n"
-
-
 def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
-    """The model directory in the channel for it, also within a ``.tar.gz`` or a directory; ``None``: no such channel.
+    """The model directory in the model channel, also inside a ``.tar.gz`` or a directory; ``None``: no such channel.
 
     Raises:
         ModelError: the channel has no model.
@@ -271,24 +230,18 @@ def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
     channel = next((path for name, path in channels.items() if name.lower() in MODEL_CHANNELS), None)
     if channel is None:
         return None
-    archives = [channel] if channel.is_file() else sorted(channel.glob("*.tar.gz"))
-    places = [channel, *sorted(path for path in channel.glob("*") if path.is_dir())]
+    place, archives = channel, [channel] if channel.is_file() else sorted(channel.glob("*.tar.gz"))
     if len(archives) == 1 and not (channel / "config.json").exists():
-        places = [inner := workspace / "model"]
-        _unpack(archives[0], inner)
-        places += sorted(path for path in inner.glob("*") if path.is_dir())
-    found = [place for place in places if (place / "config.json").is_file()]
+        place = workspace / "model"
+        try:
+            with tarfile.open(archives[0]) as content:
+                content.extractall(place, filter="data")  # refuses paths and links that lead out of it
+        except (OSError, tarfile.TarError) as error:
+            hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
+            raise ModelError(f"cannot be unpacked: {error}", where=str(archives[0]), hint=hint) from None
+    found = [one.parent for one in (place / "config.json", *sorted(place.glob("*/config.json"))) if one.is_file()]
     if len(found) != 1:
         what = "no model (a directory with config.json)" if not found else "several models"
-        hint = "give the channel one model directory, or its .tar.gz; an adapter alone is none"
+        hint = "give the channel one model directory, or its .tar.gz; an adapter alone is no model"
         raise ModelError(f"the model channel holds {what}", where=str(channel), hint=hint)
     return found[0]
-
-
-def _unpack(archive: Path, target: Path) -> None:
-    try:
-        with tarfile.open(archive) as content:
-            content.extractall(target, filter="data")  # refuses paths and links that lead out of it
-    except (OSError, tarfile.TarError) as error:
-        hint = "make it again: tar -czf model.tar.gz -C DIRECTORY ."
-        raise ModelError(f"cannot be unpacked: {error}", where=str(archive), hint=hint) from None

@@ -1,4 +1,4 @@
-"""``allhands env``: what started this process, what follows from that, and where each fact comes from."""
+"""``allhands env``: the launcher of this process, the settings that follow from it, and the source of each fact."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
@@ -29,7 +29,7 @@ _PACKAGES = ("allhands", "mlx", "mlx-lm")
 
 @dataclass(frozen=True)
 class _Report:
-    """All that is shown: the launch, versions by package, and the device in words."""
+    """The contents of the report: the launch, versions by package, and the device."""
 
     launch: Launch
     versions: dict[str, str]
@@ -40,7 +40,7 @@ def show_environment(asked: Env) -> None:
     """Run the verb."""
     report = _Report(recognise_here(), _versions(), _device())
     if asked.as_json:
-        typer.echo(json.dumps(as_dictionary(report), indent=1))
+        typer.echo(json.dumps(as_dictionary(report), indent=1, default=str))
         return
     _show(report)
 
@@ -52,26 +52,17 @@ def version(_: Version) -> None:
 
 
 def as_dictionary(report: _Report) -> dict[str, Any]:
-    """The report as JSON has it; what is not known is ``null``."""
-    launch, point, paths = report.launch, report.launch.meeting, report.launch.paths
-    named = {"model": paths.model, "checkpoints": paths.checkpoints, "output": paths.output}
-    named |= {"tensorboard": paths.tensorboard, "config": paths.config}
-    place = ("launcher", "rank", "size", "local_rank", "local_size", "node", "num_nodes", "ranks_per_node", "backend")
+    """The report for JSON; unknown values are ``None``."""
+    launch = report.launch
+    content = {**asdict(launch), **asdict(launch.platform)}
+    for name in ("reason", "facts", "exports", "name"):
+        del content[name]
+    point = launch.meeting
     return {
-        **{name: getattr(launch, name) for name in place},
-        "hosts": launch.hosts,
+        **content,
         "meeting": {"host": point.host, "ports": point.ports} if point else None,
         "platform": launch.platform.name or None,
-        "grace_s": launch.grace_s,
-        "failure_file": str(launch.failure_file) if launch.failure_file else None,
-        "paths": {
-            "data": {channel: str(path) for channel, path in paths.data.items()},
-            **{name: str(path) if path else None for name, path in named.items()},
-        },
-        "requeue": launch.requeue,
-        "restarts": launch.platform.restarts,
         "why": launch.why,
-        "ignored": launch.ignored,
         "notes": launch.notes,
         "versions": report.versions,
         "device": report.device,
@@ -84,7 +75,7 @@ def _versions() -> dict[str, str]:
 
 
 def _device() -> dict[str, Any]:
-    """What MLX computes on, or why it cannot: this command is asked when something is wrong."""
+    """The device of MLX, or the error: people call this command when something is wrong."""
     try:
         from allhands.runtime.accelerator import detect
 
@@ -119,7 +110,7 @@ def _print(console: Console, report: _Report) -> None:
 
 
 def _headline(launch: Launch) -> str:
-    if launch.launcher == "single" and not launch.platform.name and not launch.facts:
+    if launch.launcher == "single" and not launch.platform.name and not launch.reason:
         return "nothing recognised: one process; allhands train -n N starts several here"
     if launch.ranks_per_node > 1:
         nodes = f"computer {launch.rank} of {launch.size}" if launch.size > 1 else "this computer"

@@ -162,10 +162,10 @@ class CheckpointVerify(NamedTuple):
 
 
 class Env(NamedTuple):
-    """Show who has started this process, and what follows from it.
+    """Show the launcher of this process, and its settings.
 
-    Then what training would use: back-end, peers, paths, time to end. The exit code is 7
-    if the launcher's variables contradict each other.
+    These are the back-end, peers, paths and the time to end. The exit code is 7 if the
+    launcher's variables contradict each other.
     """
 
     as_json: AsJson = False

@@ -1,7 +1,7 @@
-"""One attempt of a job: all ranks started once, watched until the last one has ended, and answered for.
+"""One attempt of a job: start all ranks once, watch them until the last one has ended, and find the cause of a failure.
 
-MLX notices a dead peer late or never, and a stopped one not at all, so someone outside the ranks has to:
-the first rank that fails, or stops making progress, is the cause, the others are ended, and no process is left behind.
+MLX notices a dead peer late or never, and a stopped one not at all, so a process outside the ranks watches them. The
+first rank that fails, or stops making progress, is the cause; the others are ended, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -35,34 +35,35 @@ _START_GRACE_S = 3.0  # for a stop before all ranks have started, when there is 
 _LOOK_S = 0.5  # between two looks at whether a process is stopped
 _STOPPED_S = 4.0  # for a process to be stopped; less may be a person looking at it
 _TRACE_S = 0.2  # for a rank that hangs to write down where
-# What those say whose port another program has: not who cannot connect, and not who asks for an address of nobody.
+_ELSEWHERE_S = 900.0  # for ranks on other computers, unseen, to prepare data, compile or save
+# Messages of ranks whose port another program has; not of ranks that cannot connect, or that ask for a foreign address.
 _PORT_TAKEN = re.compile(
     r"PortTakenError: |Couldn't bind socket \(error: (48|98)\)|bind\(\) failed(: Address already in use|(?!:))"
 )
-# How ranks end that were told to stop: having saved, or before they could.
+# Exit codes of ranks that were told to stop: after they have saved, or before.
 _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
-# What else is excused then: a checkpoint at which ranks regroup is as good as any.
+# Further codes that are excused then: a checkpoint at which ranks regroup is as good as any.
 _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
 
 
 @runtime_checkable
 class _SeesStopped(Protocol):
-    """Processes of which it can be seen that they are stopped, as by SIGSTOP."""
+    """Processes that show whether they are stopped, as by SIGSTOP."""
 
     def stopped(self, rank: int) -> bool: ...
 
 
 @runtime_checkable
 class _KnowsPlaces(Protocol):
-    """Processes on several computers: which, by what addresses, and over what interface they are reached."""
+    """Processes on several computers, with their addresses and interfaces."""
 
     def places(self) -> str: ...
 
 
 @runtime_checkable
 class _Attests(Protocol):
-    """Processes that tell what they have agreed on."""
+    """Processes that report their agreement."""
 
     def attested(self) -> Mapping[str, Any] | None: ...
 
@@ -73,7 +74,8 @@ class Attempt:
     ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
     received: the first SIGINT or SIGTERM is passed on, the second ends the ranks at once; SIGUSR1, a scheduler's
     warning, counts as a SIGTERM that leaves the first word to the person. ``reaper`` is told of every process.
-    ``slack`` lengthens the deadlines that follow from measured steps.
+    ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
+    started and watched, and the ranks that wait for others have more time.
     """
 
     _ranks: RankProcesses
@@ -86,13 +88,17 @@ class Attempt:
         events: Callable[[SupervisorEvent], None],
         reaper: Reaper | None = None,
         slack: float = 1.0,
+        share: processes.Share | None = None,
     ) -> None:
         self._spec = spec
+        self._share = share
+        self._own = range(share.first, share.first + share.count) if share else range(spec.num_processes)
         self._run_dir = run_dir
         self._signals = signals
         self._events = events
         self._reaper = reaper
-        self._watch = ProgressWatch(Limits.of(spec, slack))
+        elsewhere_s = _ELSEWHERE_S if share and spec.hang_timeout_s is None else 0.0
+        self._watch = ProgressWatch(Limits.of(spec, slack, elsewhere_s))
         self._stopped_since: dict[int, float] = {}
         self._next_look = 0.0
         self._stop_signal = 0
@@ -105,9 +111,9 @@ class Attempt:
         self._ended_at = float("inf")  # later exits are our doing
 
     def run(self, poll: Callable[[], None] = lambda: None) -> Outcome:
-        """Start the ranks, wait for the end, leave nothing running, and say how it ended.
+        """Start the ranks, wait for the end, leave no process behind, and return the outcome.
 
-        ``poll`` is called about twice a second and should be quick: nobody watches meanwhile.
+        ``poll`` is called about twice a second and should be quick: the ranks are not watched meanwhile.
 
         Raises:
             DistributedError: the ranks could not be started.
@@ -132,6 +138,8 @@ class Attempt:
     def _start(self, reaper: Reaper) -> processes.RankProcesses:
         if self._spec.places:
             return start_remote(self._spec, self._run_dir)
+        if self._share:
+            return processes.start_share(self._spec, self._run_dir, self._share, reaper)
         return processes.start(self._spec, self._run_dir, reaper)
 
     def request_regroup(self) -> None:
@@ -141,19 +149,19 @@ class Attempt:
             self._ranks.tell("regroup")
 
     def attested(self) -> Mapping[str, Any] | None:
-        """What the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        """The agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
         return self._ranks.attested() if isinstance(self._ranks, _Attests) else None
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait(self, poll: Callable[[], None]) -> Fault | None:
-        """Return when the ranks have ended or must be ended; why, if no rank's end says so."""
+        """Wait until the ranks have ended or must be ended; return the reason if no rank's end is one."""
         polled = self._began
         while self._living():
             now = time.monotonic()
             self._watch.pauses.look(now)
-            marks = {rank: self._ranks.marks(rank) for rank in range(self._spec.num_processes)}
-            if not self._all_listen and all(mark.listening for mark in marks.values()):
+            marks = {rank: self._ranks.marks(rank) for rank in self._own}
+            if not self._share and not self._all_listen and all(mark.listening for mark in marks.values()):
                 self._all_listen = True
                 self._ranks.tell(ALL_LISTEN)
             if not self._pass_on_signals(now, marks) or self._failed_for_long(now):
@@ -171,7 +179,7 @@ class Attempt:
 
     def _living(self) -> list[int]:
         ended = {end.rank for end in self._ranks.exits()}
-        return [rank for rank in range(self._spec.num_processes) if rank not in ended]
+        return [rank for rank in self._own if rank not in ended]
 
     def _pass_on_signals(self, now: float, marks: Mapping[int, Marks]) -> bool:
         """Forward the first stop signal to every rank once; false when the ranks must be killed now."""
@@ -194,11 +202,11 @@ class Attempt:
 
     @property
     def _grace_s(self) -> float:
-        """From a stop on: for the running step, as long as the last ones took at most, and for saving."""
+        """Seconds from a stop on: for the running step, by the longest of the last steps, and for saving."""
         return self._spec.stop_grace_s + self._watch.longest_step_s
 
     def _stands_still(self, now: float, marks: Mapping[int, Marks]) -> bool:
-        """Whether a rank that has been told to stop was itself stopped (SIGSTOP): without it nothing will be saved."""
+        """True if a rank that was told to end is stopped (SIGSTOP): without it nothing will be saved."""
         if not self._all_started:
             return False
         stall = self._frozen(now, marks, self._living())
@@ -209,7 +217,7 @@ class Attempt:
 
     def _begin_stop(self, now: float, number: int) -> None:
         self._stop_signal, self._stop_began = number, now
-        # Who need not say that it has started may be at work already.
+        # A rank that need not say that it has started may be at work already.
         self._all_started = self._all_started or self._spec.start_deadline_s == float("inf")
         if self._all_started:
             self._events(SupervisorEvent("stopping", "all processes are told to stop after this step"))
@@ -217,7 +225,7 @@ class Attempt:
             self._events(SupervisorEvent("cancelling", "stopping before all processes have started"))
 
     def _failed_for_long(self, now: float) -> bool:
-        """Whether a rank has failed, and what follows from it has had time to be said."""
+        """True if a rank has failed, and the other ranks have had time to say what followed."""
         ends = self._ranks.exits()
         failed = [end for end in ends if self._is_failure(end)]
         if failed:
@@ -226,13 +234,13 @@ class Attempt:
             first = not self._all_started and bool(self._spec.places)
             return self._age(now, failed[0].time) > (_CAUSE_S if lost_only or first else _COLLECT_S)
         stopped = [end for end in ends if self._is_unasked_stop(end)]
-        # Somebody may have told all ranks to stop, and one of them may be saving.
+        # A person may have told all ranks to stop, and one of them may be saving.
         saving = self._all_started and all(end.code in _SAVED_CODES for end in stopped)
         grace = self._grace_s if saving else _CAUSE_S
         return any(self._age(now, end.time) > grace for end in stopped)
 
     def _is_failure(self, end: RankExit) -> bool:
-        """Whether this end, not brought about by us, is a failure for itself; being told to stop excuses some codes."""
+        """True if this end is a failure and not our doing; a stop excuses some codes."""
         if end.code == 0 or end.time > self._ended_at or self._is_unasked_stop(end):
             return False
         if self._regroup and end.code == REGROUP_CODE:
@@ -254,7 +262,10 @@ class Attempt:
         missing = [rank for rank in self._living() if rank in unmarked]
         # A rank that is at work (tokenising, say) excuses those that wait for it.
         worked = max([self._began, *(mark.busy_time for mark in marks.values() if mark.busy_time)])
-        if missing and self._age(now, worked) > self._spec.start_deadline_s and not self._stop_signal:
+        limit = self._spec.start_deadline_s
+        if self._share and all(marks[rank].ready for rank in missing):
+            limit = max(limit, _ELSEWHERE_S)
+        if missing and self._age(now, worked) > limit and not self._stop_signal:
             return self._not_started(missing, self._age(now, worked))
         return None
 
@@ -270,7 +281,7 @@ class Attempt:
         return self._hang(stall, living) if stall else None
 
     def _frozen(self, now: float, marks: Mapping[int, Marks], living: list[int]) -> Stall | None:
-        """A rank that has been stopped (SIGSTOP) for some time: whatever it was doing, it does not go on."""
+        """A rank that has been stopped (SIGSTOP) for some time, whatever it was doing."""
         # Other computers are asked only when something is wrong.
         if now < self._next_look or self._spec.places:
             return None
@@ -318,21 +329,21 @@ class Attempt:
         return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
 
     def _furthest(self) -> int | None:
-        beats = [self._ranks.marks(rank).beat for rank in range(self._spec.num_processes)]
+        beats = [self._ranks.marks(rank).beat for rank in self._own]
         return max((beat.step for beat in beats if beat), default=None)
 
     def _ports_were_taken(self, fault: Fault) -> bool:
-        """Whether the failure is worth another start with other ports."""
+        """True if another start with other ports may mend the failure."""
         texts = [fault.error or "", *fault.log_tail]
-        ours = self._spec.backend != "mpi" and not self._all_started and not self._stop_signal
+        ours = self._spec.backend != "mpi" and not (self._share or self._all_started or self._stop_signal)
         return ours and any(_PORT_TAKEN.search(text) for text in texts)
 
     # --- faults -----------------------------------------------------------------------------------
 
     def _failure(self) -> Fault | None:
-        """The first rank that failed, but one that lost a peer only if no other did.
+        """The fault of the first rank that failed; a rank that lost its peer counts only if no other failed.
 
-        Where several failed alike, the lowest of them speaks: they mean the same.
+        Among ranks that failed alike the lowest one is named.
         """
         ends = self._ranks.exits()
         failed = [end for end in ends if self._is_failure(end)]
@@ -348,7 +359,7 @@ class Attempt:
             return fault
         if (found := (self._ranks.error(fault.rank) or {}).get("misfits")) is None:
             return replace(fault, misfits=tuple(end.rank for end in alike))
-        # All ranks have said the same, so it is no single one's.
+        # All ranks have said the same, so it is no single rank's fault.
         message = (fault.error or "").partition(": ")[2]
         misfits = tuple(int(rank) for rank in found)
         return replace(fault, kind="misfit", rank=-1, host="", message=message, error=None, misfits=misfits)
@@ -369,20 +380,20 @@ class Attempt:
         return self._fault("memory" if memory else "killed", end.rank, 128 - end.code, what, since)
 
     def _lost_host(self, host: str, since: float) -> Fault:
-        ranks = [rank for rank in range(self._spec.num_processes) if self._ranks.host(rank) == host]
+        ranks = [rank for rank in self._own if self._ranks.host(rank) == host]
         fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
         text = f"{host} (rank {', '.join(map(str, ranks))}) does not answer any more"
         return replace(fault, message=text, error=None, explanation=None)
 
     def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
-        """Rank ``peer`` listens and the one that has ended cannot connect to it: mostly the former's firewall."""
+        """The fault of rank ``peer``, which listens but cannot be reached, mostly because of its firewall."""
         fault = self._fault("blocked", end.rank, end.code, "", since)
         content = self._ranks.error(end.rank) or {}
         names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
         text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
         hint = f"{self._spec.examine}   # finds what is in the way" if self._spec.examine else content.get("hint")
         told = str(DistributedError(text, hint=hint))
-        # Neither's log says more.
+        # Neither rank's log says more.
         fault = replace(fault, log_path=None, log_tail=(), error=None)
         return replace(fault, rank=peer, host=self._ranks.host(peer), message=text, explanation=told)
 
@@ -394,9 +405,13 @@ class Attempt:
         return self._fault("ended early", early.rank, DistributedError.exit_code, what, since)
 
     def _not_started(self, missing: list[int], since: float) -> Fault:
-        """Name the ranks that have not even come to the point where they wait for the others, if there are any."""
-        late = [rank for rank in missing if not self._ranks.marks(rank).ready] or missing
-        text = f"rank {', '.join(map(str, late))} did not finish starting within {self._spec.start_deadline_s:g} s"
+        """The fault of ranks that are not ready, or, if all of them are, of those that wait for other computers."""
+        unready = [rank for rank in missing if not self._ranks.marks(rank).ready]
+        late = unready or missing
+        what = f"did not finish starting within {self._spec.start_deadline_s:g} s"
+        if self._share and not unready:
+            what = f"waited for ranks on other computers for {since:.0f} s"
+        text = f"rank {', '.join(map(str, late))} {what}"
         fault = self._fault("not started", late[0], DistributedError.exit_code, "", since)
         last = "".join(f" (its last line: {line})" for line in fault.log_tail[-1:])
         where = f" on {fault.host}" if self._spec.places else ""
@@ -412,6 +427,8 @@ class Attempt:
         what = f"on {self._ranks.host(rank)} made no progress for {stall.seconds:.1f} s"
         if rank in stopped:
             what += " (the process is stopped)"
+        elif self._share and stall.phase == "reduce":
+            what += " (it waits for ranks on other computers)"
         elif stall.mutual:
             what += " (all ranks wait for each other: is the network cut?)"
         elif self._spec.hang_timeout_s is None:
@@ -444,13 +461,13 @@ class Attempt:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended, given its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
+    """The end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    # Linux counts what it kills for want of memory, so there it would be known.
+    # Linux counts the processes that it kills for want of memory, so there it would be known.
     unknown = -code == signal.SIGKILL and sys.platform != "linux"
     return f"was killed by {name}" + (" (possibly out of memory)" if unknown else "")

@@ -1,4 +1,4 @@
-"""Which back-ends can move the bytes on these computers, and which the table prefers; nothing is measured here."""
+"""The table of back-ends: those that are possible on these computers, the best first; nothing is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allhands.errors import ConfigError
 Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 _ASK_S = 10.0
 
-# Run by the Python of each host; the standard library only.
+# Each host's Python runs this; the standard library only.
 _QUESTION = """
 import json, platform, re, shutil, subprocess, sys, os
 def said(*argv):
@@ -38,14 +38,14 @@ print("@" + json.dumps({"system": platform.system(), "gpus": gpus, "mpi": found.
 
 @dataclass(frozen=True)
 class HostTraits:
-    """What matters of one computer; ``None``: not known.
+    """Traits of one computer that decide; ``None``: not known.
 
     Attributes:
-        system: as ``platform.system()`` has it.
-        gpus: NVIDIA GPUs that its ranks may use.
+        system: the name that ``platform.system()`` gives.
+        gpus: number of NVIDIA GPUs for its ranks.
         mpi: the version of its Open MPI, empty if it has none.
-        rdma: whether the hostfile names RDMA devices to the others.
-        here: whether it is this one.
+        rdma: the hostfile names RDMA devices to the other computers.
+        here: it is this computer.
     """
 
     name: str
@@ -59,10 +59,10 @@ class HostTraits:
 
 @dataclass(frozen=True)
 class Facts:
-    """A job: its computers, in order.
+    """The computers of a job, in order.
 
     Attributes:
-        by_agents: whether ranks are started by an agent on each computer, as those of every hostfile are.
+        by_agents: an agent on each computer starts its ranks, as for every hostfile.
     """
 
     hosts: tuple[HostTraits, ...]
@@ -70,13 +70,13 @@ class Facts:
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """Number of ranks on all computers."""
         return sum(host.num_ranks for host in self.hosts)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A back-end, whether it can be used, and why, or why not."""
+    """A back-end, and the reason why it is possible or not."""
 
     backend: Backend
     possible: bool
@@ -89,9 +89,9 @@ class Choice:
 
     Attributes:
         reason: why this one.
-        candidates: all, in the order in which they would be taken without a measurement.
-        measured: seconds that a step's exchanges take, by back-end, if that decided.
-        age_s: of the measurement; ``None``: there is none.
+        candidates: all back-ends, in the order of the table.
+        measured: seconds for a step's exchanges, by back-end, if that decided.
+        age_s: age of the measurement; ``None``: there is none.
     """
 
     backend: Backend
@@ -105,7 +105,7 @@ class Choice:
 
 
 def candidates(facts: Facts) -> list[Candidate]:
-    """Every back-end that MLX has, best first where nothing is measured."""
+    """Every back-end of MLX, the best first."""
     return [_nccl(facts), _jaccl(facts), _mpi(facts), Candidate("ring", True, "TCP: needs nothing but a network")]
 
 
@@ -139,22 +139,23 @@ def _jaccl(facts: Facts) -> Candidate:
 
 
 def _mpi(facts: Facts) -> Candidate:
-    if lacking := [host.name for host in facts.hosts if not host.mpi]:
-        return Candidate("mpi", False, f"no Open MPI 5 found on {', '.join(lacking)}: pip install 'allhands[mpi]'")
-    if len({host.mpi for host in facts.hosts}) > 1:
-        versions = ", ".join(f"{host.name} has {host.mpi}" for host in facts.hosts)
-        return Candidate("mpi", False, f"different versions of Open MPI: {versions}")
-    if old := [host.mpi for host in facts.hosts if int((host.mpi or "0").partition(".")[0]) < 5]:
-        return Candidate("mpi", False, f"Open MPI {old[0]} is too old: 5.0 or newer is needed")
+    first, versions = facts.hosts[0], [host.mpi for host in facts.hosts]
+    if not all(versions):
+        lacking = ", ".join(host.name for host in facts.hosts if not host.mpi)
+        return Candidate("mpi", False, f"no Open MPI 5 found on {lacking}: pip install 'allhands[mpi]'")
+    if len(set(versions)) > 1:
+        told = ", ".join(f"{host.name} has {host.mpi}" for host in facts.hosts)
+        return Candidate("mpi", False, f"different versions of Open MPI: {told}")
+    if int((first.mpi or "0").partition(".")[0]) < 5:
+        return Candidate("mpi", False, f"Open MPI {first.mpi} is too old: 5.0 or newer is needed")
     if len(facts.hosts) != 1:
         return Candidate("mpi", False, "the supervisor starts it on one computer only; for several use mpirun itself")
-    (host,) = facts.hosts
-    if facts.by_agents or not host.here:
+    if facts.by_agents or not first.here:
         return Candidate("mpi", False, "it is for this computer alone, without a hostfile")
-    if host.system != "Linux":
-        # Possible there, too, but nobody has shown that it is faster.
-        return Candidate("mpi", False, "only on Linux is it chosen by itself: give --backend mpi")
-    return Candidate("mpi", True, f"Open MPI {host.mpi}, shared memory on one computer")
+    if first.system != "Linux":
+        # Possible on other systems, but nobody has shown that it is faster.
+        return Candidate("mpi", False, "it is chosen by itself on Linux only: give --backend mpi")
+    return Candidate("mpi", True, f"Open MPI {first.mpi}, shared memory on one computer")
 
 
 # --- facts --------------------------------------------------------------------------------------------
@@ -169,17 +170,18 @@ def facts_of(hosts: Sequence[Host], num_ranks: int | None = None, *, ask: bool =
     """Facts of a hostfile's computers, as far as they are known here.
 
     Args:
-        num_ranks: of all together, in the order of the hosts; ``None``: all slots.
-        ask: whether the others are asked over ssh, all at once, for no longer than ten seconds.
+        num_ranks: number of all ranks, in the order of the hosts; ``None``: all slots.
+        ask: ask the other computers over ssh, all at once, for at most ten seconds.
     """
-    left, found = num_ranks, list[tuple[Host, int]]()
+    left = sum(host.slots for host in hosts) if num_ranks is None else num_ranks
+    found: list[tuple[Host, int]] = []
     for host in hosts:
-        ranks = host.slots if left is None or len(hosts) == 1 else min(host.slots, left)
-        ranks = num_ranks if num_ranks is not None and len(hosts) == 1 else ranks
-        left = None if left is None else left - ranks
-        found.append((host, ranks))
+        ranks = left if len(hosts) == 1 else min(host.slots, left)
+        left -= ranks
+        if ranks:
+            found.append((host, ranks))
     with ThreadPoolExecutor(len(found)) as pool:
-        return Facts(tuple(pool.map(lambda pair: _fact_of(*pair, ask=ask), [pair for pair in found if pair[1]])))
+        return Facts(tuple(pool.map(lambda pair: _fact_of(*pair, ask=ask), found)))
 
 
 def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
@@ -192,7 +194,7 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
 
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
-    # Only now: they need a moment, and the table alone needs neither.
+    # Imported late: they need a moment, and the table alone needs neither.
     from allhands.cluster.mpi import find_mpi
     from allhands.runtime.gpus import nvidia_gpus
 
@@ -202,7 +204,7 @@ def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:
 
 
 def _ask(host: Host) -> dict[str, Any]:
-    """What the computer says of itself; empty if it says nothing."""
+    """The computer's answer about itself; empty if it does not answer."""
     python = host.python or sys.executable
     with suppress(OSError, subprocess.TimeoutExpired, ValueError, ConfigError):
         done = subprocess.run(

@@ -1,7 +1,8 @@
-"""Which back-end moves the bytes, and why: a table of what can be, and a measurement where several can.
+"""The choice of a back-end: by the table of possible ones, or by a measurement where several are possible.
 
 NCCL and JACCL win wherever they are possible. Between MPI's shared memory and the ring on one computer a measured
-all-reduce decides, kept in the user's cache; without one the table does, in which MPI is the faster on Linux.
+all-reduce decides, which is kept in the user's cache. Without a measurement the table decides, and MPI is first on
+Linux.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
 
 from allhands.cluster.candidates import (
     Backend,
@@ -37,9 +37,9 @@ from allhands.runtime.versions import versions_of
 SMALL_BYTES, GRADIENT_BYTES = 4 << 10, 16 << 20
 _SIZES = (SMALL_BYTES, 256 << 10, GRADIENT_BYTES)
 _SMALL_A_STEP = 2  # exchanges of a few numbers beside the gradient
-_MEASURED: tuple[Backend, ...] = ("mpi", "ring")  # between which a measurement decides
+_MEASURED: tuple[Backend, ...] = ("mpi", "ring")  # a measurement decides between these
 _BENCH_S, _ROUNDS_S = 8.0, 0.1
-_WORTH_S = 300.0  # of training: then a few seconds that may halve its communication are well spent
+_WORTH_S = 300.0  # training that is longer than this is worth a few seconds that may halve its communication
 _OLD_S = 30 * 86400.0
 _VERSION = 1
 _DAY = 86400.0
@@ -52,9 +52,9 @@ class ChoiceSeams:
     """The outside world of :func:`choose`, for tests.
 
     Attributes:
-        measure: time one back-end with so many ranks here.
-        directory: of the cache.
-        now: seconds since the epoch.
+        measure: times a back-end with a number of ranks on this computer.
+        directory: the cache.
+        now: returns seconds since the epoch.
     """
 
     measure: Callable[[str, int, int | None], Measurement] = field(default_factory=lambda: _measure)
@@ -72,42 +72,51 @@ def choose(
 ) -> Choice:
     """Return the back-end for a job that leaves it open.
 
-    Where only a measurement can tell, one of the last 30 days is taken from the cache; otherwise it is made, in a few
-    seconds, if training is expected to be long enough to be worth that. What goes wrong with it decides nothing: then,
-    and for short runs, the table does.
+    Between MPI and the ring a measurement of the last 30 days decides. Without one in the cache the back-ends are
+    measured, in a few seconds, if training is expected to be long. After a failed measurement, and for short runs, the
+    table decides.
 
     Args:
-        training_s: how long training may take, roughly; ``None``: not known, and nothing is measured.
-        gradient_bytes: exchanged in every step.
+        training_s: expected time of training; ``None``: not known, and nothing is measured.
+        gradient_bytes: bytes that every step exchanges.
     """
     by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
         return replace(by_table, backend="ring", reason="one rank has nobody to exchange with")
-    rivals = [one.backend for one in by_table.candidates if one.possible and one.backend in _MEASURED]
-    if len(facts.hosts) > 1 or by_table.backend not in _MEASURED or len(rivals) < 2:
+    possible = {one.backend for one in by_table.candidates if one.possible}
+    if len(facts.hosts) > 1 or by_table.backend not in _MEASURED or not possible.issuperset(_MEASURED):
         return by_table
     path = seams.directory / "backends" / f"{_key(facts, cores_per_rank)}.json"
     found, age_s = _read(path, seams.now())
-    if not found and training_s is not None and training_s >= _WORTH_S:
-        found, age_s = _measure_all(rivals, facts.num_ranks, cores_per_rank, seams), 0.0
-        _write(path, found, seams.now())
-    if not set(rivals) <= set(found):
+    if not found and (training_s or 0.0) >= _WORTH_S:
+        for backend in _MEASURED:
+            with suppress(AllhandsError, OSError):
+                if whole := seams.measure(backend, facts.num_ranks, cores_per_rank).whole:
+                    found[backend] = whole
+        content, age_s = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}, 0.0
+        with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
+            make_directory(path.parent, private=True)
+            write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+    # The exchanges of a step: the gradient, and a few numbers.
+    times = {
+        name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES) for name, one in found.items()
+    }
+    if not times.keys() >= set(_MEASURED):
         return by_table
-    times = {name: _step_s(figures, gradient_bytes) for name, figures in found.items() if name in rivals}
-    best = cast(Backend, min(times, key=lambda name: times[name]))
+    best: Backend = "mpi" if times["mpi"] <= times["ring"] else "ring"
     return Choice(best, "measured on this computer", by_table.candidates, times, age_s)
 
 
 def slower_than_ours(
     launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
-    """What to say to somebody whose ranks on one computer ``mlx.launch`` has joined by its ring; ``None``: nothing.
+    """A note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None`` where that is the best.
 
-    It is said only where another back-end would be chosen for the same ranks: on Linux with Open MPI, unless it was
-    measured to be slower here, and where each rank has an NVIDIA GPU.
+    Another back-end is better on Linux with Open MPI, unless it was measured to be slower here, and where each rank has
+    an NVIDIA GPU.
 
     Args:
-        command: of ours that starts as many, with its own choice.
+        command: our command that starts as many ranks.
     """
     if launch.launcher != "mlx.launch" or launch.backend != "ring" or not 1 < launch.size == launch.local_size:
         return None
@@ -122,23 +131,16 @@ def slower_than_ours(
 
 
 def explain(choice: Choice) -> list[str]:
-    """Lines for people: what was chosen and why, the numbers, and what was not."""
+    """Lines for people: the chosen back-end with its reason, the measured times, and why others are not possible."""
     lines = [f"back-end {choice.backend}: {choice.reason}"]
     if choice.measured and choice.age_s is not None:
-        age = "just now" if choice.age_s < 1 else f"{_age(choice.age_s)} ago"
+        days = choice.age_s / _DAY
+        age = f"{days:.0f} days ago" if days >= 2 else f"{format_duration(choice.age_s)} ago"
+        age = "just now" if choice.age_s < 1 else age
         times = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in sorted(choice.measured.items()))
         lines.append(f"  a step's exchanges take: {times} (measured {age})")
     unlike = [one for one in choice.candidates if not one.possible]
     return lines + [f"  not {one.backend}: {one.reason}" for one in unlike]
-
-
-def _age(seconds: float) -> str:
-    return f"{seconds / _DAY:.0f} days" if seconds >= 2 * _DAY else format_duration(seconds)
-
-
-def _step_s(figures: Figures, gradient_bytes: int) -> float:
-    """Seconds of what a step exchanges: the gradient, and a few numbers."""
-    return figures.seconds(gradient_bytes) + _SMALL_A_STEP * figures.seconds(SMALL_BYTES)
 
 
 def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measurement:
@@ -148,47 +150,19 @@ def _measure(backend: str, num_ranks: int, cores_per_rank: int | None) -> Measur
     return measure([Host(socket.gethostname(), slots=num_ranks)], backend, options)
 
 
-def _measure_all(
-    rivals: Sequence[str], num_ranks: int, cores_per_rank: int | None, seams: ChoiceSeams
-) -> dict[str, Figures]:
-    """Figures of those that could be measured, up to the size of a gradient."""
-    found: dict[str, Figures] = {}
-    for backend in rivals:
-        with suppress(AllhandsError, OSError):
-            whole = seams.measure(backend, num_ranks, cores_per_rank).whole
-            if whole is not None:
-                found[backend] = whole
-    return found
-
-
 def _key(facts: Facts, cores_per_rank: int | None) -> str:
-    """What a measurement depends on: the computer, its ranks, and the versions of what moves the bytes."""
-    parts: list[Any] = [
-        _VERSION,
-        socket.gethostname(),
-        platform.machine(),
-        allowed_cores(),
-        facts.num_ranks,
-        cores_per_rank,
-    ]
-    parts += [facts.hosts[0].mpi, facts.hosts[0].gpus]
-    parts += versions_of("allhands", "mlx").values()
+    """The cache's name for a measurement: the computer, its ranks, and the versions of the software."""
+    here, (host, *_) = (socket.gethostname(), platform.machine(), allowed_cores()), facts.hosts
+    versions = versions_of("allhands", "mlx").values()
+    parts = [_VERSION, *here, facts.num_ranks, cores_per_rank, host.mpi, host.gpus, *versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def _read(path: Path, now: float) -> tuple[dict[str, Figures], float | None]:
-    """A measurement that is not too old, and its age; nothing if there is none, or it is not understood."""
+    """A measurement that is not too old, and its age; empty if there is none, or it is not understood."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         age_s = now - float(content["time"])
         if 0 <= age_s <= _OLD_S:
             return {str(name): Figures.from_json(one) for name, one in content["figures"].items()}, age_s
     return {}, None
-
-
-def _write(path: Path, found: Mapping[str, Figures], now: float) -> None:
-    """Keep it, whole or not at all; a cache that cannot be written only costs the next measurement."""
-    text = json.dumps({"time": now, "figures": {name: figures.as_json() for name, figures in found.items()}}, indent=1)
-    with suppress(AllhandsError):
-        make_directory(path.parent, private=True)
-        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)

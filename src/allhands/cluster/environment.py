@@ -1,82 +1,72 @@
-"""Who started this process: rank, world size, back-end and paths, read from the launcher's variables.
+"""Recognition of the launcher: rank, world size, back-end and paths, from its variables and files.
 
-:func:`recognise` is a function of the variables alone (and of the few files that they or their platform point
-to), so every launcher is one row of a test table. MLX understands few of them: :func:`rendezvous` finds the
-other ranks where that is needed, and returns the variables that MLX still lacks.
+:func:`recognise` depends on nothing else, so every launcher is one row of a test table. MLX understands few of them:
+:func:`rendezvous` finds the other ranks where that is needed, and returns the variables that MLX still lacks.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
-from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun, without_group
+from allhands.cluster.launchers import half_set, mlx_launch, open_mpi, other_mpi, own, torchrun
 from allhands.cluster.meeting import meet
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import Given, Launch
 from allhands.cluster.platforms import indexed_job, mpi_job_launcher, platform_of, sagemaker, tf_config, vertex
-from allhands.cluster.processes import reserve_ports
+from allhands.cluster.processes import peer_variables, reserve_ports
 from allhands.cluster.slurm import slurm
-from allhands.errors import DistributedError
 
-# Explicit ones first: whoever is closer to this process says more about it.
+_Peers = TypeVar("_Peers")
+# Explicit launchers first: the one that is closer to this process says more about it.
 _RECOGNISERS: tuple[Callable[[Given], Launch | None], ...] = (
-    *(own, mlx_launch, open_mpi, other_mpi, torchrun, slurm),
-    *(vertex, tf_config, sagemaker, mpi_job_launcher, indexed_job),
+    own,
+    mlx_launch,
+    open_mpi,
+    other_mpi,
+    torchrun,
+    slurm,
+    vertex,
+    tf_config,
+    sagemaker,
+    mpi_job_launcher,
+    indexed_job,
 )
-# A variable by which each launcher's presence shows, and those that may set it as a by-product.
-_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("ALLHANDS_RANK", ("allhands",)),
-    ("MLX_RANK", ("mlx.launch", "allhands")),
-    ("OMPI_COMM_WORLD_RANK", ("openmpi",)),
-    ("PMIX_RANK", ("openmpi", "slurm")),
-    ("MV2_COMM_WORLD_RANK", ("mpich",)),
-    ("PMI_RANK", ("mpich", "slurm")),
-    ("RANK", ("torchrun",)),
-    ("WORLD_SIZE", ("torchrun", "kubernetes")),
-    ("PET_NNODES", ("torchrun",)),
-    ("SLURM_PROCID", ("slurm",)),
-    ("CLUSTER_SPEC", ("vertex",)),
-    ("TF_CONFIG", ("tf_config", "vertex")),
-    ("SM_HOSTS", ("sagemaker",)),
-    ("JOB_COMPLETION_INDEX", ("kubernetes",)),
-)
+# A variable that shows each launcher's presence, and the launchers that set it, some as a by-product.
+_MARKS = {
+    "ALLHANDS_RANK": "allhands",
+    "MLX_RANK": "mlx.launch allhands",
+    "OMPI_COMM_WORLD_RANK": "openmpi",
+    "PMIX_RANK": "openmpi slurm",
+    "MV2_COMM_WORLD_RANK": "mpich",
+    "PMI_RANK": "mpich slurm",
+    "RANK": "torchrun",
+    "WORLD_SIZE": "torchrun kubernetes",
+    "PET_NNODES": "torchrun",
+    "SLURM_PROCID": "slurm",
+    "CLUSTER_SPEC": "vertex",
+    "TF_CONFIG": "tf_config vertex",
+    "SM_HOSTS": "sagemaker",
+    "JOB_COMPLETION_INDEX": "kubernetes",
+}
 _LAUNCHER_PROGRAMS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpirun", "mpiexec.hydra")
-
-
-def read_text(path: str) -> str | None:
-    """The text of a file, ``None`` if there is none.
-
-    Raises:
-        DistributedError: it cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise DistributedError(f"it cannot be read: {error}", where=path, hint="make it readable") from error
 
 
 def launcher_process() -> int:
     """Number of the process that has started all of an MPI job's ranks on this computer."""
-    parents = psutil.Process().parents()
-    return next((one.pid for one in parents if _name(one) in _LAUNCHER_PROGRAMS), os.getppid())
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return ""
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if parent.name() in _LAUNCHER_PROGRAMS:
+                return parent.pid
+    return os.getppid()
 
 
 def recognise(
@@ -84,20 +74,20 @@ def recognise(
     *,
     has_cuda: bool = False,
     has_mpi: bool = True,
-    read: Callable[[str], str | None] = read_text,
+    root: Path = Path("/"),
     launcher_process: Callable[[], int] = launcher_process,
 ) -> Launch:
     """Return how this process was launched; explicit variables win over guesses.
 
     Order: ``ALLHANDS_*``, ``MLX_*``, Open MPI, PMI, torchrun, Slurm (inside a step), ``CLUSTER_SPEC`` and
-    ``TF_CONFIG``, SageMaker, an Indexed Job, single process. What the platform offers (paths, grace time, failure
-    file) is found whoever has started the ranks.
+    ``TF_CONFIG``, SageMaker, an Indexed Job, single process. The platform (paths, grace time, failure file) is found
+    for ranks of any launcher.
 
     Args:
         environ: the variables.
-        has_cuda: whether MLX computes with CUDA: NCCL is then used where the launcher leaves the choice.
-        has_mpi: whether Open MPI is here, for a launcher that offers PMIx.
-        read: the text of a file, or ``None``.
+        has_cuda: MLX computes with CUDA: NCCL is then used where the launcher leaves the choice.
+        has_mpi: Open MPI is here, for a launcher that offers PMIx.
+        root: the directory that platforms call ``/``.
         launcher_process: see :func:`launcher_process`.
 
     Raises:
@@ -105,16 +95,18 @@ def recognise(
             that MLX cannot form.
     """
     variables = {name: value for name, value in environ.items() if value.strip() != ""}
-    given = Given(variables, has_cuda, has_mpi, read, launcher_process)
+    given = Given(variables, has_cuda, has_mpi, launcher_process, root)
     found = next((launch for recogniser in _RECOGNISERS if (launch := recogniser(given)) is not None), None)
     if found is None:
         half_set(given)
-        found = Launch("single", 0, 1, 0, 1, "none", "no launcher's variables are set")
-    found, platform = without_group(found), platform_of(given)
+        found = Launch()
+    if found.size == 1:  # a group of one needs nothing to form it
+        found = replace(found, backend="none", hosts=(), exports={}, meeting=None)
+    platform = platform_of(given)
     # A platform that has started one process alone has said so by the same variable.
-    sayers = {found.launcher, platform.name} if found.launcher == "single" and found.facts else {found.launcher}
-    ignored = tuple(name for name, launchers in _MARKS if name in variables and not sayers & set(launchers))
-    # What Slurm has to say is for one whom it has not started as a task.
+    sayers = {found.launcher, platform.name} if found.launcher == "single" and found.reason else {found.launcher}
+    ignored = tuple(name for name, words in _MARKS.items() if name in variables and not sayers & set(words.split()))
+    # Slurm's advice is for a process that it has not started as a task.
     notes = found.notes + (platform.notes if found.launcher == "single" or platform.name != "slurm" else ())
     return replace(found, platform=platform, ignored=ignored, notes=notes)
 
@@ -134,7 +126,7 @@ def recognise_here() -> Launch:
 
 @cache
 def launch_here() -> Launch:
-    """:func:`recognise_here` as it was at the first call: to join the group adds variables that tell less.
+    """:func:`recognise_here` at the first call: joining the group adds variables that tell less.
 
     Raises:
         DistributedError: as there.
@@ -143,7 +135,7 @@ def launch_here() -> Launch:
 
 
 def has_cuda() -> bool:
-    """Whether the installed MLX computes with CUDA; found without importing it."""
+    """True if the installed MLX computes with CUDA; found without importing it."""
     from importlib.util import find_spec
 
     return sys.platform == "linux" and find_spec("mlx_cuda") is not None
@@ -153,33 +145,41 @@ def has_cuda() -> bool:
 def rendezvous(
     launch: Launch, directory: Path, patience: Patience | None = None
 ) -> Generator[dict[str, str], None, None]:
-    """Find the other ranks; give the variables to set before ``mx.distributed.init``, which is to be called inside.
+    """Find the other ranks; yield the variables for ``mx.distributed.init``, which is to be called in the block.
 
-    A ring's hostfile is written to ``directory``. This rank's port is kept from others, where the system allows
-    it, until the block is left.
+    A ring's hostfile is written to ``directory``. Where the system allows it, this rank's port is kept from other
+    programs until the block is left.
 
     Raises:
         DistributedError: the ranks did not come together in time, or do not belong together.
     """
-    if launch.meeting is None:
+    if (point := launch.meeting) is None:
         yield dict(launch.exports)
         return
-    held, (port,) = reserve_ports(1, shareable=True, address="")
-    try:
-        peers = meet(launch.meeting, launch.rank, launch.size, port, patience or Patience(), launch.backend)
-        if launch.backend != "ring" or sys.platform != "linux":
-            held[0].close()
-        yield dict(launch.exports) | _variables(launch, peers, directory)
-    finally:
-        held[0].close()
+
+    def come(ports: Sequence[int]) -> tuple[str, ...]:
+        return meet(point, launch.rank, launch.size, ports[0], patience or Patience(), launch.backend)
+
+    with gathered(1, launch.backend, come) as peers:
+        hostfile = directory / f"ring-hosts-{launch.rank}.json"
+        variables = peer_variables(launch.backend, launch.size, peers, hostfile)
+        yield {**launch.exports, "MLX_RANK": str(launch.rank), **variables}
 
 
-def _variables(launch: Launch, peers: tuple[str, ...], directory: Path) -> dict[str, str]:
-    """What MLX reads: the ring takes addresses, not names, from a file; NCCL the first rank's address."""
-    rank = {"MLX_RANK": str(launch.rank)}
-    if launch.backend == "nccl":
-        address, _, port = peers[0].rpartition(":")
-        return rank | {"MLX_WORLD_SIZE": str(launch.size), "NCCL_HOST_IP": address, "NCCL_PORT": port}
-    hostfile = directory / f"ring-hosts-{launch.rank}.json"
-    hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
-    return rank | {"MLX_HOSTFILE": str(hostfile)}
+@contextmanager
+def gathered(count: int, backend: str, come: Callable[[Sequence[int]], _Peers]) -> Generator[_Peers, None, None]:
+    """Reserve ports for ranks of this computer, meet the others by ``come(ports)``, and yield what that returns.
+
+    Linux lets a ring's ranks listen on ports that this process keeps from other programs until the block is left.
+
+    Raises:
+        DistributedError: there are no free ports.
+    """
+    held, ports = reserve_ports(count, shareable=True, address="")
+    with ExitStack() as sockets:
+        for one in held:
+            sockets.enter_context(one)
+        peers = come(ports)
+        if backend != "ring" or sys.platform != "linux":
+            sockets.close()
+        yield peers

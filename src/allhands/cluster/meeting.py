@@ -25,13 +25,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from allhands.cluster.patience import Patience
-from allhands.cluster.patience import Waiting as _Waiting
+from allhands.cluster.patience import Patience, Waiting
 from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
 from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
 from allhands.errors import DistributedError
 from allhands.io.formatting import format_duration
-from allhands.io.strict_json import is_integer, read_object
+from allhands.io.strict_json import integer, is_integer, is_text, object_of, read_object
 from allhands.runtime.callers import (
     CALLER,
     LISTENER,
@@ -80,7 +79,7 @@ def meet(
     key = key_for(f"meeting of {point.job}", os.environ)
     hello = _Hello(_VERSION, rank, size, "", port, secrets.token_hex(16))
     part = _RollCall if rank == 0 else _Guest
-    return part(point, hello, key, _Waiting(patience), backend).run()
+    return part(point, hello, key, Waiting(patience), backend).run()
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,7 @@ class _Hello:
             return None
         if said["version"] != _VERSION:
             return cls(said["version"], -1, -1, "", 0, "")  # its other words may mean something else
-        sound = (
-            is_integer(said.get("size"), 1, _MOST_RANKS)
-            and is_integer(said.get("rank"), 0, said["size"] - 1)
-            and is_integer(said.get("port"), 1, 65535)
-            and _is_address(said.get("address"))
-            and isinstance(said.get("nonce"), str)
-        )
+        sound = _HELLO(said) and said["rank"] < said["size"]
         return cls(**{name: said[name] for name in cls.__dataclass_fields__}) if sound else None
 
 
@@ -119,15 +112,27 @@ def _is_address(text: object) -> bool:
         return False
 
 
-def _are_peers(found: object, size: int) -> bool:
-    """Whether these are the addresses of ``size`` ranks, each with its port."""
-    if not isinstance(found, list) or len(found) != size:
-        return False
-    for one in found:
-        address, _, port = one.rpartition(":") if isinstance(one, str) else ("", "", "")
-        if not _is_address(address) or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-            return False
-    return True
+_RANK = integer(0, _MOST_RANKS)
+_HELLO = object_of({"size": _RANK, "rank": _RANK, "port": integer(1, 65535), "address": _is_address, "nonce": is_text})
+
+
+class _Trouble(Exception):
+    """The ranks do not come together, for now or for good, and whether something may be in the way."""
+
+    def __init__(self, message: str, *, blocked: bool = False) -> None:
+        super().__init__(message)
+        self.blocked = blocked
+
+
+@dataclass
+class _Part:
+    """A rank's part in the meeting."""
+
+    point: MeetingPoint
+    me: _Hello
+    key: bytes
+    waiting: Waiting
+    backend: Backend = "ring"
 
 
 # --- rank 0 ------------------------------------------------------------------------------------------
@@ -153,25 +158,11 @@ class _Visitor:
         return _printable(said["problem"]) if said is not None and known else None
 
 
-class _Bad(Exception):
-    """The ranks do not belong together, or do not reach each other: everybody is told, and gives up."""
-
-    def __init__(self, message: str, *, blocked: bool = False) -> None:
-        super().__init__(message)
-        self.blocked = blocked
-
-
-class _RollCall:
+@dataclass
+class _RollCall(_Part):
     """Rank 0's part: listen, write down who comes, and when all are there tell them who is where."""
 
-    def __init__(
-        self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting, backend: Backend = "ring"
-    ) -> None:
-        self._point = point
-        self._me = hello
-        self._key = key
-        self._waiting = waiting
-        self._backend: Backend = backend
+    def __post_init__(self) -> None:
         self._here = ""
         self._present: dict[int, _Visitor] = {}
         self._unfit: list[_Visitor] = []
@@ -182,15 +173,15 @@ class _RollCall:
         with Callers([self._listener()], _MOST_BYTES) as self._callers:
             try:
                 return self._wait()
-            except _Bad as problem:
+            except _Trouble as problem:
                 self._say_all({"kind": "error", "message": str(problem), "blocked": problem.blocked})
-                raise DistributedError(str(problem), where="rank 0", hint=_hint(problem.blocked)) from None
+                raise DistributedError(str(problem), where="rank 0", hint=_HINTS[problem.blocked]) from None
 
     def _listener(self) -> socket.socket:
         """On the first port that is free; what is in the way may be another rank 0 of this very job."""
         troubles, hints = list[str](), dict[str, None]()
-        address = listening_address(self._point, self._waiting.patience)
-        for port in self._point.ports:
+        address = listening_address(self.point, self.waiting.patience)
+        for port in self.point.ports:
             try:
                 # Not SO_REUSEPORT: another job of the same user would share the port and take half of the guests.
                 listener = listen_at(socket.AF_INET, (address, port), (socket.SO_REUSEADDR,))
@@ -199,22 +190,23 @@ class _RollCall:
                 troubles.append(f"{port}: {error.strerror} ({trouble.message})")
                 hints[trouble.hint] = None
                 if error.errno == errno.EADDRINUSE:
-                    double = _Guest(self._point, self._me, self._key, self._waiting)
-                    double.ask_double(address or LOOPBACK, port)
+                    # Whoever listens there is asked: rank 0 of the same job ends both.
+                    with suppress(_Trouble):
+                        _Guest(self.point, self.me, self.key, self.waiting).knock(address or LOOPBACK, port, _CALL_S)
             else:
                 self._here = f"port {port} of {address or 'this computer'}"
                 return listener
-        told = f"rank 0 cannot listen at {self._point.host}: {'; '.join(troubles)}"
+        told = f"rank 0 cannot listen at {self.point.host}: {'; '.join(troubles)}"
         raise DistributedError(told, hint="; ".join(hints))
 
     def _wait(self) -> tuple[str, ...]:
-        while len(self._present) < self._me.size - 1:
-            if self._waiting.left_s <= 0:
-                limit = format_duration(self._waiting.patience.total_s)
+        while len(self._present) < self.me.size - 1:
+            if self.waiting.left_s <= 0:
+                limit = format_duration(self.waiting.patience.total_s)
                 unheard = self._unheard()
                 text = f"{self._missing()} did not come within {limit}{self._who_else()}{unheard}"
-                raise _Bad(text, blocked=bool(unheard))
-            self._waiting.tell(f"waiting for {self._missing()}{self._unheard()}")
+                raise _Trouble(text, blocked=bool(unheard))
+            self.waiting.tell(f"waiting for {self._missing()}{self._unheard()}")
             for caller, line in self._callers.wait(_TICK_S):
                 self._hear(caller, line)
         peers = self._peers()
@@ -223,7 +215,7 @@ class _RollCall:
         self._say_all({"kind": "list", "peers": peers})
         with Door() as door:
             self._agree("listens", door.open(peers[0]))
-            self._agree("reaches", blocked_way(self._backend, 0, peers))
+            self._agree("reaches", blocked_way(self.backend, 0, peers))
         self._farewell()
         return peers
 
@@ -231,12 +223,12 @@ class _RollCall:
         """Let the ranks go on together: each says whether it could do ``what``, or what the problem is, as rank 0 has.
 
         Raises:
-            _Bad: one has a problem, or has left.
+            _Trouble: one has a problem, or has left.
         """
         problems = {0: problem}
         began = time.monotonic()
         # Also after a problem all are heard: who is told why listens then.
-        while len(problems) < self._me.size:
+        while len(problems) < self.me.size:
             if time.monotonic() > began + (_LAST_S if any(problems.values()) else _TRY_S):
                 problems[-1] = f"rank {min(set(self._present) - set(problems))} says nothing any more"
                 break
@@ -250,19 +242,19 @@ class _RollCall:
                     problems[rank] = said
         if found := [text for _, text in sorted(problems.items(), reverse=True) if text]:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise _Bad(found[-1] + more, blocked=what == "reaches")
+            raise _Trouble(found[-1] + more, blocked=what == "reaches")
         self._say_all({"kind": what})
 
     def _hear(self, caller: Caller, line: bytes | None) -> None:
         """Greet a rank, see another one off, or drop a stranger.
 
         Raises:
-            _Bad: a rank of this job does not fit.
+            _Trouble: a rank of this job does not fit.
         """
         if line is None:
             self._present = {rank: one for rank, one in self._present.items() if one.caller is not caller}
             return
-        conversation = caller.conversation(self._key)
+        conversation = caller.conversation(self.key)
         words = conversation.opened(CALLER, line)
         hello = None if words is None else _Hello.read(words)
         if hello is None:
@@ -276,23 +268,23 @@ class _RollCall:
         """Write down who has come.
 
         Raises:
-            _Bad: one who does not fit.
+            _Trouble: one who does not fit.
         """
         caller, hello = visitor.caller, visitor.hello
         self._unfit = [visitor]
         if hello.version != _VERSION:
-            raise _Bad(
+            raise _Trouble(
                 f"the rank at {caller.there} has another version of allhands "
                 f"(its meeting is of version {hello.version}, rank 0's of {_VERSION})"
             )
-        if hello.size != self._me.size:
-            raise _Bad(
-                f"rank {hello.rank} at {caller.there} was started for {hello.size} ranks, rank 0 for {self._me.size}"
+        if hello.size != self.me.size:
+            raise _Trouble(
+                f"rank {hello.rank} at {caller.there} was started for {hello.size} ranks, rank 0 for {self.me.size}"
             )
         before = self._present.get(hello.rank)
         if hello.rank == 0 or (before is not None and before.hello.nonce != hello.nonce):
             place = caller.here if before is None else before.caller.there
-            raise _Bad(f"there are two ranks {hello.rank}: at {place} and at {caller.there}")
+            raise _Trouble(f"there are two ranks {hello.rank}: at {place} and at {caller.there}")
         self._unfit = []
         if before is not None:
             self._callers.drop(before.caller)
@@ -301,14 +293,14 @@ class _RollCall:
         visitor.say({"kind": "welcome"}, time.monotonic() + _REACH_S)
 
     def _missing(self) -> str:
-        absent = [rank for rank in range(1, self._me.size) if rank not in self._present]
+        absent = [rank for rank in range(1, self.me.size) if rank not in self._present]
         shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        return f"rank{'s' * (len(absent) > 1)} {shown} of {self._me.size}"
+        return f"rank{'s' * (len(absent) > 1)} {shown} of {self.me.size}"
 
     def _unheard(self) -> str:
         """That nobody calls from elsewhere, once that has been so for longer than ranks take to start."""
         heard = self._strangers or any(not is_loopback(one.hello.address) for one in self._present.values())
-        if heard or self._point.is_local or self._waiting.passed_s < _UNHEARD_S:
+        if heard or self.point.is_local or self.waiting.passed_s < _UNHEARD_S:
             return ""
         return f"; nobody has called {self._here}: if they run, a firewall may keep them out"
 
@@ -321,11 +313,11 @@ class _RollCall:
 
     def _peers(self) -> tuple[str, ...]:
         """Where everybody is. Ranks beside rank 0 may have come over the loopback: other computers need its address."""
-        others = [self._present[rank] for rank in range(1, self._me.size)]
+        others = [self._present[rank] for rank in range(1, self.me.size)]
         seen = [visitor.caller.here for visitor in others if not is_loopback(visitor.hello.address)]
         own = seen[-1] if seen else LOOPBACK
         addresses = [own if is_loopback(visitor.hello.address) else visitor.hello.address for visitor in others]
-        ports = [self._me.port, *(visitor.hello.port for visitor in others)]
+        ports = [self.me.port, *(visitor.hello.port for visitor in others)]
         return tuple(f"{address}:{port}" for address, port in zip((own, *addresses), ports, strict=True))
 
     def _say_all(self, body: Mapping[str, object]) -> None:
@@ -347,120 +339,89 @@ class _RollCall:
 
 # --- the other ranks ---------------------------------------------------------------------------------
 
-_HINT = "look at the output of the ranks that are named; every rank must be of the same start of the same job"
-_WAYS_HINT = (
-    "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way"
+_HINTS = (
+    "look at the output of the ranks that are named; every rank must be of the same start of the same job",
+    "let the computers reach each other at all ports; `allhands cluster check --hosts A,B` finds what is in the way",
 )
 _SETTINGS = PortSettings("another port with MASTER_PORT", "the name or an address of rank 0's computer (MASTER_ADDR)")
-
-
-def _hint(blocked: bool) -> str:
-    return _WAYS_HINT if blocked else _HINT
 
 
 def _printable(text: str) -> str:
     return "".join(letter for letter in text[:_MOST_LETTERS] if letter.isprintable())
 
 
-class _NotYet(Exception):
-    """Rank 0 cannot be reached, for now; it says why, and whether something may be in the way."""
-
-    def __init__(self, reason: str, *, blocked: bool = False) -> None:
-        super().__init__(reason)
-        self.blocked = blocked
-
-
-class _Guest:
+class _Guest(_Part):
     """The part of every other rank: find rank 0, say hello, wait for the list."""
-
-    def __init__(
-        self, point: MeetingPoint, hello: _Hello, key: bytes, waiting: _Waiting, backend: Backend = "ring"
-    ) -> None:
-        self._point = point
-        self._me = hello
-        self._key = key
-        self._waiting = waiting
-        self._backend: Backend = backend
-        self._suspicion = Suspicion(point)
 
     def run(self) -> tuple[str, ...]:
         """Raises DistributedError."""
-        patience, reason = self._waiting.patience, _NotYet("no time was left")
+        patience, reason, suspicion = self.waiting.patience, _Trouble("no time was left"), Suspicion(self.point)
         pause = patience.first_pause_s
-        while self._waiting.left_s > 0:
+        while self.waiting.left_s > 0:
             began = time.monotonic()
             try:
                 return self._visit()
-            except _NotYet as why:
+            except _Trouble as why:
                 reason = why
-            if told := self._suspicion.note(str(reason), began, reason.blocked):
+            if told := suspicion.note(str(reason), began, reason.blocked):
                 patience.tell(told)
-            self._waiting.tell(f"waiting for rank 0 at {self._point.host}: {reason}")
-            time.sleep(max(0.0, min(pause, self._waiting.left_s)))
+            self.waiting.tell(f"waiting for rank 0 at {self.point.host}: {reason}")
+            time.sleep(max(0.0, min(pause, self.waiting.left_s)))
             pause = min(2 * pause, patience.longest_pause_s)
-        look = f"see whether rank 0 runs, and from here: nc -vz {self._point.host} {self._point.ports[0]}"
+        look = f"see whether rank 0 runs, and from here: nc -vz {self.point.host} {self.point.ports[0]}"
         raise DistributedError(
-            f"no meeting with rank 0 at {self._point.host} within {format_duration(patience.total_s)}: {reason}",
-            where=f"rank {self._me.rank}",
-            hint=f"{self._suspicion.way_out}; {look}" if reason.blocked else look,
+            f"no meeting with rank 0 at {self.point.host} within {format_duration(patience.total_s)}: {reason}",
+            where=f"rank {self.me.rank}",
+            hint=f"{suspicion.way_out}; {look}" if reason.blocked else look,
         )
-
-    def ask_double(self, address: str, port: int) -> None:
-        """See whether whoever listens on this port of our own computer is rank 0 of the same job.
-
-        Raises:
-            DistributedError: it is; it ends, too.
-        """
-        with suppress(_NotYet):
-            self._knock(address, port, _CALL_S)
 
     def _visit(self) -> tuple[str, ...]:
         """Try each port once.
 
         Raises:
-            _NotYet: rank 0 is at none of them.
+            _Trouble: rank 0 is at none of them.
             DistributedError: rank 0 has said that it will not come to anything.
         """
-        host, reasons = self._point.host, list[_NotYet]()
+        host, reasons = self.point.host, list[_Trouble]()
         try:
-            address = self._waiting.patience.resolve(host)
+            address = self.waiting.patience.resolve(host)
         except OSError as error:
-            raise _NotYet(f"the name {host} has no address yet ({error.strerror or error})") from None
-        for port in self._point.ports:
+            raise _Trouble(f"the name {host} has no address yet ({error.strerror or error})") from None
+        for port in self.point.ports:
             try:
-                return self._knock(address, port, _BRIEF_CALL_S if any(one.blocked for one in reasons) else _CALL_S)
-            except _NotYet as why:
+                return self.knock(address, port, _BRIEF_CALL_S if any(one.blocked for one in reasons) else _CALL_S)
+            except _Trouble as why:
                 reasons.append(why)
         # Of several ports: where somebody was is more than where something is in the way, or nobody is.
         raise min(reasons, key=lambda one: (one.blocked, "refused" in str(one)))
 
-    def _knock(self, address: str, port: int, call_s: float) -> tuple[str, ...]:
+    def knock(self, address: str, port: int, call_s: float) -> tuple[str, ...]:
         try:
             call = Call((address, port), call_s)
         except OSError as error:
             blocked = is_blocked(kind_of(error))
             told = f"connections to {address}:{port} {fate_of(error)}"
-            raise _NotYet(told, blocked=blocked) from None
+            raise _Trouble(told, blocked=blocked) from None
         deadline = time.monotonic() + _REACH_S
         with call:
             try:
-                conversation = call.begin(self._key, deadline)
-                hello = json.dumps(asdict(replace(self._me, address=call.own_address))).encode()
+                conversation = call.begin(self.key, deadline)
+                hello = json.dumps(asdict(replace(self.me, address=call.own_address))).encode()
                 call.say(conversation.sealed(CALLER, hello), deadline)
                 self._heard(conversation, call.line(_MOST_BYTES, deadline), "welcome")
             except (OSError, Unproved):
-                raise _NotYet(f"{address}:{port}: who listens there is not rank 0 of this job") from None
+                raise _Trouble(f"{address}:{port}: who listens there is not rank 0 of this job") from None
             try:
-                until = time.monotonic() + max(0.0, self._waiting.left_s) + _REACH_S
+                until = time.monotonic() + max(0.0, self.waiting.left_s) + _REACH_S
                 body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
                 peers = tuple(body["peers"])
                 with Door() as door:
-                    self._agree(call, conversation, "listens", door.open(peers[self._me.rank]))
-                    self._agree(call, conversation, "reaches", blocked_way(self._backend, self._me.rank, peers))
+                    self._agree(call, conversation, "listens", door.open(peers[self.me.rank]))
+                    self._agree(call, conversation, "reaches", blocked_way(self.backend, self.me.rank, peers))
             except (OSError, Unproved):
-                late = self._waiting.left_s <= 0
+                late = self.waiting.left_s <= 0
                 reason = "it waits for other ranks" if late else "it has ended before all had come"
-                raise _NotYet(reason) from None
+                raise _Trouble(reason) from None
         return peers
 
     def _agree(self, call: Call, conversation: Handshake, what: str, problem: str) -> None:
@@ -471,7 +432,7 @@ class _Guest:
             DistributedError: one could not.
         """
         deadline = time.monotonic() + _TRY_S + _REACH_S
-        told = f"rank {self._me.rank}: {problem}" if problem and what == "listens" else problem
+        told = f"rank {self.me.rank}: {problem}" if problem and what == "listens" else problem
         call.say(conversation.sealed(CALLER, json.dumps({"kind": what, "problem": told}).encode()), deadline)
         self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
@@ -487,8 +448,8 @@ class _Guest:
         if body is None:
             raise Unproved
         if body.get("kind") == "error" and isinstance(body.get("message"), str):
-            hint = _hint(body.get("blocked") is True)
-            raise DistributedError(_printable(body["message"]), where=f"rank {self._me.rank}", hint=hint)
-        if body.get("kind") != kind or (kind == "list" and not _are_peers(body.get("peers"), self._me.size)):
+            hint = _HINTS[body.get("blocked") is True]
+            raise DistributedError(_printable(body["message"]), where=f"rank {self.me.rank}", hint=hint)
+        if body.get("kind") != kind or (kind == "list" and len(body["peers"]) != self.me.size):
             raise Unproved
         return body

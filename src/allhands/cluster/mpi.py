@@ -1,4 +1,4 @@
-"""Open MPI on this computer: where it is, what MLX needs to load it, how one job is started.
+"""Open MPI on this computer: its place, the variables that MLX needs to load it, and the command that starts a job.
 
 MLX loads ``libmpi`` by name at run time; the wheel of Open MPI puts it where the loader does not look.
 """
@@ -26,7 +26,7 @@ _TRANSPORTS = "OMPI_MCA_btl"
 MEMORY_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _SHARED_MEMORY = "/dev/shm"
 
-# mpirun's options changed with it.
+# mpirun's options changed with this version.
 _OLDEST = (5,)
 
 
@@ -56,7 +56,7 @@ def find_mpi() -> MpiInstallation | None:
 
 
 def usable_mpi() -> bool:
-    """Whether :func:`require_mpi` would find what it needs: for choosing a back-end, not for explaining."""
+    """True if :func:`require_mpi` would find an installation."""
     found = find_mpi()
     return found is not None and found.version >= _OLDEST
 
@@ -91,7 +91,7 @@ def prepare_mpi_environment(environ: MutableMapping[str, str]) -> None:
 def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str]:
     """Return the variables of mpirun and its ranks on this computer; MPI's own files go to ``run_dir``."""
     variables = {
-        # libfabric sleeps for a second while it is looked at, and carries nothing between processes of one computer.
+        # Looking for libfabric takes a second, and it carries nothing between processes of one computer.
         _TRANSPORTS: os.environ.get(_TRANSPORTS, "^ofi"),
         "MLX_MPI_LIBNAME": str(installation.library),
         "PRTE_MCA_prte_tmpdir_base": str(run_dir),
@@ -103,7 +103,7 @@ def mpi_variables(installation: MpiInstallation, run_dir: Path) -> dict[str, str
 
 
 def mpirun_command(mpi: MpiInstallation, num_processes: int, rank_command: Sequence[str]) -> list[str]:
-    """Return the command that starts ``num_processes`` ranks here and leaves judging their ends to us.
+    """Return the command that starts ``num_processes`` ranks here and lets each of them end by itself.
 
     By default mpirun ends all ranks when one exits with an error, even a rank that is writing a checkpoint
     after Ctrl-C; and it binds each rank to one core.
@@ -129,7 +129,7 @@ def _version_of(mpirun: Path) -> tuple[int, ...] | None:
 
 @cache
 def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
-    """The version that a launcher gives, asked for once; one that is changed is another one."""
+    """The version that a launcher prints, asked for once until its file changes."""
     try:
         answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -139,7 +139,7 @@ def _asked_version(mpirun: Path, _changed_ns: int) -> tuple[int, ...] | None:
 
 
 def shared_memory(reaper: Reaper) -> Scratch | None:
-    """A directory for the memory that Open MPI's ranks share: one that is killed leaves its part there for ever."""
+    """A directory for the memory that Open MPI's ranks share; a rank that is killed would leave its part for ever."""
     if MEMORY_VARIABLE in os.environ or not os.access(_SHARED_MEMORY, os.W_OK):
         return None  # a person's choice; no such place on macOS
     scratch = Scratch(_SHARED_MEMORY)

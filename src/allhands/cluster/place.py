@@ -1,7 +1,7 @@
-"""A process's place in its group, whoever has given it, and what the platform under it offers and expects.
+"""The one description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
-The one description into which every launcher's variables are translated; :mod:`allhands.cluster.launchers`,
-:mod:`allhands.cluster.slurm` and :mod:`allhands.cluster.platforms` do that.
+:mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and :mod:`allhands.cluster.platforms` translate the
+variables and files of each launcher into it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from allhands.errors import DistributedError
 Backend = Literal["none", "ring", "mpi", "nccl", "jaccl"]
 
 LOOPBACK = "127.0.0.1"
-# Where ranks meet if nothing else says so. Not MLX's 32323, on which every other job of this computer may be.
+# The usual port of a meeting. Not MLX's 32323, on which every other job of this computer may be.
 USUAL_PORT = 29400
 _NUM_PORTS = 4
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Directories that a platform has prepared; what it does not prepare is ``None``.
+    """Directories that a platform has prepared; ``None`` for those that it has not.
 
     Attributes:
         data: by channel, such as ``"train"``.
-        model: where the finished model is expected.
-        checkpoints: what outlives this machine.
-        output: for everything else that is to be kept.
-        tensorboard: where the platform's TensorBoard looks.
-        config: settings of the job, such as hyperparameters.
+        model: for the finished model.
+        checkpoints: for files that outlive this machine.
+        output: for other results.
+        tensorboard: for the platform's TensorBoard.
+        config: with settings of the job, such as hyperparameters.
     """
 
     data: Mapping[str, Path] = field(default_factory=dict[str, Path])
@@ -45,17 +45,17 @@ class Paths:
 
 @dataclass(frozen=True)
 class Platform:
-    """Who runs the machine, and its side of the contract.
+    """The operator of the machine, with its paths and deadlines.
 
     Attributes:
         name: ``"slurm"``, ``"sagemaker"``, ``"vertex"``, ``"kubernetes"``, or empty.
         grace_s: seconds between its SIGTERM and its SIGKILL; ``None``: not known.
-        failure_file: where it looks for the reason of a failure.
+        failure_file: the file for the reason of a failure.
         paths: the directories that it has prepared.
         requeue: the command that puts this job back into the queue.
-        restarts: how often the job was started before.
-        why: each fact with the variable or file it comes from.
-        notes: what a person should know or do.
+        restarts: number of earlier starts of the job.
+        why: each fact with its variable or file.
+        notes: advice for a person.
     """
 
     name: str = ""
@@ -70,12 +70,12 @@ class Platform:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the ranks of a job find each other.
+    """The address at which the ranks of a job find each other.
 
     Attributes:
         host: name or address of rank 0's computer.
         ports: rank 0 listens on the first of these that is free.
-        job: what the ranks of this job have in common with nobody else.
+        job: a name that the ranks of this job share with no other job.
     """
 
     host: str
@@ -84,44 +84,44 @@ class MeetingPoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether only ranks of the same computer can come."""
+        """True if only ranks of the same computer can come."""
         return self.host == LOOPBACK
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the group, and why we think so.
+    """This process's place in the group.
 
     Attributes:
         launcher: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ``"mpich"``, ``"torchrun"``, ``"slurm"``,
-            ``"vertex"``, ``"tf_config"``, ``"sagemaker"``, ``"kubernetes"``; or ``"single"``: nobody has started
-            this process as one of several.
-        rank: number of this process, or of this host where ``ranks_per_node`` is more than 1.
-        size: how many of them there are.
-        local_rank: number on this computer.
-        local_size: how many of them are on this computer.
-        backend: what the group communicates over.
-        reason: the variables that decided, in one line.
+            ``"vertex"``, ``"tf_config"``, ``"sagemaker"``, ``"kubernetes"``; or ``"single"`` for a process that no
+            launcher has started as one of several.
+        rank: number of this process, or of this computer where ``ranks_per_node`` is more than 1.
+        size: number of processes, or of computers.
+        local_rank: number of this process on this computer.
+        local_size: number of processes on this computer.
+        backend: the group's back-end.
+        reason: the place in words, with the variables or files that say so.
         hosts: the computer of every rank, where the launcher says so.
         exports: variables that the ranks still lack.
         node: number of this computer, where known.
-        num_nodes: how many computers there are, where known.
-        ranks_per_node: more than 1: this process was started to stand for that many ranks on its computer, which
-            are still to be started, see :mod:`allhands.cluster.node`.
-        meeting: where the ranks tell each other their addresses; ``None``: the launcher has told them.
-        platform: who runs the machine; ``grace_s``, ``failure_file``, ``paths`` and ``requeue`` are taken from there.
-        facts: where each fact about the group comes from.
-        ignored: variables of other launchers, which come later in the order of precedence.
-        notes: what a person should know or do about this launch.
+        num_nodes: number of computers, where known.
+        ranks_per_node: more than 1: this process stands for that many ranks of its computer, which
+            :mod:`allhands.cluster.node` starts.
+        meeting: where the ranks exchange their addresses; ``None``: the launcher has told them.
+        platform: the operator of the machine.
+        facts: further facts, each with its variable or file.
+        ignored: variables of launchers that come later in the order of precedence.
+        notes: advice for a person.
     """
 
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    backend: Backend
-    reason: str
+    launcher: str = "single"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    backend: Backend = "none"
+    reason: str = ""
     hosts: tuple[str, ...] = ()
     exports: Mapping[str, str] = field(default_factory=dict[str, str])
     node: int | None = None
@@ -150,7 +150,7 @@ class Launch:
 
     @property
     def failure_file(self) -> Path | None:
-        """Where the platform looks for the reason of a failure."""
+        """The platform's file for the reason of a failure."""
         return self.platform.failure_file
 
     @property
@@ -160,86 +160,97 @@ class Launch:
 
     @property
     def requeue(self) -> tuple[str, ...]:
-        """The command that puts this job back into the queue; empty: there is none."""
+        """The command that puts this job back into the queue; empty if there is none."""
         return self.platform.requeue
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Each fact with the variable or file it comes from."""
-        return (*self.facts, *self.platform.why)
+        """Each fact with its variable or file."""
+        return tuple(fact for fact in (self.reason, *self.facts, *self.platform.why) if fact)
 
 
 @dataclass(frozen=True)
 class Given:
-    """All that recognising a launcher may look at.
+    """The inputs of recognition.
 
     Attributes:
         env: the variables that are not empty.
-        has_cuda: whether MLX here computes with CUDA.
-        has_mpi: whether an Open MPI is here that MLX can load.
-        read: the text of a file; ``None`` if there is no such file.
-        launcher_process: number of the process that has started all ranks of this computer.
+        has_cuda: whether this MLX computes with CUDA.
+        has_mpi: whether MLX can load an Open MPI here.
+        launcher_process: returns the number of the process that has started all ranks of this computer.
+        root: the directory that platforms call ``/``.
     """
 
     env: Mapping[str, str]
     has_cuda: bool
     has_mpi: bool
-    read: Callable[[str], str | None]
     launcher_process: Callable[[], int]
+    root: Path = Path("/")
+
+    def read(self, path: str) -> str | None:
+        """The text of a platform's file; ``None`` if there is none.
+
+        Raises:
+            DistributedError: the file cannot be read.
+        """
+        try:
+            return below(self.root, path).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise DistributedError(f"it cannot be read: {error}", where=path, hint="make it readable") from error
 
     def has(self, *names: str) -> bool:
-        """Whether all of these variables are set."""
+        """True if all of these variables are set."""
         return all(name in self.env for name in names)
 
     def first(self, *names: str) -> str | None:
-        """The first of these variables that is set, by name."""
+        """The name of the first of these variables that is set."""
         return next((name for name in names if name in self.env), None)
 
     def number(self, name: str, default: int | None = None) -> int:
         """The variable as an integer.
 
         Raises:
-            DistributedError: it is none, or not set and there is no default.
+            DistributedError: the variable is no integer, or not set and there is no default.
         """
-        return integer(self.env, name, default)
+        if name not in self.env and default is not None:
+            return default
+        try:
+            return int(self.env[name])
+        except (KeyError, ValueError):
+            found = (
+                f"is {self.env[name]!r}, not an integer" if name in self.env else "is not set, unlike its companions"
+            )
+            raise DistributedError(
+                f"the launcher's variable {name} {found}",
+                hint="set all of the launcher's variables or none; `allhands train -n N` sets its own",
+            ) from None
+
+    def port(self, name: str, default: int | None = None) -> int:
+        """The variable as a TCP port.
+
+        Raises:
+            DistributedError: the variable is no port.
+        """
+        port = self.number(name, default)
+        if not 0 < port < 65536:
+            hint = f"set {name} to a number from 1024 to 65535"
+            raise DistributedError(f"{name} is {port}, which is no port", hint=hint)
+        return port
 
     def shown(self, *names: str) -> str:
-        """``RANK=1, WORLD_SIZE=2``, of those that are set."""
+        """``RANK=1, WORLD_SIZE=2``, for those that are set."""
         return ", ".join(f"{name}={self.env[name]}" for name in names if name in self.env)
 
 
-def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The variable as an integer.
-
-    Raises:
-        DistributedError: it is none, or not set and there is no default.
-    """
-    if name not in env and default is not None:
-        return default
-    try:
-        return int(env[name])
-    except (KeyError, ValueError):
-        found = f"is {env[name]!r}, not an integer" if name in env else "is not set, unlike its companions"
-        raise DistributedError(
-            f"the launcher's variable {name} {found}",
-            hint="set all of the launcher's variables or none; `allhands train -n N` sets its own",
-        ) from None
-
-
-def port_number(given: Given, name: str, default: int | None = None) -> int:
-    """The variable as a TCP port.
-
-    Raises:
-        DistributedError: it is none.
-    """
-    port = given.number(name, default)
-    if not 0 < port < 65536:
-        raise DistributedError(f"{name} is {port}, which is no port", hint=f"set {name} to a number from 1024 to 65535")
-    return port
+def below(root: Path, path: str | Path) -> Path:
+    """A platform's path under ``root``, if it is absolute."""
+    return root / str(path).lstrip("/") if Path(path).is_absolute() else Path(path)
 
 
 def contradiction(launcher: str, what: str) -> DistributedError:
-    """The error that a launcher's variables contradict each other."""
+    """The error for variables of a launcher that contradict each other."""
     return DistributedError(
         f"the variables of {launcher} contradict each other: {what}",
         hint="unset the stale ones, or start with `allhands train -n N`",
@@ -250,7 +261,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     """The JSON object in ``text``, which comes from the variable or file ``source``.
 
     Raises:
-        DistributedError: it is none.
+        DistributedError: the text is no JSON object.
     """
     try:
         content = json.loads(text)
@@ -261,17 +272,17 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
-def ports_from(first: int) -> tuple[int, ...]:
-    """``first`` and a few ports next to it, the same on every rank."""
-    step = 1 if first + _NUM_PORTS <= 65536 else -1
-    return tuple(first + step * i for i in range(_NUM_PORTS))
+def meeting_at(host: str, port: int, job: str) -> MeetingPoint:
+    """A meeting on ``port`` and a few ports next to it, the same on every rank."""
+    step = 1 if port + _NUM_PORTS <= 65536 else -1
+    return MeetingPoint(host, tuple(port + step * i for i in range(_NUM_PORTS)), job)
 
 
 def over_network(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
-    """``launch`` over NCCL where MLX has CUDA, else over the ring; its ranks meet at ``meeting``.
+    """``launch`` over NCCL where MLX has CUDA, else over the ring.
 
     Raises:
-        DistributedError: more ranks here than GPUs.
+        DistributedError: this computer has more ranks than GPUs.
     """
     if not given.has_cuda:
         fact = "back-end ring: MLX here is a build without CUDA"
@@ -282,7 +293,7 @@ def over_network(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
 
 
 def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
-    """The GPU of this rank among those that are visible; a single one was chosen by the launcher."""
+    """The GPU of this rank among the visible ones; a single visible one was chosen by the launcher."""
     visible = given.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible == [""]:
         return {"CUDA_VISIBLE_DEVICES": str(launch.local_rank)}
@@ -299,7 +310,7 @@ def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
 def one_of_nodes(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
     """A launch by a platform that starts one process a computer; one computer alone is no group.
 
-    ``ALLHANDS_RANKS_PER_NODE`` says how many ranks each computer gets, if that is not known otherwise.
+    ``ALLHANDS_RANKS_PER_NODE`` sets the number of ranks on each computer.
     """
     if "ALLHANDS_RANKS_PER_NODE" in given.env:
         count = given.number("ALLHANDS_RANKS_PER_NODE")
@@ -310,5 +321,5 @@ def one_of_nodes(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
     if launch.size == 1:
         n = launch.ranks_per_node
         notes = (f"{n} ranks are meant for this computer: allhands train -n {n}",) if n > 1 else ()
-        return replace(launch, launcher="single", backend="none", notes=launch.notes + notes)
+        return replace(launch, launcher="single", notes=launch.notes + notes)
     return over_network(given, replace(launch, node=launch.rank, num_nodes=launch.size), meeting)

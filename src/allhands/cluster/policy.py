@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
@@ -144,9 +144,12 @@ def _unfit(history: Sequence[Past], fault: Fault, limits: RestartLimits) -> froz
     unfit = frozenset(last.seats[rank] for rank in fault.misfits if rank < len(last.seats))
     before = history[-2].outcome.fault if len(history) > 1 else None
     everywhere = fault.kind != "misfit" and before is not None and _essence(before)[:2] == _essence(fault)[:2]
-    left = sum(seat not in unfit for seat in last.seats)
-    enough = limits.min_ranks is not None and left >= limits.min_ranks
-    return unfit if _is_own(last, fault) and enough and not everywhere and not last.outcome.stopped else frozenset()
+    alone = _is_own(last, fault) and not everywhere and not last.outcome.stopped
+    return unfit if alone and _enough_without(unfit, last, limits) else frozenset()
+
+
+def _enough_without(seats: Collection[str | None], last: Past, limits: RestartLimits) -> bool:
+    return limits.min_ranks is not None and sum(seat not in seats for seat in last.seats) >= limits.min_ranks
 
 
 def _other_ports(history: Sequence[Past]) -> GiveUp | Restart:
@@ -161,8 +164,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
     code = history[-1].outcome.code
     if fault.kind == "blocked" and not any(past.outcome.started for past in history):
         return _around(history, limits, code)
-    foreseen = _LASTING.get(fault.exit_code) if fault.explanation else None
-    if same := foreseen or _COMMAND.get(fault.exit_code):
+    if same := (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code):
         return GiveUp(f"{same} would be the same after a restart", code)
     stalled = list(_stalled(history))
     exclude, unless = _leave_out(stalled, fault, limits)
@@ -171,13 +173,11 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
     restarts = sum(_counts(past) for past in history[:-1])
     if restarts >= limits.max_restarts:
         return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
+    fruitless = [past.outcome.fault for past, gained in stalled if not gained]
     # The first hang at a place is believed; one that comes again may have been a step that takes long.
-    hangs = sum(
-        not gained and past.outcome.fault is not None and past.outcome.fault.kind == "hang" for past, gained in stalled
-    )
-    fruitless = sum(not gained for _, gained in stalled)
+    hangs = sum(one is not None and one.kind == "hang" for one in fruitless)
     # Without those who are to blame there is nothing to wait for.
-    pause = min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
+    pause = min(2.0 ** min(len(fruitless) - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
     slack = min(4.0**hangs, MOST_SLACK)
     return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
 
@@ -186,8 +186,7 @@ def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp
     """What follows where ranks have never met because one cannot be connected to: without its computer, if allowed."""
     last = history[-1]
     seat = last.culprit
-    left = sum(other != seat for other in last.seats)
-    if last.apart and seat is not None and limits.min_ranks is not None and left >= limits.min_ranks:
+    if last.apart and seat is not None and _enough_without([seat], last, limits):
         return Restart(0.0, f"without {seat}", frozenset({seat}), fault=False)
     return GiveUp("what is in the way would be there after a restart", code)
 
@@ -242,8 +241,7 @@ def _leave_out(
     repeated = _patience(fault) == 2 and _repeated(stalled, fault) == len(blamed) == 2
     if len(blamed) < _BLAMED_TIMES and not repeated:
         return frozenset(), None
-    left = sum(other != seat for other in last.seats)
-    if limits.min_ranks is not None and left >= limits.min_ranks:
+    if _enough_without([seat], last, limits):
         return frozenset({seat}), None
     if repeated or not last.apart:
         return frozenset(), None  # the other rules, and the budget, decide

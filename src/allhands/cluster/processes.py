@@ -413,9 +413,6 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
     """The variables by which MLX's ring or NCCL back-end finds its peers; one rank alone must not look for any."""
     if spec.num_processes == 1:
         return {}
-    if spec.backend == "nccl":
-        address, _, port = peers[0].rpartition(":")
-        return {"MLX_WORLD_SIZE": str(spec.num_processes), "NCCL_HOST_IP": address, "NCCL_PORT": port}
     if spec.backend == "jaccl":
         assert spec.rdma is not None
         devices = run_dir / "rdma-devices.json"
@@ -423,7 +420,14 @@ def _rendezvous(spec: LaunchSpec, run_dir: Path, peers: Sequence[str]) -> dict[s
         # Without fast synchronisation the GPU waits longer for an exchange than that takes.
         found = {"MLX_IBV_DEVICES": str(devices), "MLX_JACCL_COORDINATOR": peers[0], "MLX_METAL_FAST_SYNCH": "1"}
         return found if _is_mesh(spec.rdma) else {**found, "MLX_JACCL_RING": "1"}
-    hostfile = run_dir / "ring-hosts.json"
+    return peer_variables(spec.backend, spec.num_processes, peers, run_dir / "ring-hosts.json")
+
+
+def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path) -> dict[str, str]:
+    """MLX's variables for its peers: NCCL takes rank 0's address, the ring all addresses, not names, from a file."""
+    if backend == "nccl":
+        address, _, port = peers[0].rpartition(":")
+        return {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": address, "NCCL_PORT": port}
     hostfile.write_text(json.dumps([[peer] for peer in peers]), encoding="utf-8")
     return {"MLX_HOSTFILE": str(hostfile)}
 

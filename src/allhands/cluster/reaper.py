@@ -1,10 +1,10 @@
 """A small process that outlives its owner's ``kill -9`` and then ends what the owner had started.
 
-Run by path with ``python -I -S reaper.py`` it reads lines from its standard input, a pipe that nobody else holds:
+Run by path with ``python -I reaper.py`` it reads lines from its standard input, a pipe that nobody else holds:
 ``group PID``, ``forget PID``, ``mark "PATH"``, ``directory "PATH"``, ``done``. When the pipe closes without ``done``,
 its owner has ended without clearing up, however that came: every process of those groups, of the sessions that they
-lead, and with those marks in its environment is killed, and the directories are removed. The standard library only, so
-that it starts in a few hundredths of a second.
+lead, and with those marks in its environment is killed, and the directories are removed. It imports no other module of
+ours, so that it starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
+
+import psutil
 
 _WAIT_S = 60.0  # for killed processes to be gone: one may hang in a dead file system
 _REMOVE_S = 5.0
@@ -38,7 +39,7 @@ class Reaper:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", __file__]
+        command = [sys.executable, "-I", __file__]
         quiet = subprocess.DEVNULL
         # It inherits what is blocked here, so that it is deaf before it can say so itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _deaf_to())
@@ -90,9 +91,7 @@ class Reaper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close(done=kind is None)
 
     def _send(self, line: str) -> None:
@@ -128,41 +127,24 @@ def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s:
 
 
 def _left(leaders: Collection[int], marks: Collection[str]) -> list[int]:
-    marked = _marked(marks) if marks else set[int]()
-    return [pid for pid, group, session in _processes() if group in leaders or session in leaders or pid in marked]
-
-
-def _marked(marks: Collection[str]) -> set[int]:
-    """Processes of this user that bear one of ``marks``; whatever else has the variable is another job's."""
+    """Living processes, but this one, of these leaders or of this user and with one of ``marks``."""
     assert all(os.path.isabs(mark) and mark.strip("/") for mark in marks), marks
-    return _marked_in_proc(marks) if sys.platform == "linux" else _marked_in_ps(marks)
-
-
-def _marked_in_proc(marks: Collection[str]) -> set[int]:
-    found, user, start = set[int](), os.geteuid(), f"{MARK}=".encode()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{name}").st_uid != user:
+    found, own, user = list[int](), os.getpid(), os.geteuid()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            pid = process.pid
+            if pid == own or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 continue
-            with open(f"/proc/{name}/environ", "rb") as stream:
-                content = stream.read()
-            entries = content.split(b"\0") if start in content else ()
-            values = [os.fsdecode(entry.removeprefix(start)) for entry in entries if entry.startswith(start)]
-            if any(value == mark or value.startswith(f"{mark}/") for value in values for mark in marks):
-                found.add(int(name))
+            leads = os.getpgid(pid) in leaders or os.getsid(pid) in leaders
+            if leads or (marks and process.uids().effective == user and _bears(process, marks)):
+                found.append(pid)
     return found
 
 
-def _marked_in_ps(marks: Collection[str]) -> set[int]:
-    """As on macOS, which shows the environment behind the command; not that of programs of the system itself."""
-    found, user = set[int](), str(os.geteuid())
-    command = ["ps", "-axEww", "-o", "pid=,uid=,command="]
-    answer = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", check=False)
-    for line in answer.stdout.splitlines():
-        pid, owner, text = (*line.split(None, 2), "", "", "")[:3]
-        if owner == user and any(f" {MARK}={mark}{end}" in f"{text} " for mark in marks for end in (" ", "/")):
-            found.add(int(pid))
-    return found
+def _bears(process: psutil.Process, marks: Collection[str]) -> bool:
+    """True if the process has a mark, or a path below one; macOS hides the environment of the system's programs."""
+    value = process.environ().get(MARK, "")
+    return any(value == mark or value.startswith(f"{mark}/") for mark in marks)
 
 
 def _unmarked() -> dict[str, str]:
@@ -170,38 +152,11 @@ def _unmarked() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != MARK}
 
 
-def _processes() -> Iterator[tuple[int, int, int]]:
-    """All living processes but this one: number, group, session."""
-    own = os.getpid()
-    for pid, zombie in _from_proc() if sys.platform == "linux" else _from_ps():
-        if pid != own and not zombie:
-            with contextlib.suppress(OSError):
-                yield pid, os.getpgid(pid), os.getsid(pid)
-
-
-def _from_proc() -> Iterable[tuple[int, bool]]:
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            yield int(name), _stat(int(name))[0] in ("Z", "X")
-
-
-def _from_ps() -> Iterable[tuple[int, bool]]:
-    answer = subprocess.run(["ps", "-axo", "pid=,stat="], capture_output=True, text=True, check=False)
-    for pid, state in (line.split()[:2] for line in answer.stdout.splitlines()):
-        yield int(pid), state.startswith("Z")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of Linux's ``/proc/PID/stat`` from the state on: the name before it may contain anything."""
-    with open(f"/proc/{pid}/stat", "rb") as stream:
-        return stream.read().rpartition(b")")[2].decode().split()
-
-
-def _birth(pid: int) -> str | None:
-    """What tells a process from a later one with its number; ``None`` if that is not known."""
+def _living(pid: int) -> psutil.Process | None:
+    """The process with that number, which equals no later one; ``None``: it has ended."""
     try:
-        return _stat(pid)[19] if sys.platform == "linux" else None
-    except OSError:
+        return psutil.Process(pid)
+    except psutil.Error:
         return None
 
 
@@ -209,7 +164,7 @@ class _Register:
     """What the helper has been told."""
 
     def __init__(self) -> None:
-        self._births: dict[int, str | None] = {}
+        self._leaders: dict[int, psutil.Process | None] = {}
         self._marks: list[str] = []
         self._directories: list[str] = []
 
@@ -229,9 +184,9 @@ class _Register:
 
     def _take(self, word: str, rest: str) -> None:
         if word == "group":
-            self._births[int(rest)] = _birth(int(rest))
+            self._leaders[int(rest)] = _living(int(rest))
         elif word == "forget":
-            self._births.pop(int(rest), None)
+            self._leaders.pop(int(rest), None)
         elif word in ("mark", "directory"):
             path = json.loads(rest)
             if isinstance(path, str) and os.path.isabs(path) and path.strip("/"):
@@ -239,19 +194,13 @@ class _Register:
 
     def clear_up(self) -> None:
         """End the processes, then remove the directories, which they might fill again."""
-        leaders = [pid for pid, birth in self._births.items() if self._is_the_same(pid, birth)]
-        end_processes(leaders, self._marks)
+        # One that has ended still gives its group and session their name; a later process with its number does not.
+        end_processes([pid for pid, one in self._leaders.items() if _living(pid) in (None, one)], self._marks)
         deadline = time.monotonic() + _REMOVE_S
         while (left := [path for path in self._directories if os.path.lexists(path)]) and time.monotonic() < deadline:
             for path in left:
                 shutil.rmtree(path, ignore_errors=True)
             time.sleep(_POLL_S)  # something was in the way, as a file that came or went meanwhile
-
-    @staticmethod
-    def _is_the_same(pid: int, birth: str | None) -> bool:
-        """Not a later process with that number; one that has ended still gives its group and session their name."""
-        now = _birth(pid)
-        return birth is None or now is None or now == birth
 
 
 def _deaf_to() -> set[signal.Signals]:

@@ -124,7 +124,7 @@ def supervise(
     make_directory(spec.log_dir, private=True)
     root = _temporary_root()
     with (
-        _caught_signals() as signals,
+        caught_signals() as signals,
         Scratch(root) as private,
         Reaper() as reaper,
     ):
@@ -471,7 +471,7 @@ def _temporary_root() -> str:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Generator[deque[int], None, None]:
+def caught_signals() -> Generator[deque[int], None, None]:
     """Collect the signals that end a job in a queue instead of acting on them."""
     received: deque[int] = deque()
     if threading.current_thread() is not threading.main_thread():

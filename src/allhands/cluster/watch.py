@@ -1,8 +1,8 @@
-"""The judgement whether a job makes progress, from the beats of its ranks: no clock, no file, no process here.
+"""Detection of ranks that make no progress, from their heartbeats alone: no clock, no file, no process.
 
-A rank that waits for others in a collective is not to blame as long as another one is doing something else. How
-long a phase may take follows from how long steps took so far, so that a job with steps of a minute and one with
-steps of a millisecond are both watched closely and neither is ended for being what it is.
+A rank that waits for others in a collective is not to blame as long as another one does something else. The limit for
+a phase follows from the measured time of steps, so that steps of a minute and of a millisecond are both watched
+closely.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ _LATE_S = 1.0  # between two looks; more means that this process or the computer
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the phases may take, in seconds; ``slack`` multiplies those that follow from measured steps.
+    """Limits for the phases, in seconds; ``slack`` multiplies those that follow from measured steps.
 
     Attributes:
         hang_timeout_s: for the phases of a step, instead of a limit that adapts.
+        elsewhere_s: the least time for an exchange in which all of these ranks wait for ranks that are not watched.
     """
 
     start_s: float = 600.0
     finish_s: float = 60.0
     hang_timeout_s: float | None = None
     slack: float = 1.0
+    elsewhere_s: float = 0.0
 
     @classmethod
-    def of(cls, spec: LaunchSpec, slack: float) -> Limits:
-        """The limits that a job's options ask for."""
-        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack)
+    def of(cls, spec: LaunchSpec, slack: float, elsewhere_s: float = 0.0) -> Limits:
+        """The limits that a job's options set."""
+        return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """No progress: the rank that is the cause, for how long it was silent, and what it was doing.
+    """A rank without progress: the seconds of its silence, its phase and its step.
 
     ``mutual`` says that all ranks wait for each other, so that ``rank`` is a guess: the one that is least far.
     """
@@ -57,7 +59,7 @@ class Stall:
 
 
 class Pauses:
-    """The times in which nobody looked, because this process was stopped or the computer slept."""
+    """Times without a look at the ranks, because this process was stopped or the computer slept."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -76,7 +78,7 @@ class Pauses:
 
 
 class StepTimes:
-    """How long steps took: of every rank its own work, and of all together the exchange that they waited for.
+    """Times of steps: each rank's own work, and the exchange that all of them waited for.
 
     A rank's wait for another one is no measure, or one rank's long save would allow every rank to be silent for as
     long. The exchange counts from when the last rank has come to it.
@@ -116,7 +118,7 @@ class StepTimes:
 
 
 class ProgressWatch:
-    """Deadlines on the progress of ranks; fed at every look with what they have said of themselves."""
+    """Deadlines for the progress of ranks, from their marks at every look."""
 
     def __init__(self, limits: Limits) -> None:
         self.pauses = Pauses()
@@ -175,7 +177,7 @@ class ProgressWatch:
         if self._together is None:
             self._together = latest
         seconds = self.pauses.age(now, latest)
-        limit = self._limit("reduce")
+        limit = max(self._limit("reduce"), self._limits.elsewhere_s)
         if seconds <= (limit if self._exchanged else max(limit, _LEAST_FIRST_EXCHANGE_S)):
             return None
         rank = min(beats, key=lambda rank: (beats[rank].step, rank))
@@ -188,7 +190,7 @@ class ProgressWatch:
         return Stall(rank, seconds, beat.phase, beat.step) if seconds > self._limit(beat.phase) else None
 
     def _limit(self, phase: str) -> float:
-        """How long a phase may go without a beat."""
+        """Seconds that a phase may go without a heartbeat."""
         if phase in ("start", "first"):
             return self._limits.start_s
         fixed = {"save": _SAVE_S, "end": self._limits.finish_s}

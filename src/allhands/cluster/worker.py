@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -37,7 +37,6 @@ from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
-from allhands.distributed.blame import MisfitError
 from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
@@ -213,9 +212,7 @@ class WorkerContext:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.fail(error)
 
@@ -240,20 +237,22 @@ class WorkerContext:
                     if supervisor is not None:
                         continue
                     self._end_at_once(number)
-                self._stop_signal = self._stop_signal or number
-                grace = self.stop_grace_s + self._pace.longest_s
-                grace = grace if self._started else min(grace, _START_GRACE_S)
-                deadline = min(time.monotonic() + grace, sys.float_info.max)
-                if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
-                    # In a thread of its own: a terminal that is held up must not hold up the watch.
-                    # A scheduler cannot press keys.
-                    more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-                    words = f"{self._pace.told()}{more}"
-                    threading.Thread(target=self._announce, args=(words,), daemon=True).start()
+                deadline = time.monotonic() + self._begin_stop(number)
             if time.monotonic() > deadline:
                 self._end_at_once(self._stop_signal, late=True)
             if supervisor is not None and not _alive(supervisor):
                 os._exit(_ORPHAN_CODE)
+
+    def _begin_stop(self, number: int) -> float:
+        """Note a stop, tell the person, and return the seconds until the process is ended."""
+        self._stop_signal = self._stop_signal or number
+        if self._announce and self._started and not (self._run_dir and (self._run_dir / "failed").exists()):
+            # A scheduler cannot press keys.
+            more = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            # In a thread of its own: a terminal that is held up must not hold up the watch.
+            threading.Thread(target=self._announce, args=(f"{self._pace.told()}{more}",), daemon=True).start()
+        grace = min(self.stop_grace_s + self._pace.longest_s, sys.float_info.max / 2)
+        return grace if self._started else min(grace, _START_GRACE_S)
 
     def _say(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) and self._log_dir is None:
@@ -325,12 +324,8 @@ class WorkerContext:
             "rank": self.launch.rank,
             "type": type(error).__name__,
             "message": known.message if known else str(error),
-            "where": known.where if known else None,
-            "hint": known.hint if known else None,
-            "misfits": list(known.misfits) if isinstance(known, MisfitError) else None,
+            **{name: getattr(known, name, None) for name in ("where", "hint", "misfits", "peer", "problem")},
             "text": str(known) if known else None,
-            "peer": getattr(error, "peer", None),
-            "problem": getattr(error, "problem", None),
             "exit_code": code,
             "time": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
@@ -354,7 +349,6 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     variables. The watching thread is held up while MLX's ring waits for its peers in ``init``, which keeps
     Python's lock: only the supervisor's start deadline ends that.
     """
-    run_dir, log_dir = environ.get("ALLHANDS_RUN_DIR"), environ.get("ALLHANDS_LOG_DIR")
     context = _context(launch, environ)
     prepare_process()
     if launch.launcher == "openmpi":
@@ -362,13 +356,13 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
     with suppress(RuntimeError, io.UnsupportedOperation):  # no standard error to write to
         faulthandler.enable()
     sys.excepthook = lambda kind, error, trace: context.fail(error)
-    if run_dir and log_dir:
+    if "ALLHANDS_RUN_DIR" in environ and (log_dir := environ.get("ALLHANDS_LOG_DIR")):
         _trace_on_signal(Path(log_dir, f"rank-{launch.rank}.log"))
     supervisor = _supervisor(environ)
     context.stop_grace_s = float(environ.get("ALLHANDS_STOP_GRACE_S", "inf"))
     arguments = (_signal_descriptor(context), supervisor)
     threading.Thread(target=context.watch, args=arguments, name="allhands-watch", daemon=True).start()
-    if run_dir:
+    if "ALLHANDS_RUN_DIR" in environ:
         threading.Thread(target=_keep_kernels, name="allhands-kernels", daemon=True).start()
     return context
 
@@ -430,12 +424,11 @@ def as_allhands_error(error: BaseException) -> BaseException:
     if not isinstance(error, RuntimeError):
         return error
     text = str(error)
-    ours: AllhandsError | None = None
     if "peer was lost" in text:
         ours = PeerLostError("the connection to another rank was lost", hint="look for the rank that ended first")
     elif any(mark in text for mark in ("[ring]", "[mpi]", "[nccl]", "[jaccl]")):
         ours = DistributedError(f"MLX could not communicate: {text}")
-    if ours is None:
+    else:
         return error
     ours.__cause__ = error
     return ours
