@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -270,7 +271,7 @@ def as_content(cluster: Cluster, findings: Sequence[Finding], well: Sequence[Che
     """Findings first, then the names of the checks that found nothing, then every fact."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),
-        "findings": [finding.as_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "well": [check.name for check in well],
         **cluster.model_dump(mode="json"),
     }

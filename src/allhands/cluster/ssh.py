@@ -27,18 +27,30 @@ _LONGEST_REASON = 160
 _FAILED = 255  # ssh's own code
 _BY_HAND = "make `ssh {host} true` work without a question"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
-_AFTER_CHANGE = (
-    "find out why its key is another one; if that is as it should be, take the old one away (ssh-keygen -R) and run "
-    "`ssh {host} true` once by hand"
+# OpenSSH's words and the kind of trouble, the most telling first: a changed key also ends with a failed verification.
+_KINDS = (
+    (_CHANGED.lower(), "changed-key"),
+    ("could not resolve hostname", "name"),
+    ("host key verification failed", "unknown-key"),
+    ("permission denied", "auth"),
+    ("too many authentication failures", "auth"),
+    ("connection refused", "refused"),
+    ("connection timed out", "timeout"),
+    ("operation timed out", "timeout"),
+    ("no route to host", "unreachable"),
+    ("network is unreachable", "unreachable"),
 )
-# In OpenSSH's words: why it failed, whether that lasts, and what to do.
-_KNOWN = (
-    ("could not resolve hostname", True, "correct the name, or give its address in ~/.ssh/config"),
-    ("host key verification failed", True, "run `ssh {host} true` once by hand, and accept its key if it is right"),
-    ("permission denied", True, "put your public key there (ssh-copy-id {host})"),
-    ("too many authentication failures", True, "name the key to use for {host} in ~/.ssh/config (IdentityFile)"),
-    ("connection refused", False, "start the ssh server there; a port other than 22 belongs into ~/.ssh/config"),
-)
+_HINTS = {
+    "changed-key": "find out why its key is another one; if that is as it should be, take the old one away "
+    "(ssh-keygen -R) and run `ssh {host} true` once by hand",
+    "name": "correct the name, or give its address in ~/.ssh/config",
+    "unknown-key": "run `ssh {host} true` once by hand, and accept its key if it is right",
+    "auth": "put your public key there (ssh-copy-id {host}), or name the key to use in ~/.ssh/config (IdentityFile)",
+    "refused": "start the ssh server there; a port other than 22 belongs into ~/.ssh/config",
+}
+_LASTING = ("changed-key", "name", "unknown-key", "auth")
+# The file and the host name of a key that has changed.
+_STALE = re.compile(r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,13 @@ class SshTrouble:
         reason: in ssh's own words; ``None``: it has said nothing in time.
         hint: what a person can do.
         lasting: whether waiting will not help.
+        kind: as :func:`classified` names it.
     """
 
     reason: str | None
     hint: str
     lasting: bool = False
+    kind: str = "other"
 
 
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
@@ -115,18 +129,38 @@ def trouble(host: str, timeout_s: float) -> SshTrouble | None:
         return _explained(host, done.returncode, said.read(_MOST_SAID)) if done.returncode else None
 
 
+def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] | None]:
+    """Classify an ssh that failed.
+
+    Args:
+        code: its exit code; ``None``: no answer in time.
+        said: its error output; banners may come before the reason, which is the last line.
+
+    Returns:
+        the kind of trouble, the reason, and the file and host name of a key that has changed.
+    """
+    lines = ["".join(letter for letter in line if letter.isprintable()).strip() for line in said.splitlines()]
+    lines = [line for line in lines if line]
+    reason = lines[-1] if lines else ""
+    if code is None:
+        return "timeout", reason, None
+    if code == _FAILED:
+        text = "\n".join(lines)
+        telling = text if _CHANGED in text else reason
+        kind = next((kind for words, kind in _KINDS if words in telling.lower()), "other")
+        stale = _STALE.search(text) if kind == "changed-key" else None
+        return kind, reason or "ssh has failed without a word", (stale[1], stale[2]) if stale else None
+    if code in (126, 127):
+        return "no-ssh" if "no ssh program" in said else "no-python", reason, None
+    return "login", reason or f"it ended with code {code}", None
+
+
 def _explained(host: str, code: int, said: bytes) -> SshTrouble:
-    """What to make of the words of an ssh that has failed; the last line is the reason, banners may come before."""
-    text = "".join(letter for letter in said.decode(errors="replace") if letter.isprintable() or letter == "\n")
-    last = next((line.strip() for line in reversed(text.split("\n")) if line.strip()), None)
-    if code != _FAILED or last is None:  # it may have connected, and what it ran there has failed
-        return SshTrouble(_short(last or f"ssh ended with code {code}"), _BY_HAND.format(host=host))
-    if _CHANGED in text:
-        return SshTrouble(_short(f"{_CHANGED}: {last}"), _AFTER_CHANGE.format(host=host), lasting=True)
-    for words, lasting, hint in _KNOWN:
-        if words in last.lower():
-            return SshTrouble(_short(last), hint.format(host=host), lasting)
-    return SshTrouble(_short(last), _BY_HAND.format(host=host))
+    """Explain an ssh that failed."""
+    kind, reason, _ = classified(code, said.decode(errors="replace"))
+    reason = f"{_CHANGED}: {reason}" if kind == "changed-key" else reason
+    hint = _HINTS.get(kind, _BY_HAND).format(host=host)
+    return SshTrouble(_short(reason), hint, kind in _LASTING, kind)
 
 
 def _short(line: str) -> str:

@@ -179,6 +179,11 @@ class Mac(Fact):
     blocks_all: bool = False
     thunderbolt: tuple[ThunderboltPort, ...] = ()
 
+    def plugged_into(self, other: Mac) -> bool:
+        """Tell if a Thunderbolt cable leads to the other Mac."""
+        peers = {peer for port in self.thunderbolt for peer in port.peers}
+        return any(port.domain and port.domain in peers for port in other.thunderbolt)
+
 
 class File(Fact):
     """``sha256`` is ``None`` if it was not read."""
@@ -201,6 +206,11 @@ class Tree(Fact):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return sum(file.size for file in self.files if file.name.endswith(".safetensors"))
 
 
 class HostFacts(Fact):

@@ -26,7 +26,6 @@ _FOLLOWS = "failing command"  # venv's last line, after what was wrong
 _MOST_SAID = 1 << 20
 _GRACE_S = 5.0
 _SLICE_S = 0.1
-_CHANGED = "IDENTIFICATION HAS CHANGED"
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,11 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     if found is None:
         return Access("ok")
     reason, settings = found.reason or "no answer in time", settings_of(shell, target)
-    words = reason.lower()
-    if "host key verification failed" in words and _CHANGED.lower() not in words:
+    if found.kind == "unknown-key":
         keys, file = offered_keys(shell, target, timeout_s), known_hosts_of(settings)
         if keys and file is not None:
             return Access("unknown-key", reason, found.hint, keys, file, identity_of(settings))
-    elif "permission denied" in words or "too many authentication failures" in words:
+    elif found.kind == "auth":
         return Access("denied", reason, found.hint, identity=identity_of(settings))
     return Access("failed", reason, found.hint)
 
