@@ -93,7 +93,7 @@ def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -
     check_host(host)
     if any("\0" in word for word in argv):
         raise ConfigError("a word of the command holds a NUL character", where=host)
-    return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
+    return [*program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
 
 
 def _joined(argv: Sequence[str]) -> str:
@@ -174,7 +174,7 @@ def real_name(host: str) -> str:
         ConfigError: as :func:`command`, or there is no ssh.
     """
     check_host(host)
-    argv = [*_program(), "-G", "--", host]
+    argv = [*program(), "-G", "--", host]
     try:
         text = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -191,7 +191,7 @@ def near_names(host: str) -> tuple[str, ...]:
 
 def _known_names() -> set[str]:
     """Names in ssh's configuration, in its list of keys as far as they are not hashed there, and in /etc/hosts."""
-    words = _program()
+    words = program()
     given = [Path(words[words.index("-F") + 1])] if "-F" in words[:-1] else []
     home = Path.home() / ".ssh"
     found: set[str] = set()
@@ -218,7 +218,7 @@ def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
     """The error for an ssh program that does not start or does not answer."""
     reason = error.strerror if isinstance(error, OSError) else "no answer"
     return ConfigError(
-        f"{shlex.join(_program())} cannot be run: {reason}",
+        f"{shlex.join(program())} cannot be run: {reason}",
         where="ALLHANDS_SSH" if "ALLHANDS_SSH" in os.environ else None,
         hint="install OpenSSH's client, or name it in ALLHANDS_SSH",
     )
@@ -236,7 +236,12 @@ def check_host(host: str) -> None:
         )
 
 
-def _program() -> list[str]:
+def program() -> list[str]:
+    """Return the words that start ssh.
+
+    Raises:
+        ConfigError: ``ALLHANDS_SSH`` is not understood.
+    """
     text = os.environ.get("ALLHANDS_SSH") or "ssh"
     try:
         words = [os.path.expanduser(word) for word in shlex.split(text)]

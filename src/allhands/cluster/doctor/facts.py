@@ -276,7 +276,6 @@ class HostReport(Fact):
     Attributes:
         ssh: what ssh is given; ``None`` for this computer.
         addresses: by which the others connect to it: the hostfile's, or else what its name stands for.
-        given: whether the addresses stand in the hostfile.
         python: the interpreter that was asked.
         cwd: the directory to work in; ``cwd_given``: by the hostfile.
         rdma: how many devices the hostfile names for it.
@@ -291,7 +290,6 @@ class HostReport(Fact):
     name: str
     ssh: str | None = None
     addresses: tuple[str, ...] = ()
-    given: bool = False
     slots: int = 1
     python: str = "python3"
     cwd: str = ""

