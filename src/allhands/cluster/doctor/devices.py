@@ -137,6 +137,10 @@ def check_bridge(cluster: Cluster) -> Iterator[Found]:
             elif bridge.up and _wants_rdma(cluster, host):
                 message = f"{bridge.name} holds {members}: JACCL needs the ports themselves"
                 yield host.name, "stop", message, on(host, f"sudo ifconfig {bridge.name} down")
+    yield from _idle_cables(cluster, setup)
+
+
+def _idle_cables(cluster: Cluster, setup: str) -> Iterator[Found]:
     for (first, facts, mac), (second, others, other) in itertools.combinations(_macs(cluster), 2):
         used = _on_thunderbolt(first, facts) and _on_thunderbolt(second, others)
         if not used and mac.plugged_into(other):
@@ -154,16 +158,19 @@ def check_limits(cluster: Cluster) -> Iterator[Found]:
     for host, facts in cluster.answered():
         limits = facts.limits
         if limits.files is not None and limits.files < FEW_FILES:
-            if facts.mac is None and limits.most_files is not None and limits.most_files < ENOUGH_FILES:
-                remedy = _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
-            else:
-                profile = "~/.zshenv" if facts.mac else "~/.bashrc"
-                remedy = on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {profile}")
             severity: Severity = "warn" if limits.files < FEWEST_FILES else "note"
-            yield host.name, severity, f"a process may have {limits.files} files open (ulimit -n)", remedy
+            message = f"a process may have {limits.files} files open (ulimit -n)"
+            yield host.name, severity, message, _more_files(host, facts)
         if facts.rdma.devices and facts.mac is None and limits.locked is not None and limits.locked < LEAST_LOCKED:
             message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
             yield host.name, "warn", message, _set_limit(host, facts, "memlock unlimited")
+
+
+def _more_files(host: HostReport, facts: HostFacts) -> str:
+    most = facts.limits.most_files
+    if facts.mac is None and most is not None and most < ENOUGH_FILES:
+        return _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
+    return on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {'~/.zshenv' if facts.mac else '~/.bashrc'}")
 
 
 def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:

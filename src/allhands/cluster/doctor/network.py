@@ -57,21 +57,29 @@ def check_ports(cluster: Cluster) -> Iterator[Found]:
         yield _mute_finding(cluster, name, [reach for reach in failed if reach.source == name])
     groups: dict[tuple[str, str, str], list[Reach]] = defaultdict(list)
     for reach in (reach for reach in failed if reach.source not in mute):
-        source = cluster.host(reach.source)
-        misled = reach.outcome in ("timeout", "unreachable", "failed")
-        detour = _detour(source, reach.ip) if misled else None
-        if detour is None and reach.outcome != "unreachable":
+        lost = _misled(cluster, reach)
+        if lost is not None:
+            yield lost
+        else:
             groups[reach.target, reach.ip, reach.outcome].append(reach)
-            continue
-        why, remedy = detour or ("", _show_route(source, reach.ip))
-        message = f"from it to {reach.target} at {reach.ip}: {_MEANING[reach.outcome]}"
-        yield (source.name, reach.target), "stop", f"{message}; {why}" if why else message, remedy
     for (target, ip, outcome), reached in groups.items():
         sources = [cluster.host(reach.source) for reach in reached]
         names = tuple(dict.fromkeys(host.name for host in sources))
         stranger = outcome == "stranger"
         remedy = on(sources[0], f"ping -c 3 {ip}") if stranger else _open(cluster.host(target), sources)
         yield (target, *names), "stop", f"from {listed(names)} to it at {ip}: {_MEANING[outcome]}", remedy
+
+
+def _misled(cluster: Cluster, reach: Reach) -> Found | None:
+    """Return a finding if the source sends packets into the wrong direction, or has no route."""
+    source, ip = cluster.host(reach.source), reach.ip
+    detour = _detour(source, ip) if reach.outcome in ("timeout", "unreachable", "failed") else None
+    message = f"from it to {reach.target} at {ip}: {_MEANING[reach.outcome]}"
+    if detour is not None:
+        return (source.name, reach.target), "stop", f"{message}; {detour[0]}", detour[1]
+    if reach.outcome == "unreachable":
+        return (source.name, reach.target), "stop", message, _show_route(source, ip)
+    return None
 
 
 def _fails(reach: Reach) -> bool:
@@ -122,19 +130,21 @@ def _open(host: HostReport, others: Sequence[HostReport], way: str = "in") -> st
         tool = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
         python = shlex.quote(host.facts.python.python_path if host.facts else host.python)
         return on(host, f"{tool} --add {python} && {tool} --unblockapp {python}")
-    walls, peers = _walls(host), _networks_of(host, others)
+    return on(host, " && ".join(_rules(host, _networks_of(host, others), way)))
+
+
+def _rules(host: HostReport, peers: Sequence[str], way: str) -> list[str]:
+    walls = _walls(host)
     if "ufw" in walls:
-        commands = [f"sudo ufw allow {'out to' if way == 'out' else 'from'} {peer}" for peer in peers]
-    elif "firewalld" in walls:
-        commands = [f"sudo firewall-cmd --permanent --zone=trusted --add-source={peer}" for peer in peers]
-        commands.append("sudo firewall-cmd --reload")
-    elif "nft" in walls and "iptables" not in walls:
-        commands = ["sudo nft list ruleset"]
-    else:
-        ways = {way for wall in host.facts.firewalls for way in wall.ways} if host.facts else set[str]()
-        chains = {"in": "INPUT -s", "out": "OUTPUT -d"}
-        commands = [f"sudo iptables -I {chains[one]} {','.join(peers)} -j ACCEPT" for one in sorted(ways) or [way]]
-    return on(host, " && ".join(commands))
+        return [f"sudo ufw allow {'out to' if way == 'out' else 'from'} {peer}" for peer in peers]
+    if "firewalld" in walls:
+        added = [f"sudo firewall-cmd --permanent --zone=trusted --add-source={peer}" for peer in peers]
+        return [*added, "sudo firewall-cmd --reload"]
+    if "nft" in walls and "iptables" not in walls:
+        return ["sudo nft list ruleset"]
+    ways = {way for wall in host.facts.firewalls for way in wall.ways} if host.facts else set[str]()
+    chains = {"in": "INPUT -s", "out": "OUTPUT -d"}
+    return [f"sudo iptables -I {chains[one]} {','.join(peers)} -j ACCEPT" for one in sorted(ways) or [way]]
 
 
 def _networks_of(host: HostReport, others: Sequence[HostReport]) -> list[str]:

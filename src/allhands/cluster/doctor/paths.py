@@ -1,4 +1,4 @@
-"""Which ways there are between two computers, and which one is taken: arithmetic on their interfaces."""
+"""Ways between two computers, computed from their interfaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Interface
 
-# What is better carries more; the unit is the order only.
+# A better kind carries more; only the order matters.
 RANKS = {"thunderbolt": 5, "infiniband": 5, "ethernet": 3, "bridge": 3, "virtual": 2, "wifi": 1, "tunnel": 1}
 CABLES = ("ethernet", "thunderbolt", "infiniband")
 NAMES = {"wifi": "Wi-Fi", "ethernet": "Ethernet", "thunderbolt": "Thunderbolt", "infiniband": "InfiniBand"}
@@ -24,18 +24,18 @@ class HostPair:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """To compare by: the worse of the two kinds, then the lower speed."""
+        """The order of pairs: the worse of the two kinds, then the lower speed."""
         kinds = min(RANKS.get(one.kind, 0) for one in self.interfaces)
         return kinds, min(one.speed_mbps or 0 for one in self.interfaces)
 
 
 def kind_name(interface: Interface) -> str:
-    """``eth0 (Ethernet)``."""
+    """Return name and kind: ``eth0 (Ethernet)``."""
     return f"{interface.name} ({NAMES.get(interface.kind, interface.kind)})"
 
 
 def networks(facts: HostFacts) -> Iterator[tuple[Interface, str, ipaddress.IPv4Network]]:
-    """IPv4 addresses that other computers could use, with their networks."""
+    """Yield the IPv4 addresses that other computers could use, with their networks."""
     for interface in facts.interfaces:
         if not interface.up or interface.kind in ("loopback", "virtual"):
             continue
@@ -45,7 +45,7 @@ def networks(facts: HostFacts) -> Iterator[tuple[Interface, str, ipaddress.IPv4N
 
 
 def pairs_between(first: HostFacts, second: HostFacts) -> list[HostPair]:
-    """The addresses by which the two are in one network, the best first."""
+    """Return the addresses by which the two are in one network, the best first."""
     found = [
         HostPair((ip, other_ip), (interface, other))
         for interface, ip, network in networks(first)
@@ -56,7 +56,7 @@ def pairs_between(first: HostFacts, second: HostFacts) -> list[HostPair]:
 
 
 def used(facts: HostFacts, ip: str) -> Interface | None:
-    """The interface by which ``ip`` is reached."""
+    """Return the interface by which ``ip`` is reached."""
     route = facts.route_to(ip)
     if route is None:
         return None
@@ -64,6 +64,6 @@ def used(facts: HostFacts, ip: str) -> Interface | None:
 
 
 def ordered_pairs(cluster: Cluster) -> Iterator[tuple[HostReport, HostFacts, HostReport, HostFacts]]:
-    """Every computer with every other one, in both orders, as far as they told about themselves."""
+    """Yield every computer that answered with every other one, in both orders."""
     for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         yield first, facts, second, others

@@ -92,9 +92,9 @@ class SetUp:
             for outcome in waiting:
                 access = found[outcome.name]
                 if outcome.name not in tried:
-                    keyless = access.identity is not None and access.kind == "denied" and not self._wishes.install_key
-                    hint = "add --install-key, which puts your public key there" if keyless else access.hint
-                    outcome.fail(access.reason, hint)
+                    asks = access.takes_key and not self._wishes.install_key
+                    add = "add --install-key, which puts your public key there"
+                    outcome.fail(access.reason, add if asks else access.hint)
             waiting = [outcome for outcome in waiting if outcome.trouble is None]
         for outcome in waiting:
             outcome.fail("it still refuses", f"make `ssh {outcome.host.ssh} true` work without a question")
@@ -113,7 +113,7 @@ class SetUp:
 
     def _install_keys(self, waiting: Sequence[SetupOutcome], found: Mapping[str, Access]) -> set[str]:
         """Put the person's key onto computers that refuse it; return those that accepted the command."""
-        denied = [o for o in waiting if found[o.name].kind == "denied" and found[o.name].identity is not None]
+        denied = [outcome for outcome in waiting if found[outcome.name].takes_key]
         if not denied or not self._wishes.install_key:
             return set()
         own = Path.home() / ".ssh"
@@ -123,6 +123,9 @@ class SetUp:
             for outcome in denied:
                 self._refuse(outcome, found[outcome.name].reason, f"ssh-copy-id {outcome.host.ssh}")
             return set()
+        return self._put_keys(denied, steps)
+
+    def _put_keys(self, denied: Sequence[SetupOutcome], steps: Sequence[Step]) -> set[str]:
         if not self._run([step for step in steps if not step.host], *denied):
             return set()
         tried = [o for o in denied if self._run([step for step in steps if step.host == o.name], o)]
@@ -164,15 +167,18 @@ class SetUp:
     def _equip(self, scratch: Path) -> None:
         """Give every computer its environment and directory."""
         plans = {outcome.name: self._planned(outcome) for outcome in self._usable()}
+        packing: list[Step] = []
         copied = any(step.feed is not None for steps in plans.values() for step in steps)
         if copied:
             self._wanted = replace(self._wanted, source=self._prepared(scratch))
             plans = {outcome.name: self._planned(outcome) for outcome in self._usable()}
-        steps = [step for steps in plans.values() for step in steps]
-        if not steps:
-            return
         if copied and (made_by := self._wanted.source.made_by):
-            steps.insert(0, Step("", "pack the allhands that runs here", made_by, changes=False))
+            packing = [Step("", "pack the allhands that runs here", made_by, changes=False)]
+        steps = [*packing, *(step for steps in plans.values() for step in steps)]
+        if steps:
+            self._equip_all(plans, steps)
+
+    def _equip_all(self, plans: Mapping[str, Sequence[Step]], steps: Sequence[Step]) -> None:
         lacking = [outcome for outcome in self._usable() if plans[outcome.name]]
         count = f"{len(lacking)} computer{'s' if len(lacking) > 1 else ''}"
         if self._agreed(f"To be done on {count}:", steps, f"do this on {count}?"):

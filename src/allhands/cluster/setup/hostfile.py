@@ -35,27 +35,29 @@ def compose(
             RDMA devices are counted by their places, so with them other hosts do not stay.
     """
     found = {entry["ssh"]: dict(entry) for entry in entries}
-    envs: list[str] = []
-    content: dict[str, Any] = {}
+    content: dict[str, Any] = {"envs": []}
     if wiring is not None:
         found = {name: found[name] for name in wiring.hosts if name in found} | found
         for name, (ips, rdma) in wiring.hosts.items():
             devices = [list(one) if isinstance(one, tuple) else one for one in rdma]
             found[name] |= {"ips": list(ips)} | ({"rdma": devices} if devices else {})
-        envs = list(wiring.envs)
-        content |= {"backend": wiring.backend} if wiring.backend else {}
+        content = ({"backend": wiring.backend} if wiring.backend else {}) | {"envs": list(wiring.envs)}
     if old is not None:
-        earlier = {entry["ssh"]: dict(entry) for entry in cast("list[dict[str, Any]]", old.get("hosts", []))}
-        for name, entry in found.items():
-            entry |= {key: earlier.get(name, {}).get(key, entry[key]) for key in _KEPT}
-        if not any("rdma" in entry for entry in found.values()):
-            found = earlier | found
-        content = {key: old[key] for key in ("backend",) if key in old} | content
+        found = _merged(found, old)
         kept: Any = old.get("envs", [])
         words = [f"{name}={value}" for name, value in kept.items()] if isinstance(kept, dict) else kept
-        envs = [*dict.fromkeys((*words, *envs))]
-    content |= {"envs": envs, "hosts": [{key: one[key] for key in _ORDER if key in one} for one in found.values()]}
+        content = {key: old[key] for key in ("backend",) if key in old} | content
+        content["envs"] = [*dict.fromkeys((*words, *content["envs"]))]
+    content["hosts"] = [{key: one[key] for key in _ORDER if key in one} for one in found.values()]
     return json.dumps(content, indent=2) + "\n"
+
+
+def _merged(found: dict[str, dict[str, Any]], old: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Merge the entries of an earlier hostfile."""
+    earlier = {entry["ssh"]: dict(entry) for entry in cast("list[dict[str, Any]]", old.get("hosts", []))}
+    for name, entry in found.items():
+        entry |= {key: earlier.get(name, {}).get(key, entry[key]) for key in _KEPT}
+    return found if any("rdma" in entry for entry in found.values()) else earlier | found
 
 
 def names_in(text: str) -> list[str]:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allhands.cluster.doctor.facts import HostFacts, Interface
-from allhands.cluster.doctor.paths import NAMES, networks
+from allhands.cluster.doctor.paths import networks
 
 # The best first: a cable between two computers, a cable to a switch, the air.
 _ORDER = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
 # A network of link-local addresses is better than Wi-Fi only.
 _LINK_LOCAL = _ORDER.index("wifi") - 0.5
+_NAMES = {"infiniband": "InfiniBand", "thunderbolt": "Thunderbolt", "wifi": "Wi-Fi"}
 
 Network = ipaddress.IPv4Network
 
@@ -49,25 +50,28 @@ def choose(facts: Mapping[str, HostFacts]) -> Chosen:
         listed = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items())
         return Chosen({}, f"no network has all of the computers ({listed})")
     kinds = {network: sorted({own[network].kind for own in found.values()}, key=_ORDER.index) for network in shared}
-
-    def rank(network: Network) -> tuple[float, int, Network]:
-        worst = _ORDER.index(kinds[network][-1])
-        return max(worst, _LINK_LOCAL) if network.is_link_local else worst, -network.prefixlen, network
-
-    ranked = sorted(shared, key=rank)
-    words = {
-        one: " and ".join(NAMES.get(kind, kind) if kind != "ethernet" else kind for kind in kinds[one])
-        for one in ranked
-    }
+    ranked = sorted(shared, key=lambda network: (_rank(network, kinds[network][-1]), -network.prefixlen, network))
     best = ranked[0]
-    others = ", ".join(f"{network} ({words[network]})" for network in ranked[1:])
-    why = f"{best} has all of them, over {words[best]}" + (f"; rather than {others}" if others else "")
+    over, *others = (" and ".join(_NAMES.get(kind, kind) for kind in kinds[network]) for network in ranked)
+    why = f"{best} has all of them, over {over}"
+    if others:
+        words = (f"{network} ({kinds})" for network, kinds in zip(ranked[1:], others, strict=True))
+        why += f"; rather than {', '.join(words)}"
     choices = {name: own[best] for name, own in found.items()}
-    wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
-    warning = f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable" if wireless else None
-    if best.is_link_local:
-        warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
-    return Chosen(choices, why, warning)
+    return Chosen(choices, why, _warning(choices, best))
+
+
+def _rank(network: Network, worst: str) -> float:
+    rank = _ORDER.index(worst)
+    return max(rank, _LINK_LOCAL) if network.is_link_local else rank
+
+
+def _warning(choices: Mapping[str, NetworkChoice], network: Network) -> str | None:
+    if network.is_link_local:
+        return "these addresses were made up by the computers and may change: give the interfaces fixed ones"
+    if wireless := [name for name, choice in choices.items() if choice.kind == "wifi"]:
+        return f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable"
+    return None
 
 
 def _networks(facts: HostFacts) -> dict[Network, NetworkChoice]:

