@@ -200,7 +200,8 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     say(f"a model of {options.layers} blocks of width {options.dims}")
     write_inputs(options, work)
     runs = {way: run(options, work, way) for way in options.ways}
-    kept = ("layers", "dims", "vocabulary", "trained", "batch_size", "steps", "limit", "least", "micro_batch_rows", "pp_split")
+    kept = ("layers", "dims", "vocabulary", "trained", "batch_size", "steps", "limit", "least")
+    kept += ("micro_batch_rows", "pp_split")
     return {
         **conditions(options, kept, facts, PACKAGES),
         "runs": runs,

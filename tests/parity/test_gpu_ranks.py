@@ -19,6 +19,8 @@ OPTIONS = (
     "--iters 12 --steps-per-report 1 --val-batches 0 --learning-rate 3e-3"
 )
 
+# A GPU multiplies float32 numbers with 19 bits, by kernels that depend on how many rows there are; stages see others.
+FLOAT32 = {"pipeline": 5e-4}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,8 +67,7 @@ def test_two_ranks_on_a_ring_take_the_steps_of_one(data: Path, dtype: str, strat
     (data / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     ranks = [{"MLX_HOSTFILE": str(data / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(2)]
     one, two = _losses_of_one_and_two(data, f"--dtype {dtype}", ranks, f"--strategy {strategy}")
-    # A GPU multiplies float32 numbers with 19 bits, by kernels that depend on how many rows there are.
-    assert two == pytest.approx(one, rel=5e-4 if dtype == "float32" else 0.02)
+    assert two == pytest.approx(one, rel=FLOAT32.get(strategy, 2e-4) if dtype == "float32" else 0.02)
 
 
 @pytest.mark.skipif(mx.device_count(mx.gpu) < 2, reason="one GPU for each rank")
@@ -77,7 +78,7 @@ def test_two_ranks_over_nccl_take_the_steps_of_one(data: Path, strategy: str) ->
     group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(port), "MLX_WORLD_SIZE": "2"}
     ranks = [{**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     one, two = _losses_of_one_and_two(data, "--dtype float32", ranks, f"--strategy {strategy}")
-    assert two == pytest.approx(one, rel=5e-4)
+    assert two == pytest.approx(one, rel=FLOAT32.get(strategy, 2e-4))
 
 
 def _losses(run: Path) -> list[float]:

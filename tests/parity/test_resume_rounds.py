@@ -40,16 +40,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """Rounds of three steps, and everything else due within them."""
+def run_flags(inputs: dict[str, Any], folder: Path, **own: Any) -> dict[str, Any]:
+    """A short run, in which everything is due at some time."""
     return inputs | {
-        "adapter_path": str(tmp_path / "run"),
+        "adapter_path": str(folder / "run"),
         "train": True,
         "iters": STEPS,
         "batch_size": 4,
-        "sync_every": 3,
-        "save_every": 2,
         "steps_per_report": 2,
         "steps_per_eval": 4,
         "val_batches": -1,
@@ -57,7 +54,14 @@ def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "lr_schedule": "cosine",
         "max_grad_norm": 1.0,
         "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.3},
+        **own,
     }
+
+
+@pytest.fixture
+def flags(inputs: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Rounds of three steps, and everything else due within them."""
+    return run_flags(inputs, tmp_path, sync_every=3, save_every=2)
 
 
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}

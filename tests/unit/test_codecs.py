@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import mlx.core as mx
@@ -22,6 +25,7 @@ from allhands.parallel.registry import STRATEGIES, Entry
 from allhands.plan.links import link_of
 from allhands.plan.speed import StepModel, exchange_s
 from allhands.run.strategy_choice import chosen_codec
+from allhands.runtime.blas import native_library
 
 ERRORS = {"bf16": 2e-3, "int8": 6e-3, "int4": 1e-1}
 
@@ -69,6 +73,36 @@ def test_what_is_not_finite_stays_so(codec, value: float) -> None:  # type: igno
     found = unpack(codec, pack(codec, row), 128)
     assert not mx.isfinite(found).all()
     assert mx.isnan(found).any() == np.isnan(value)
+
+
+PACKED = """
+import allhands, hashlib, sys
+import mlx.core as mx, numpy as np
+from allhands.distributed.codecs import CODECS
+from allhands.distributed.packed import Packing, pack
+from twins import run_ranks
+
+def work(communicator):
+    row = mx.random.normal((64 * 700,), key=mx.random.key(communicator.rank))
+    row = row * 10.0 ** (mx.arange(64 * 700) // 2048 - 9)
+    packing = Packing(communicator, CODECS[name])
+    done = packing.sum([row], packing.nothing_left([row]))
+    return [np.asarray(each).tobytes() for each in (pack(CODECS[name], row), done.sums[0], done.left[0])]
+
+for name in ("int8", "int4"):
+    print(name, [[hashlib.sha256(each).hexdigest() for each in of_rank] for of_rank in run_ranks(2, work)])
+"""
+
+
+@pytest.mark.skipif(native_library() is None, reason="there is no code of our own here")
+def test_code_of_our_own_packs_and_adds_up_with_the_bits_of_mlx() -> None:
+    told = list[str]()
+    for native in ("on", "off"):
+        environ = {**os.environ, "ALLHANDS_NATIVE": native, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", PACKED], capture_output=True, text=True, env=environ, check=True)
+        told.append(done.stdout)
+    assert told[0] == told[1]
+    assert told[0].count("[") == 6
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,33 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(tmp_path: Path, monkey
     first, _ = run_ranks(2, work)
     assert isinstance(first, StorageError)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_can_wait_for_what_it_writes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it waits for others: over NCCL that would keep its GPU from handing out what rank 0 waits for."""
+    real = parts.write_file
+
+    def slowly(path: Path, pieces: Any, progress: Any) -> Any:
+        time.sleep(0.3)
+        return real(path, pieces, progress)
+
+    monkeypatch.setattr(parts, "write_file", slowly)
+
+    def work(communicator: ThreadCommunicator) -> Any:
+        rank = communicator.rank
+        exchange = PartExchange.agreed(communicator, tmp_path, lambda: groups(rank, 2, "flat"), rank == 0)
+        assert exchange is not None
+        delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
+        exchange.settle()
+        there = [path for path in tmp_path.rglob("*.safetensors") if f"-{rank}" in path.name]
+        barrier.wait()
+        if delivery is not None:
+            delivery.stack.close()
+        exchange.close()
+        return there
+
+    barrier = threading.Barrier(2)
+    assert all(run_ranks(2, work))
 
 
 # --- memory -------------------------------------------------------------------------------------------

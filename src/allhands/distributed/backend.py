@@ -263,16 +263,12 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """The same ranks, exchanging from now on beside what a CPU computes; as it is, where only one thread may exchange."""
+    """The same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
-    exchange = communicator.exchange
-    exchange.release()
-    if exchange.home is None:
-        exchange.home = mx.new_stream(mx.cpu)
     if hostfile := os.environ.get("MLX_HOSTFILE"):
         wait_asleep(Path(hostfile))
-    return on_stream(communicator, exchange.home)
+    return moved_to(communicator, communicator.stream or mx.new_stream(mx.cpu))
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:

@@ -7,13 +7,16 @@ added to its next one (error feedback, arXiv 1901.09847), so that it comes late 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from allhands.distributed.backend import Communicator, MlxGroup
 from allhands.distributed.codecs import GROUP, Codec, Route
+from allhands.runtime.blas import native_library
 
 # MLX takes no scale below 1e-7, which gradients of adapters may be far below. Nothing is rounded by a power of two.
 _RAISED = 2.0**60
@@ -172,12 +175,13 @@ class Packing:
         gathered = self.communicator.all_gather(sent)
 
         def added() -> _Exchanged:
-            everyone = gathered.reshape(ranks, -1)
-            parts = [unpack(codec, everyone[rank, :num_words], size) for rank in range(ranks)]
-            left, beside = row - parts[mine] if codec.grouped else None, plain
+            everyone, beside = gathered.reshape(ranks, -1), plain
             if num_plain:
                 beside = _added([everyone[rank, num_words:].view(mx.float32) for rank in range(ranks)])
-            return _added(parts), left, beside
+            if codec.grouped and (library := _library()) is not None:
+                return *_added_natively(library, codec, everyone, row, mine), beside
+            parts = [unpack(codec, everyone[rank, :num_words], size) for rank in range(ranks)]
+            return _added(parts), row - parts[mine] if codec.grouped else None, beside
 
         return [gathered], added
 
@@ -190,6 +194,30 @@ def _added(parts: Sequence[mx.array]) -> mx.array:
     return total
 
 
+def _library() -> ctypes.CDLL | None:
+    """Code that packs and unpacks with the same bits in a pass over the memory; ``None``: by MLX's operations."""
+    return native_library() if mx.default_device().type == mx.DeviceType.cpu else None
+
+
+def _at(array: mx.array) -> ctypes.c_void_p:
+    """Where the numbers of an evaluated array in rows are."""
+    return ctypes.c_void_p(np.asarray(array).ctypes.data)
+
+
+def _added_natively(
+    library: ctypes.CDLL, codec: Codec, everyone: mx.array, row: mx.array, mine: int
+) -> tuple[mx.array, mx.array]:
+    """The sum of what all have packed, at the beginning of their rows, and what is left out of this rank's ``row``."""
+    ranks, stride = everyone.shape
+    total, left = mx.zeros(row.shape), mx.zeros(row.shape)
+    everyone, row = mx.contiguous(everyone), mx.contiguous(row)
+    mx.eval(everyone, row, total, left)
+    sizes = ctypes.c_ssize_t(row.size // GROUP), ctypes.c_int(ranks), ctypes.c_ssize_t(stride)
+    places = _at(everyone), ctypes.c_int(mine), _at(row), _at(total), _at(left)
+    library.allhands_unpack(ctypes.c_int(codec.bits), *sizes, *places)
+    return total, left
+
+
 def _whole_groups(size: int) -> int:
     return -(-size // GROUP) * GROUP
 
@@ -198,7 +226,13 @@ def pack(codec: Codec, row: mx.array) -> mx.array:
     """(m,) int32, of a (n,) float32 row of whole groups. A number that is not finite spoils all those around it."""
     if not codec.grouped:
         return row.astype(mx.bfloat16).view(mx.int32)
-    step = _BLOCK if mx.default_device() == mx.Device(mx.cpu) else row.size
+    if (library := _library()) is not None:
+        groups, row = row.size // GROUP, mx.contiguous(row)
+        words = mx.zeros((groups * (GROUP * codec.bits // 32 + 2),), dtype=mx.int32)
+        mx.eval(row, words)
+        library.allhands_pack(ctypes.c_int(codec.bits), ctypes.c_ssize_t(groups), _at(row), _at(words))
+        return words
+    step = _BLOCK if mx.default_device().type == mx.DeviceType.cpu else row.size
     blocks: list[tuple[mx.array, ...]] = []
     for at in range(0, row.size, step):
         blocks.append(_quantised(codec, row[at : at + step]))

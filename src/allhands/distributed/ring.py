@@ -177,8 +177,8 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
 def wait_asleep(hostfile: Path) -> int:
     """Let the threads of this process's ring sleep until bytes come or can go; returns how many connections it has.
 
-    MLX opens them so that a call returns at once, and asks again and again, in a thread for each: on a computer with few
-    cores that takes a core from those that compute. A call that ends without bytes after a moment is the same to MLX.
+    MLX has a call return at once, and asks again and again, in a thread for each: on a computer with few cores that
+    takes a core from those that compute. A call that ends without bytes after a moment is the same to MLX.
     """
     ports, found = {_address(host)[1] for host in _hosts(hostfile)}, 0
     moment = struct.pack("ll", 0, _ASLEEP_US)

@@ -59,6 +59,9 @@ class Exchanging:
         return self.communicator.size
 
 
+Expected = Callable[[Reduced, bool], Any]
+
+
 class Strategy(Protocol):
     """One way of dividing the work of a step.
 
@@ -126,8 +129,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def prepare(self, passes: Passes) -> None:
-        """Called once, before the first step, with the passes that it will be given."""
+    def prepare(self, passes: Passes, expected: Expected) -> None:
+        """Called once, before the first step, with the passes that it will be given.
+
+        Args:
+            expected: gives the weights that an update by some sums, or by this rank's part of them, would make.
+        """
         ...
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:

@@ -230,7 +230,7 @@ class LocalCosts:
 
 
 class DelayedCosts(DataCosts):
-    """As data parallelism, with sums on their way, this rank's part of them, and the weights before the update."""
+    """Data parallelism with three further copies: sums on their way, a rank's part of them, expected weights."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return replace(memory, optimizer=memory.optimizer + 3 * memory.trained)

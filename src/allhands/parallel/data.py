@@ -31,7 +31,7 @@ from allhands.distributed.reduce import (
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
-from allhands.parallel.base import Exchanging, Strategy
+from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import squares_of, sum_of_squares
 from allhands.parallel.passes import Pass, Passes
@@ -118,7 +118,7 @@ class DataParallel:
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
         pass
 
-    def prepare(self, passes: Passes) -> None:
+    def prepare(self, passes: Passes, expected: Expected) -> None:
         # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
         self._sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
         if self._packing is not None:
@@ -241,8 +241,8 @@ class OverlappedData(DataParallel):
         self._cuts = set[int]()
         self._exposed = _Exposed()
 
-    def prepare(self, passes: Passes) -> None:
-        super().prepare(passes)
+    def prepare(self, passes: Passes, expected: Expected) -> None:
+        super().prepare(passes, expected)
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
         self._apart = passes.rows_apart(self._exchanging.size, self._exchanging.codec)

@@ -52,6 +52,7 @@ class Messages:
         self._on_their_way = communicator.size
         able = any(can(communicator.backend, way) for way in ("send_recv", "send_recv_neighbours"))
         self._pairs: dict[int, MlxGroup] = {} if able else pairs_of(communicator)
+        self._nothing: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
 
     def send(self, array: mx.array, peer: int) -> None:
         """Hand out an array, which may still be computed; it travels while this rank goes on."""
@@ -65,8 +66,14 @@ class Messages:
 
     def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
         """What a rank will send, not asked for yet."""
-        pair = self._pairs.get(peer)
-        return self._group.receive(shape, dtype, peer) if pair is None else pair.all_sum(mx.zeros(shape, dtype))
+        if (pair := self._pairs.get(peer)) is None:
+            return self._group.receive(shape, dtype, peer)
+        key = tuple(shape), dtype
+        if (nothing := self._nothing.get(key)) is None:
+            nothing = self._nothing[key] = mx.zeros(shape, dtype)
+            # Made anew they would be there only once all is computed that was handed out before them.
+            mx.eval(nothing)
+        return pair.all_sum(nothing)
 
     def here(self, array: mx.array) -> mx.array:
         """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
@@ -281,7 +288,7 @@ class _Step:
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._came: dict[tuple[int, int], mx.array] = {}
         self._to_send: dict[tuple[int, int, int], mx.array] = {}
-        # Of the last backward pass that was handed out: once it is there, so is the pass, and its memory is free.
+        # An array of the last backward pass that was handed out: it tells when that pass has been computed.
         self._handed_out: mx.array | None = None
         self.sums: list[mx.array] = []
         self.gradients: dict[int, list[mx.array]] = {}

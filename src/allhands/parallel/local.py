@@ -28,7 +28,7 @@ from allhands.distributed.packed import Begun, Left, Packing
 from allhands.distributed.reduce import buckets, count_parts, whole_count
 from allhands.io.trees import flatten, unflatten
 from allhands.io.trees import numbers as values_of
-from allhands.parallel.base import Exchanging, Strategy
+from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.data import DataParallel
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
@@ -130,8 +130,8 @@ class LocalSteps(DataParallel):
     def steps_left(self) -> int:
         return -self._steps % self._rounds.every
 
-    def prepare(self, passes: Passes) -> None:
-        super().prepare(passes)
+    def prepare(self, passes: Passes, expected: Expected) -> None:
+        super().prepare(passes, expected)
         self._model = passes.model
         trained = self._trained()
         self._places = {name: place for place, (name, _) in enumerate(trained)}

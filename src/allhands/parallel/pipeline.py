@@ -23,7 +23,7 @@ from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
-from allhands.parallel.base import Exchanging
+from allhands.parallel.base import Exchanging, Expected
 from allhands.parallel.engine import Engine, Messages, StageCompute
 from allhands.parallel.gradient import Computing
 from allhands.parallel.norms import sum_of_squares
@@ -80,7 +80,7 @@ class Pipeline:
     def place(self, leaves: FlatParams | None) -> Shards | None:
         return None
 
-    def prepare(self, passes: Passes) -> None:
+    def prepare(self, passes: Passes, expected: Expected) -> None:
         piping, exchanging, flat = self._piping, self._exchanging, passes.flat
         self._leaves = None if flat is None else flat.leaves
         messages = Messages(piping.pipe, exchanging.heartbeat, exchanging.inject_fault)

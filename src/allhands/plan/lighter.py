@@ -21,6 +21,7 @@ PRICES = {
     "--compress bf16": -0.0002,
     "--compress int8": 0.0001,
     "--compress int4": -0.0017,
+    "--compress int4 --sync-delay 1": 0.009,
     "--sync-every 20": 0.056,
     "--sync-every 50": 0.073,
     "--sync-every 50 --compress int4": 0.073,

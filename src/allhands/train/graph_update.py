@@ -154,10 +154,10 @@ class GraphUpdate:
         assert self._joined is not None
         return self._joined.state()
 
-    def put_flat_state(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`flat_state`."""
+    def put_flat_state(self, state: dict[str, Any], weights: list[mx.array] | None = None) -> None:
+        """The reverse of :meth:`flat_state`, and of :meth:`weights` where those are given."""
         assert self._joined is not None
-        self._joined.put(self._joined.weights(), state)
+        self._joined.put(self._joined.weights() if weights is None else weights, state)
 
     def arrays(self) -> Any:
         """What an update has to wait for."""

@@ -58,6 +58,14 @@ class NativeUpdate:
 
     def __call__(self, sums: list[Named], factor: float) -> None:
         """Take the update by ``factor`` times ``sums``, which are emptied."""
+        self._compute(sums, factor)
+        sums.clear()
+
+    def expect(self, sums: Sequence[Named], factor: float, squared: float) -> None:
+        """Change the weights alone, as an update would; the squares count ``squared`` times."""
+        self._compute(sums, factor, squared)
+
+    def _compute(self, sums: Sequence[Named], factor: float, squared: float | None = None) -> None:
         optimizer = self._optimizer
         optimizer.advance()
         mx.eval(optimizer.step, optimizer.learning_rate)
@@ -65,27 +73,28 @@ class NativeUpdate:
         shrunk = 1.0 - rate * optimizer.decay
         if optimizer.bias_correction:
             rate, root = rate / (1.0 - b1**step), 1.0 / math.sqrt(1.0 - b2**step)
-        numbers = np.array([factor, rate, b1, b2, 1.0 - b1, 1.0 - b2, optimizer.eps, root], dtype=np.float32)
+        others = 1.0 - b1, (1.0 - b2) * (1.0 if squared is None else squared)
+        numbers = np.array([factor, rate, b1, b2, *others, optimizer.eps, root], dtype=np.float32)
         weights = dict(flatten(self._model.trainable_parameters()))
         for group in _groups(sums):
-            self._update(group, weights, numbers, shrunk)
-        sums.clear()
+            self._update(group, weights, numbers, shrunk, expected=squared is not None)
 
-    def _update(self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float) -> None:
+    def _update(
+        self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float, *, expected: bool
+    ) -> None:
         olds = [weights.pop(name) for name, _ in group]
         homes = [part_of(self._optimizer.state, name) for name, _ in group]
         read = [[array for _, array in group], olds, [home["m"] for home in homes], [home["v"] for home in homes]]
         mx.eval(read)
-        made = [[new(*old.shape) for old in olds] for _ in range(3)]
+        made = [[new(*old.shape) for old in olds] for _ in range(1 if expected else 3)]
         views = [floats(array) for array in chain(*read)] + [view for _, view in chain(*made)]
         where = _Where(views[: len(group)])
         kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
-        _call("allhands_adam", *where.arguments, pointers(views), at(kept), at(numbers))
-        updated: list[Named] = []
-        for (name, _), home, (weight, _), (first, _), (second, _) in zip(group, homes, *made, strict=True):
-            updated.append((name, weight))
-            home["m"], home["v"] = first, second
-        self._model.update(unflatten(updated))
+        _call("allhands_adam", ctypes.c_int(expected), *where.arguments, pointers(views), at(kept), at(numbers))
+        self._model.update(unflatten([(name, weight) for (name, _), (weight, _) in zip(group, made[0], strict=True)]))
+        if not expected:
+            for home, (first, _), (second, _) in zip(homes, *made[1:], strict=True):
+                home["m"], home["v"] = first, second
 
 
 def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:

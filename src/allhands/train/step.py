@@ -83,7 +83,7 @@ def make_step(
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
     computing = Computing(native, options.compiled, options.dropout, heartbeat)
     passes = Passes(model, options.objective, computing, updater.flat, overlaps=strategy.overlaps)
-    strategy.prepare(passes)
+    strategy.prepare(passes, updater.expected)
     return TrainStep(passes, strategy, updater, options)
 
 

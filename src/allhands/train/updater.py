@@ -7,22 +7,25 @@ not finite: then model and optimizer are as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_map
 
-from allhands.io.trees import flatten, number, unflatten
+from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
 from allhands.parallel.gradient import FlatWeights
-from allhands.parallel.sums import Reduced
+from allhands.parallel.sums import Named, Reduced
 from allhands.train.graph_update import GraphUpdate, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
-from allhands.train.optimizers import Optimizer
+from allhands.train.optimizers import KernelAdam, Optimizer
 from allhands.train.result import all_finite, divisor_of
 
 
@@ -80,6 +83,14 @@ class Updater(Protocol):
         """Take the update of a global batch; empties ``reduced.grads``."""
         ...
 
+    def expected(self, reduced: Reduced, part: bool) -> Any:
+        """The tree of trained weights that this update would make; nothing changes.
+
+        Args:
+            part: whether these are sums of a part of the batch, with their ``squares``.
+        """
+        ...
+
 
 def make_updater(
     model: nn.Module,
@@ -96,21 +107,101 @@ def make_updater(
     if not cpu_native:
         return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
     native = native_update(model, optimizer)
-    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, rules)
+    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
 
 
-class UpdateByHand:
-    """Look at the numbers, then update by MLX's optimizer."""
-
-    flat = None
-    graph = None
+class _Updates(ABC):
+    """An updater that knows which update to expect of a part of its sums."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
         self._optimizer = optimizer
         self._rules = rules
+        self._norm: mx.array | None = None  # of the last update's mean gradient
 
     def __call__(self, reduced: Reduced) -> Updated:
+        updated = self._update(reduced)
+        self._norm = updated.norm
+        return updated
+
+    @abstractmethod
+    def _update(self, reduced: Reduced) -> Updated:
+        """Take the update."""
+
+    def expected(self, reduced: Reduced, part: bool) -> Any:
+        model, rules = self._model, self._rules
+        self._rules = Rules(rules.max_grad_norm)
+        try:
+            with self._as_it_was():
+                if part:
+                    self._expect(reduced)
+                else:
+                    self._update(reduced)
+                return model.trainable_parameters()
+        finally:
+            self._rules = rules
+
+    def _expect(self, part: Reduced) -> None:
+        """Take the update that is expected of a part of its sums, of which ``squares`` are known.
+
+        A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last sum was, and its
+        squares, in Adam's second moment, count by the ratio of the norms: what ranks expect is what comes, on the
+        average over them.
+        """
+        most, last, optimizer = self._rules.max_grad_norm, self._norm, self._optimizer
+        assert part.squares is not None
+        tokens = mx.maximum(divisor_of(part), 1.0)
+        norm = mx.sqrt(part.squares) / tokens
+        if last is None:
+            last = norm
+        last = mx.where(mx.isfinite(last), last, norm)
+        factor = (1.0 if most is None else mx.minimum(most / (last + 1e-6), 1.0)) / tokens
+        if isinstance(optimizer, KernelAdam):
+            ratio = mx.minimum(last / mx.maximum(norm, 1e-30), 1.0)
+            self._expect_moments(optimizer, part.grads, factor, mx.square(ratio))
+        else:
+            self._update(Reduced(part.grads, part.totals, divisor=1.0 / factor))
+
+    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+        """Take Adam's update by ``factor`` times ``grads``, whose squares count ``squared`` times.
+
+        What the gradients add to the moments is put there before, and the update is by zeros.
+        """
+        (b1, b2), state = optimizer.betas, self._state()
+        for name, gradient in grads:
+            home, mean = part_of(state, name), gradient.astype(mx.float32) * factor
+            for kind, more in (("m", (1.0 - b1) / b1 * mean), ("v", (1.0 - b2) / b2 * squared * mx.square(mean))):
+                home[kind] = home[kind] + more.astype(home[kind].dtype)
+        self._take(state)
+        zeros = [(name, mx.zeros_like(gradient)) for name, gradient in grads]
+        self._update(Reduced(zeros, mx.zeros((1,)), divisor=mx.array(1.0)))
+
+    def _state(self) -> Any:
+        """The optimizer's state by the names of the gradients, in a tree that may be changed."""
+        return tree_map(lambda x: x, self._optimizer.state)
+
+    def _take(self, state: Any) -> None:
+        """The reverse of :meth:`_state`."""
+        self._optimizer.state = state
+
+    @contextmanager
+    def _as_it_was(self) -> Generator[None]:
+        """Leave model and optimizer as they are before."""
+        weights, state = self._model.trainable_parameters(), self._state()
+        try:
+            yield
+        finally:
+            self._model.update(weights)
+            self._take(state)
+
+
+class UpdateByHand(_Updates):
+    """Look at the numbers, then update by MLX's optimizer."""
+
+    flat = None
+    graph = None
+
+    def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
         num_targets = number(divisor_of(reduced))
         # The one division: by the trained tokens of all micro-batches and all ranks.
@@ -129,17 +220,20 @@ class UpdateByHand:
         return Updated(norm)
 
 
-class NativeUpdater:
+class NativeUpdater(_Updates):
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
 
     flat = None
     graph = None
 
-    def __init__(self, native: NativeUpdate, rules: Rules) -> None:
+    def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
+        super().__init__(model, optimizer, rules)
         self._native = native
-        self._rules = rules
 
-    def __call__(self, reduced: Reduced) -> Updated:
+    def _expect_moments(self, optimizer: KernelAdam, grads: list[Named], factor: mx.array, squared: mx.array) -> None:
+        self._native.expect(grads, number(factor), number(squared))
+
+    def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
         num_targets = max(number(divisor_of(reduced)), 1.0)
         if rules.after_backward is not None:
@@ -155,25 +249,46 @@ class NativeUpdater:
         return Updated(mx.array(norm))
 
 
-class GraphUpdater:
+class GraphUpdater(_Updates):
     """Update lazily if all numbers are finite; they are looked at afterwards."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, strategy: Strategy, rules: Rules, *, compiled: bool
     ) -> None:
+        super().__init__(model, optimizer, rules)
         how: Any = {"compiled": compiled, "travelling": strategy.overlaps}
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
         self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
         self._strategy = strategy
-        self._rules = rules
+
+    @contextmanager
+    def _as_it_was(self) -> Generator[None]:
+        if self.flat is None:
+            with super()._as_it_was():
+                yield
+            return
+        weights, state = self.graph.weights(), self.graph.flat_state()
+        try:
+            yield
+        finally:
+            self.graph.put_flat_state(state, weights)
 
     @property
     def flat(self) -> FlatWeights | None:
         return None if self.graph.leaves is None else self.graph
 
-    def __call__(self, reduced: Reduced) -> Updated:
+    def _state(self) -> Any:
+        return super()._state() if self.flat is None else tree_map(lambda x: x, self.graph.flat_state())
+
+    def _take(self, state: Any) -> None:
+        if self.flat is None:
+            super()._take(state)
+        else:
+            self.graph.put_flat_state(state)
+
+    def _update(self, reduced: Reduced) -> Updated:
         graph, rules, sums = self.graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:

@@ -71,6 +71,27 @@ static void update(ptrdiff_t size, const float *restrict gradient, const float *
     }
 }
 
+// The weight alone.
+static void expect(ptrdiff_t size, const float *restrict gradient, const float *restrict weight,
+                   const float *restrict first, const float *restrict second, float *restrict new_weight, float kept,
+                   const Arrays *a) {
+    const float factor = a->factor, rate = a->rate, eps = a->eps, root = a->root;
+    const float b1 = a->b1, b2 = a->b2, other1 = a->other1, other2 = a->other2;
+    for (ptrdiff_t i = 0; i < size; i++) {
+        float g = gradient[i] * factor, m = b1 * first[i] + other1 * g, v = b2 * second[i] + other2 * (g * g);
+        new_weight[i] = weight[i] * kept - rate * m / (sqrtf(v) * root + eps);
+    }
+}
+
+static void expected_part(void *argument, int part, int thread) {
+    (void)thread;
+    const Arrays *a = argument;
+    int n = array_of(a, part);
+    ptrdiff_t i, until = bound(a, n, part, &i);
+    expect(until - i, a->gradients[n] + i, a->weights[n] + i, a->first[n] + i, a->second[n] + i, a->new_weights[n] + i,
+           a->kept[n], a);
+}
+
 static void adam_part(void *argument, int part, int thread) {
     (void)thread;
     const Arrays *a = argument;
@@ -89,16 +110,19 @@ void allhands_squares(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts
 
 // `arrays` has seven pointers for each array, kind by kind: gradients, weights, both moments, and where these three go;
 // `numbers` has factor, rate, both betas, one less each of them (which cannot be had from them in float32), eps, and what
-// roots are multiplied with.
-void allhands_adam(int count, const ptrdiff_t *sizes, const ptrdiff_t *starts, float *const *arrays, const float *kept,
-                   const float numbers[8]) {
+// roots are multiplied with. Where only weights are `expected` there are five pointers, without those for new moments.
+void allhands_adam(int expected, int count, const ptrdiff_t *sizes, const ptrdiff_t *starts, float *const *arrays,
+                   const float *kept, const float numbers[8]) {
     const float *const *read = (const float *const *)arrays;
     Arrays a = {
         .count = count, .sizes = sizes, .starts = starts, .gradients = read, .weights = read + count,
-        .first = read + 2 * count, .second = read + 3 * count, .new_weights = arrays + 4 * count,
-        .new_first = arrays + 5 * count, .new_second = arrays + 6 * count, .kept = kept, .factor = numbers[0],
-        .rate = numbers[1], .b1 = numbers[2], .b2 = numbers[3], .other1 = numbers[4], .other2 = numbers[5],
-        .eps = numbers[6], .root = numbers[7],
+        .first = read + 2 * count, .second = read + 3 * count, .new_weights = arrays + 4 * count, .kept = kept,
+        .factor = numbers[0], .rate = numbers[1], .b1 = numbers[2], .b2 = numbers[3], .other1 = numbers[4],
+        .other2 = numbers[5], .eps = numbers[6], .root = numbers[7],
     };
-    pool_run(adam_part, &a, (int)starts[count]);
+    if (!expected) {
+        a.new_first = arrays + 5 * count;
+        a.new_second = arrays + 6 * count;
+    }
+    pool_run(expected ? expected_part : adam_part, &a, (int)starts[count]);
 }
