@@ -80,6 +80,7 @@ def host(number: int = 1, told: HostFacts | None = None, **changes: Any) -> Host
         "name": f"node{number}",
         "ssh": f"node{number}",
         "addresses": (f"10.0.0.{number}",),
+        "given": True,
         "python": "/env/bin/python",
         "cwd": "/home/me/work",
         "clock_offset_s": 0.01,

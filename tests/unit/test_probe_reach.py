@@ -73,7 +73,7 @@ def test_a_wrong_secret_gets_nothing() -> None:
         assert outcome(port, "other") == "stranger"
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert everything(connection) == b""
+            assert len(everything(connection)) == 65  # a number
 
 
 def test_strangers_at_the_other_end() -> None:
@@ -90,9 +90,35 @@ def test_small_packets_pass_and_large_ones_do_not(monkeypatch: pytest.MonkeyPatc
         assert outcome(port, timeout_s=0.3) == "stalls"
 
 
-def test_an_echo_is_a_stranger() -> None:
+def test_a_recorded_conversation_is_worth_nothing() -> None:
+    """Neither end believes what has been said before, by either."""
+    with listening("s") as port, recording(port) as (through, said):
+        assert outcome(through) == "ok"
+    asked, answered = bytes(said["there"]), bytes(said["back"])
+    assert len(asked) == 65 + 65
+    with listening("s") as port, socket.create_connection(("127.0.0.1", port), 5) as again:
+        again.sendall(asked)
+        assert len(everything(again)) == 65  # its number, and nothing else
+    with answering(answered, hold=False) as port:
+        assert outcome(port, timeout_s=1.0) == "stranger"
     with answering(b"", hold=False, echo=True) as port:
         assert outcome(port, timeout_s=1.0) == "stranger"
+
+
+def test_who_is_called_sends_a_new_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else to who says nothing, or says that number, too."""
+    monkeypatch.setattr(reach, "_PROVE_S", 1.0)
+    found = set[bytes]()
+    with listening("s") as port:
+        for reflects in (False, True, False):
+            with socket.create_connection(("127.0.0.1", port), 5) as one:
+                number = one.recv(100)
+                if reflects:
+                    one.sendall(number + b"0" * 64 + b"\n")
+                assert everything(one) == b""
+                found.add(number)
+    assert len(found) == 3
+    assert all(len(number) == 65 for number in found)
 
 
 _LISTENS = """
@@ -145,6 +171,32 @@ def everything(connection: socket.socket) -> bytes:
         while heard := connection.recv(4096):
             said += heard
     return said
+
+
+@contextmanager
+def recording(port: int) -> Iterator[tuple[int, dict[str, bytearray]]]:
+    """Somebody in between, who passes on what both sides say, and keeps it."""
+    said = {"there": bytearray(), "back": bytearray()}
+
+    def pass_on(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError):
+            while heard := source.recv(1 << 16):
+                kept += heard
+                target.sendall(heard)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with server.accept()[0] as caller, socket.create_connection(("127.0.0.1", port)) as called:
+            back = threading.Thread(target=pass_on, args=(called, caller, said["back"]))
+            back.start()
+            pass_on(caller, called, said["there"])
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1], said
+        thread.join()
 
 
 def test_a_port_on_which_nobody_listens_refuses() -> None:

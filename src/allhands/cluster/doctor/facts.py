@@ -275,7 +275,7 @@ class HostReport(Fact):
 
     Attributes:
         ssh: the name for ssh; ``None`` for this computer.
-        addresses: the addresses for the others: the hostfile's, or else those of its name.
+        addresses: the addresses for the others: the hostfile's, or else those of its name; ``given``: the former.
         python: the interpreter that was asked.
         cwd: the working directory; ``cwd_given``: the hostfile names it.
         rdma: number of its devices in the hostfile.
@@ -290,6 +290,7 @@ class HostReport(Fact):
     name: str
     ssh: str | None = None
     addresses: tuple[str, ...] = ()
+    given: bool = False
     slots: int = 1
     python: str = "python3"
     cwd: str = ""

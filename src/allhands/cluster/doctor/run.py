@@ -80,6 +80,7 @@ class Patient:
             name=host.name,
             ssh=host.ssh,
             addresses=self.addresses,
+            given=bool(host.ips),
             slots=host.slots,
             python=host.python or sys.executable,
             cwd=host.cwd or os.getcwd(),

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import re
+import secrets
 import shutil
 import socket
 import threading
@@ -22,6 +24,7 @@ LARGE_BYTES = 1 << 18
 LONG_MS = 2.0  # there and back; a longer time is measured again
 _ROUNDS = 5
 _MOST_LINE = 200
+_MOST_STRANGERS = 32  # callers that have not proved that they know the secret
 _CALLS = 1024  # in the queue of a listener
 _PROVE_S = 10.0
 _SEND_S = 30.0
@@ -32,18 +35,18 @@ _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EN
 _FORBIDDEN = (errno.EPERM, errno.EACCES)
 
 
-def reach_word(secret: str, role: str) -> str:
-    """Return the word by which one end, ``asks`` or ``answers``, proves that it knows the secret of this check."""
-    return hmac.new(secret.encode(), role.encode(), hashlib.sha256).hexdigest()
-
-
 class Listeners:
-    """Listeners on free ports of given addresses, which answer callers that know the secret until closed."""
+    """Listeners on free ports of given addresses, which answer callers that know the secret until closed.
+
+    A caller that does not prove it in time is disconnected; with too many of them, the oldest.
+    """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._closed = False
         self._sockets: list[socket.socket] = []
+        self._strangers: list[socket.socket] = []  # oldest first
+        self._lock = threading.Lock()
 
     def open(self, addresses: list[str]) -> dict[str, Any]:
         """Return the port of each address, and the errors of addresses that cannot be listened on."""
@@ -79,16 +82,54 @@ class Listeners:
             except OSError:
                 time.sleep(0.02)  # the caller has left again, or there is no room for it: others may come
                 continue
+            with self._lock:
+                self._strangers.append(connection)
+                for oldest in self._strangers[:-_MOST_STRANGERS]:
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            asked = line_of(connection, time.monotonic() + _PROVE_S)
-            if hmac.compare_digest(asked, reach_word(self._secret, "asks")):
-                connection.settimeout(_SEND_S)  # for all of it
-                connection.sendall((reach_word(self._secret, "answers") + "\n").encode())
-                connection.sendall(bytes(LARGE_BYTES))
-                connection.recv(1)  # until the other side has it all
+        knows = False
+        with connection:
+            with contextlib.suppress(OSError):
+                knows = shake_hands(connection, self._secret, time.monotonic() + _PROVE_S, calls=False)
+            with self._lock:
+                self._strangers.remove(connection)
+            with contextlib.suppress(OSError):
+                if knows:
+                    connection.settimeout(_SEND_S)  # for all of it
+                    connection.sendall(bytes(LARGE_BYTES))
+                    connection.recv(1)  # until the other side has it all
+
+
+def shake_hands(connection: socket.socket, secret: str, deadline: float, calls: bool) -> bool:
+    """Tell if the other end knows the secret, and prove to it that this end does.
+
+    Each end sends a fresh number and signs both, so a recorded handshake is worth nothing. The end that ``calls``
+    proves itself first: the other one sends nothing but its number to a stranger.
+
+    Raises:
+        OSError: the other end hangs up, or is not done before ``deadline`` (``time.monotonic``).
+    """
+    own = secrets.token_hex(32)
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    connection.sendall((own + "\n").encode())
+    theirs = line_of(connection, deadline)
+    if theirs == own or not re.fullmatch("[0-9a-f]{64}", theirs):
+        return False
+    numbers = (own + " " + theirs) if calls else (theirs + " " + own)
+    asks, answers = (
+        hmac.new(secret.encode(), (role + " " + numbers).encode(), hashlib.sha256).hexdigest()
+        for role in ("ask", "answer")
+    )
+    if calls:
+        connection.sendall((asks + "\n").encode())
+        return hmac.compare_digest(line_of(connection, deadline), answers)
+    knows = hmac.compare_digest(line_of(connection, deadline), asks)
+    if knows:
+        connection.sendall((answers + "\n").encode())
+    return knows
 
 
 def line_of(connection: socket.socket, deadline: float) -> str:
@@ -131,11 +172,8 @@ def reach_fact(target: dict[str, Any], secret: str, timeout_s: float) -> dict[st
             fact["ms"] = round(1000 * (time.monotonic() - began), 3)
             fact["source"] = connection.getsockname()[0]
             stage = "answer"
-            began = time.monotonic()
-            connection.sendall((reach_word(secret, "asks") + "\n").encode())
-            if line_of(connection, began + timeout_s) != reach_word(secret, "answers"):
+            if not shake_hands(connection, secret, time.monotonic() + timeout_s, calls=True):
                 return {**fact, "outcome": "stranger"}
-            fact["ms"] = min(fact["ms"], round(1000 * (time.monotonic() - began), 3))
             stage = "large"
             connection.settimeout(timeout_s)
             receive_exactly(connection, LARGE_BYTES, time.monotonic() + _LARGE_TIMES * timeout_s)
