@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError, DistributedError
+from allhands.io.formatting import counted, format_bytes, format_duration
 from allhands.io.terminal import console_for, progress_console
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
     from allhands.cluster.doctor.findings import Check, Finding
-    from allhands.cluster.hosts import Host
 
 _WIDTH = 80
 _BACKENDS = ("auto", "ring", "mpi", "nccl", "jaccl")
@@ -48,8 +48,9 @@ def cluster_check(
     """
     from allhands.cluster.doctor.checks import well
     from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
+    from allhands.cluster.hosts import chosen_hosts
 
-    computers = _computers(hostfile, hosts)
+    computers = chosen_hosts(hosts, hostfile)
     with _told() as progress:
         options = ClusterCheckOptions(
             option=_option(hostfile, hosts),
@@ -69,29 +70,6 @@ def cluster_check(
         show(_console(), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
-    """Those that the person named, in one way or the other.
-
-    Raises:
-        ConfigError: neither or both ways, or something that is no name.
-    """
-    from allhands.cluster.hosts import host_from_name, read_hostfile
-
-    if (hostfile is None) == (names is None):
-        raise ConfigError(
-            "no computers are named" if hostfile is None else "computers are named twice",
-            where="--hostfile" if hostfile is None else "--hosts",
-            hint="give --hostfile hosts.json, or --hosts node1,node2",
-        )
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    words = [word.strip() for word in (names or "").split(",")]
-    found = {host.name: host for host in (host_from_name(word, "--hosts") for word in words if word)}
-    if not found:
-        raise ConfigError("no computers are named", where="--hosts", hint="give names, such as --hosts node1,node2")
-    return tuple(found.values())
 
 
 def _option(hostfile: Path | None, names: str | None) -> str:
@@ -175,15 +153,13 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def host_line(host: HostReport) -> str:
     """``node1  10.0.0.2  Linux x86_64, 2 cores, 25.3 GB``."""
-    from allhands.io.formatting import format_bytes
-
     parts = [host.name, ", ".join(host.addresses) or "no address"]
     if host.facts is None:
         return "  ".join([*parts, "not asked"])
     facts = host.facts
     names = [gpu.name for gpu in facts.gpus]
     devices = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    cores = f"{facts.processor.usable} core{'s' * (facts.processor.usable != 1)}"
+    cores = counted(facts.processor.usable, "core")
     system = f"{facts.system.system} {facts.system.machine}"
     parts.append(", ".join([system, cores, format_bytes(facts.memory.total), *devices]))
     return "  ".join(parts)
@@ -217,8 +193,6 @@ def _speed(link: LinkSpeed) -> str:
 
 
 def _seconds(taken: float) -> str:
-    from allhands.io.formatting import format_duration
-
     return f"{1000 * taken:.1f} ms" if taken < 1 else format_duration(taken)
 
 
@@ -229,7 +203,7 @@ def _with_detail(check: Check, cluster: Cluster) -> str:
         words = [f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions]
         return f"versions ({', '.join(words)})" if words else "versions"
     if check.name == "ports":
-        return f"ports ({len(cluster.reached)} way{'s' * (len(cluster.reached) != 1)})"
+        return f"ports ({counted(len(cluster.reached), 'way')})"
     if check.name in ("model", "data"):
         tree = next((tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None)
         how = "read and compared" if cluster.hashed and len(cluster.hosts) > 1 else "sizes compared"
@@ -253,10 +227,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     """The last line."""
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
-    more = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    if stops:
-        return f"{stops} thing{'s' * (stops != 1)} would stop training{more}"
-    return f"nothing stops training{more}"
+    more = f", {counted(warnings, 'warning')}" if warnings else ""
+    return f"{counted(stops, 'thing')} would stop training{more}" if stops else f"nothing stops training{more}"
 
 
 def _plain(text: str) -> str:

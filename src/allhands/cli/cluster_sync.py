@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from allhands.errors import ConfigError, DataError
-from allhands.io.formatting import format_duration, format_size
+from allhands.io.formatting import counted, format_duration, format_size
 from allhands.io.terminal import progress_console
 from allhands.runtime.without_torch import leave_torch_out
 
@@ -71,13 +71,15 @@ def sync(
 
     Only what differs is sent, and hosts pass it on; an interrupted transfer is resumed.
     """
+    from allhands.cluster.hosts import chosen_hosts
+
     if delete != "no":
         hint = "files that are only there stay there: remove them by hand"
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
     named = {"chain": chain, "tree": tree, "star": star}
     options = _options([name for name, chosen in named.items() if chosen], transport, dry_run)
     wanted = WantedSync(model, data, config, tuple(paths or ()), stages, pp_split)
-    raise typer.Exit(run_sync(wanted, _hosts(hostfile, hosts), options, as_json=as_json))
+    raise typer.Exit(run_sync(wanted, chosen_hosts(hosts, hostfile), options, as_json=as_json))
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
@@ -94,18 +96,6 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
         raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh")
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
-
-
-def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
-    from allhands.cluster.hosts import host_from_name, read_hostfile
-
-    if (hostfile is None) == (names is None):
-        hint = "give --hostfile FILE, or --hosts a,b,c"
-        raise ConfigError("name the hosts in one way", where="--hostfile, --hosts", hint=hint)
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    found = [host_from_name(name.strip(), "--hosts") for name in (names or "").split(",") if name.strip()]
-    return tuple({host.ssh: host for host in found}.values())
 
 
 def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
@@ -197,7 +187,7 @@ def report_lines(state: SyncState, dry_run: bool) -> list[str]:
 
 
 def _outcome(host: HostState, dry_run: bool) -> str:
-    files = f"{len(host.lacking)} file{'s' * (len(host.lacking) != 1)}"
+    files = counted(len(host.lacking), "file")
     if host.state == "failed":
         kept = f"; {format_size(host.received)} received, which are kept" if host.received else ""
         return f"failed{kept}"

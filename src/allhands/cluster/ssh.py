@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,20 +140,25 @@ def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] |
     Returns:
         the kind of trouble, the reason, and the file and host name of a key that has changed.
     """
-    lines = ["".join(letter for letter in line if letter.isprintable()).strip() for line in said.splitlines()]
-    lines = [line for line in lines if line]
+    lines = printable_lines(said)
     reason = lines[-1] if lines else ""
     if code is None:
         return "timeout", reason, None
-    if code == _FAILED:
-        text = "\n".join(lines)
-        telling = text if _CHANGED in text else reason
-        kind = next((kind for words, kind in _KINDS if words in telling.lower()), "other")
-        stale = _STALE.search(text) if kind == "changed-key" else None
-        return kind, reason or "ssh has failed without a word", (stale[1], stale[2]) if stale else None
     if code in (126, 127):
         return "no-ssh" if "no ssh program" in said else "no-python", reason, None
-    return "login", reason or f"it ended with code {code}", None
+    if code != _FAILED:
+        return "login", reason or f"it ended with code {code}", None
+    text = "\n".join(lines)
+    telling = text if _CHANGED in text else reason
+    kind = next((kind for words, kind in _KINDS if words in telling.lower()), "other")
+    stale = _STALE.search(text) if kind == "changed-key" else None
+    return kind, reason or "ssh has failed without a word", stale and (stale[1], stale[2])
+
+
+def printable_lines(text: str) -> list[str]:
+    """Return the lines that are not empty, without control characters and blanks around them."""
+    lines = ("".join(letter for letter in line if letter.isprintable()).strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 def _explained(host: str, code: int, said: bytes) -> SshTrouble:
@@ -160,11 +166,8 @@ def _explained(host: str, code: int, said: bytes) -> SshTrouble:
     kind, reason, _ = classified(code, said.decode(errors="replace"))
     reason = f"{_CHANGED}: {reason}" if kind == "changed-key" else reason
     hint = _HINTS.get(kind, _BY_HAND).format(host=host)
-    return SshTrouble(_short(reason), hint, kind in _LASTING, kind)
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
+    shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
+    return SshTrouble(shown, hint, kind in _LASTING, kind)
 
 
 def real_name(host: str) -> str:
@@ -190,28 +193,22 @@ def near_names(host: str) -> tuple[str, ...]:
 
 
 def _known_names() -> set[str]:
-    """Names in ssh's configuration, in its list of keys as far as they are not hashed there, and in /etc/hosts."""
+    """Return the names in ssh's configuration, in its list of keys unless they are hashed, and in /etc/hosts."""
     words = program()
-    given = [Path(words[words.index("-F") + 1])] if "-F" in words[:-1] else []
     home = Path.home() / ".ssh"
+    config = Path(words[words.index("-F") + 1]) if "-F" in words[:-1] else home / "config"
+    places = {
+        config: r"(?im)^\s*host(?:name)?\s+(.*)",
+        home / "known_hosts": r"(?m)^(\S+)",
+        Path("/etc/hosts"): r"(?m)^\s*[\da-f.:]+\s+([^#\n]*)",
+    }
     found: set[str] = set()
-    for path in given or [home / "config"]:
-        blocks = (line.split()[1:] for line in _lines_of(path) if line.lower().startswith(("host ", "hostname ")))
-        found |= {name for block in blocks for name in block}
-    for line in _lines_of(home / "known_hosts"):
-        found |= {name.removeprefix("[").partition("]")[0] for name in line.split()[0].split(",")}
-    for line in _lines_of(Path("/etc/hosts")):
-        found |= set(line.partition("#")[0].split()[1:])
+    for path, pattern in places.items():
+        with suppress(OSError):
+            for text in re.findall(pattern, path.read_text(encoding="utf-8", errors="replace")):
+                found |= {name.removeprefix("[").partition("]")[0] for name in re.split(r"[\s,]+", text.lower())}
     # Neither patterns nor hashes nor addresses.
-    return {name.lower() for name in found if _NAME.fullmatch(name)}
-
-
-def _lines_of(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return {name for name in found if _NAME.fullmatch(name)}
 
 
 def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:

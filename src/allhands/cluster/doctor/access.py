@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from allhands.cluster import ssh
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login
@@ -182,22 +182,27 @@ def check_versions(cluster: Cluster) -> Iterator[Found]:
     """Versions are equal where :mod:`allhands.runtime.versions` demands it; other differences are noted."""
     known = [(host, facts) for host, facts in cluster.answered() if facts.python.python_version and _new_enough(facts)]
     for name in MUST_BE_EQUAL:
-        have = [(host, facts, required(facts.software)[name]) for host, facts in known if facts.version(name)]
-        for host, facts, wanted, message in _other_versions(name, have):
+        for host, facts, wanted, message in _other_versions(known, name, name, required):
             remade = name == "python" or (name == "allhands" and SOURCE in wanted)
             remedy = _init(cluster, host, wanted) if remade else _same_package(host, facts, name, wanted)
             yield host.name, "stop", message, remedy
     for name in MAY_DIFFER:
-        have = [(host, facts, facts.version(name) or "") for host, facts in known if facts.version("allhands")]
-        for host, facts, wanted, message in _other_versions(name, have):
+        for host, facts, wanted, message in _other_versions(known, name, "allhands", dict):
             if name in merely_different(facts.software, wanted):
                 yield host.name, "note", f"{message}: {harmless(name)}", _same_package(host, facts, name, wanted)
 
 
 def _other_versions(
-    name: str, have: Sequence[tuple[HostReport, HostFacts, str]]
+    known: Sequence[tuple[HostReport, HostFacts]],
+    name: str,
+    needs: str,
+    compared: Callable[[Mapping[str, str]], Mapping[str, str]],
 ) -> Iterator[tuple[HostReport, HostFacts, Mapping[str, str], str]]:
-    """Yield each computer without the usual version, with the usual software and a message."""
+    """Yield each computer without the usual version, with the usual software and a message.
+
+    Computers without the package ``needs`` do not count; ``compared`` makes the versions to compare of a software.
+    """
+    have = [(one, facts, compared(facts.software).get(name, "")) for one, facts in known if facts.version(needs)]
     if not have:
         return
     common = usual([value for *_, value in have])

@@ -15,9 +15,9 @@ from allhands.cluster.doctor.findings import (
     new_hostfile,
     on,
     pip_install,
-    plural,
     usual,
 )
+from allhands.io.formatting import counted
 
 FEWEST_FILES, FEW_FILES, ENOUGH_FILES = 256, 1024, 4096
 LEAST_LOCKED = 64 << 20
@@ -32,19 +32,18 @@ def check_slots(cluster: Cluster) -> Iterator[Found]:
     """Each rank has a GPU of its own, or at least a core."""
     for host, facts in cluster.answered():
         cores, gpus = facts.processor.usable, sum(gpu.kind == "cuda" for gpu in facts.gpus)
-        severity, message, right = "warn", f"{plural(host.slots, 'slot')}, but ", gpus
+        severity: Severity = "warn"
         if cluster.backend == "nccl" and host.slots > gpus:
-            severity, message = "stop", f"{message}{plural(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank"
-        elif gpus and host.slots > gpus:
-            message += plural(gpus, "NVIDIA GPU")
-        elif not facts.gpus and host.slots > cores:
-            message, right = message + plural(cores, "core"), cores
-        elif any(gpu.kind == "metal" for gpu in facts.gpus) and host.slots > 1:
-            message, right = f"{host.slots} slots share one GPU: no faster than one", 1
+            severity, right, lack = "stop", gpus, f"{counted(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank"
+        elif facts.gpus and not gpus:
+            right, lack = 1, "one GPU that they share: no faster than one"
+        elif gpus:
+            right, lack = gpus, counted(gpus, "NVIDIA GPU")
         else:
-            continue
-        remedy = new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
-        yield host.name, severity, message, remedy
+            right, lack = cores, counted(cores, "core")
+        if host.slots > right:
+            remedy = new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
+            yield host.name, severity, f"{counted(host.slots, 'slot')}, but {lack}", remedy
 
 
 def _by_ring(cluster: Cluster) -> str:
@@ -183,7 +182,7 @@ def check_sleep(cluster: Cluster) -> Iterator[Found]:
     """No Mac falls asleep during a run."""
     for host, _, mac in _macs(cluster):
         if mac.sleep_minutes and not mac.kept_awake:
-            message = f"it sleeps after {plural(mac.sleep_minutes, 'minute')} without a person"
+            message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without a person"
             command = "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0"
             yield host.name, "warn", message, on(host, command)
 

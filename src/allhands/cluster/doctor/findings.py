@@ -99,11 +99,6 @@ def listed(names: Iterable[str], most: int = 4) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 slot``, ``2 slots``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def usual(values: Sequence[T]) -> T:
     """Return the most frequent value; of equally frequent ones the first."""
     return max(dict.fromkeys(values), key=values.count)

@@ -7,27 +7,23 @@ and all weights; both at four bytes a parameter.
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from allhands.cluster.doctor.facts import Cluster, LinkSpeed, Network, NetworkFailure
 from allhands.cluster.figures import Figures
 from allhands.cluster.hosts import Host
 from allhands.cluster.probes.trees import located
 from allhands.errors import AllhandsError
+from allhands.run.model_sizes import adapter_weights, all_weights
+from allhands.run.training_memory import blocks_of
 
 LORA_RANK, LORA_LAYERS = 8, 16  # the defaults of training
 BYTES_A_PARAMETER = 4
 _MEASURE_S = 90.0
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # The back-ends of a group that allhands starts on several computers.
 _STARTED = ("auto", "ring", "nccl")
-Shapes = dict[str, tuple[int, ...]]
 
 
 def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], None]) -> Network:
@@ -71,51 +67,20 @@ def _by_host(hosts: Sequence[Host], whole: Figures) -> dict[str, float]:
 
 
 def trained_parameters(cluster: Cluster) -> dict[str, int]:
-    """Return the parameters that LoRA and full training train, of the model on this computer; empty if it has none."""
+    """Return the parameters that LoRA and full training train, of the model on this computer; empty if not known."""
     path = located("model", cluster.model) if cluster.model else None
     for host in cluster.hosts:
         if host.ssh is None and (tree := host.tree("model")) is not None:
             path = tree.path
-    shapes = shapes_of(Path(path)) if path else {}
-    return {"LoRA": lora_parameters(shapes), "full": full_parameters(shapes)} if shapes else {}
-
-
-def shapes_of(directory: Path) -> Shapes:
-    """Return the shapes of a model's weights, from the heads of its files.
-
-    A packed weight has its unpacked shape; its scales and biases are left out. The result is empty if a file cannot
-    be read.
-    """
-    shapes: Shapes = {}
-    packed: set[str] = set()
-    try:
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, "numpy") as weights:
-                for name in weights.keys():  # noqa: SIM118 - it is no mapping
-                    array: Any = weights.get_slice(name)
-                    shapes[name] = tuple(array.get_shape())
-                    packed |= {name} if array.get_dtype() == "U32" else set()
-        config = cast("dict[str, Any]", json.loads((directory / "config.json").read_bytes()))
-    except (OSError, ValueError, SafetensorError):
+    if not path:
         return {}
-    settings = cast("dict[str, Any]", config.get("quantization") or config.get("quantization_config") or {})
-    for name in packed:
-        own = settings.get(name.removesuffix(".weight"))
-        bits: int = (own if isinstance(own, dict) else settings).get("bits", settings.get("bits", 4))
-        shapes[name] = (*shapes[name][:-1], shapes[name][-1] * 32 // bits)
-        for part in ("scales", "biases"):
-            shapes.pop(f"{name.removesuffix('weight')}{part}", None)
-    return shapes
-
-
-def lora_parameters(shapes: Shapes, rank: int = LORA_RANK, num_layers: int = LORA_LAYERS) -> int:
-    """Count the parameters of adapters on every linear layer of the last blocks; each expert has its own."""
-    numbers = {name: int(found.group(1)) for name in shapes if (found := _LAYER.search(name))}
-    first = max(numbers.values(), default=0) + 1 - num_layers
-    adapted = [shapes[name] for name, number in numbers.items() if number >= first and name.endswith(".weight")]
-    return sum(math.prod(s[:-2]) * rank * (s[-1] + s[-2]) for s in adapted if len(s) in (2, 3))
-
-
-def full_parameters(shapes: Shapes) -> int:
-    """Count the parameters of all weights."""
-    return sum(map(math.prod, shapes.values()))
+    try:
+        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_bytes())
+        blocks = blocks_of(config)
+    except (OSError, ValueError, AttributeError):
+        return {}
+    if blocks is None:
+        return {}
+    layers = min(LORA_LAYERS, blocks.layers)
+    whole = all_weights(blocks, tied=bool(config.get("tie_word_embeddings")))
+    return {"LoRA": adapter_weights(blocks, layers, LORA_RANK, None), "full": whole}

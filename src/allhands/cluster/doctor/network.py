@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Interface, LinkSpeed, Network, Reach
 from allhands.cluster.doctor.findings import Check, Found, Severity, listed, new_hostfile, on, on_mac
-from allhands.cluster.doctor.paths import CABLES, HostPair, kind_name, networks, ordered_pairs, pairs_between, used
+from allhands.cluster.doctor.paths import CABLES, choose, kind_name, networks, rank_of, used
 from allhands.io.formatting import format_bytes
 
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s: no cable of this century
@@ -30,18 +32,18 @@ _MEANING = {
 def check_address(cluster: Cluster) -> Iterator[Found]:
     """Each computer has the addresses of its hostfile entry."""
     for host, facts in cluster.answered():
-        own = list(networks(facts))
-        ips = [ip for _, ip, _ in own]
+        own = {ip: network for _, ip, network in networks(facts)}
         for ip, reason in host.bind_errors.items():
-            if ip in ips:
+            if ip in own:
                 yield host.name, "stop", f"it cannot listen at its address {ip}: {reason}", on(host, "ulimit -n; ss -s")
                 continue
             # An address in a network of another computer's address, else the first one.
             others = [ipaddress.ip_address(ip) for one in cluster.hosts if one is not host for ip in one.addresses]
-            near = [ip for _, ip, network in own if any(other in network for other in others)]
-            show = on(host, "ifconfig | grep 'inet '" if on_mac(host) else "ip -br -4 addr")
-            remedy = new_hostfile(cluster, {host.name: {"ips": [(near or ips)[0]]}}) if ips else show
-            message = f"{ip} is not an address of it ({reason}); it has {listed(ips) or 'none'}"
+            near = [ip for ip, network in own.items() if any(other in network for other in others)]
+            remedy = on(host, "ifconfig | grep 'inet '" if on_mac(host) else "ip -br -4 addr")
+            if own:
+                remedy = new_hostfile(cluster, {host.name: {"ips": [*near, *own][:1]}})
+            message = f"{ip} is not an address of it ({reason}); it has {listed(own) or 'none'}"
             yield host.name, "stop", message, remedy
 
 
@@ -51,20 +53,22 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
 def check_ports(cluster: Cluster) -> Iterator[Found]:
     """Every computer can connect to every other one, by the addresses that ranks will use."""
     failed = [reach for reach in cluster.reached if _fails(reach)]
-    failed = [reach for reach in failed if not _is_echo(cluster, reach, failed)]
-    mute = [name for name in dict.fromkeys(reach.source for reach in failed) if _is_mute(cluster, name)]
-    for name in mute:
-        yield _mute_finding(cluster, name, [reach for reach in failed if reach.source == name])
+    mute: dict[str, list[Reach]] = defaultdict(list)
     groups: dict[tuple[str, str, str], list[Reach]] = defaultdict(list)
-    for reach in (reach for reach in failed if reach.source not in mute):
-        lost = _misled(cluster, reach)
-        if lost is not None:
+    for reach in failed:
+        if _is_echo(cluster, reach, failed):
+            continue
+        if _is_mute(cluster, reach.source):
+            mute[reach.source].append(reach)
+        elif (lost := _misled(cluster, reach)) is not None:
             yield lost
         else:
             groups[reach.target, reach.ip, reach.outcome].append(reach)
+    for name, reached in mute.items():
+        yield _mute_finding(cluster, name, reached)
     for (target, ip, outcome), reached in groups.items():
-        sources = [cluster.host(reach.source) for reach in reached]
-        names = tuple(dict.fromkeys(host.name for host in sources))
+        names = tuple(dict.fromkeys(reach.source for reach in reached))
+        sources = [cluster.host(name) for name in names]
         stranger = outcome == "stranger"
         remedy = on(sources[0], f"ping -c 3 {ip}") if stranger else _open(cluster.host(target), sources)
         yield (target, *names), "stop", f"from {listed(names)} to it at {ip}: {_MEANING[outcome]}", remedy
@@ -94,12 +98,8 @@ def _is_echo(cluster: Cluster, reach: Reach, failed: Sequence[Reach]) -> bool:
     if any(other.outcome in ("forbidden", "unreachable") for other in back):
         return True
     # Neither reaches the other: a firewall that keeps connections out keeps answers out, too.
-    return bool(_walls(cluster.host(reach.source))) and not _walls(cluster.host(reach.target))
-
-
-def _walls(host: HostReport) -> set[str]:
-    """Return the names of the host's firewalls that shut something."""
-    return {wall.name for wall in host.facts.firewalls} if host.facts else set()
+    source, target = cluster.host(reach.source).facts, cluster.host(reach.target).facts
+    return bool(source and source.firewalls) and not (target and target.firewalls)
 
 
 def _is_mute(cluster: Cluster, name: str) -> bool:
@@ -134,17 +134,18 @@ def _open(host: HostReport, others: Sequence[HostReport], way: str = "in") -> st
 
 
 def _rules(host: HostReport, peers: Sequence[str], way: str) -> list[str]:
-    walls = _walls(host)
+    """Return the commands that open the host's firewalls for other computers."""
+    walls = {wall.name: wall.ways for wall in host.facts.firewalls} if host.facts else {}
     if "ufw" in walls:
         return [f"sudo ufw allow {'out to' if way == 'out' else 'from'} {peer}" for peer in peers]
     if "firewalld" in walls:
         added = [f"sudo firewall-cmd --permanent --zone=trusted --add-source={peer}" for peer in peers]
         return [*added, "sudo firewall-cmd --reload"]
-    if "nft" in walls and "iptables" not in walls:
+    if list(walls) == ["nft"]:
         return ["sudo nft list ruleset"]
-    ways = {way for wall in host.facts.firewalls for way in wall.ways} if host.facts else set[str]()
     chains = {"in": "INPUT -s", "out": "OUTPUT -d"}
-    return [f"sudo iptables -I {chains[one]} {','.join(peers)} -j ACCEPT" for one in sorted(ways) or [way]]
+    ways = sorted(set().union(*walls.values())) or [way]
+    return [f"sudo iptables -I {chains[one]} {','.join(peers)} -j ACCEPT" for one in ways]
 
 
 def _networks_of(host: HostReport, others: Sequence[HostReport]) -> list[str]:
@@ -174,7 +175,7 @@ def _set_mtu(host: HostReport, interface: str, mtu: int) -> str:
 def check_mtu(cluster: Cluster) -> Iterator[Found]:
     """Both ends of a link have the same packet size."""
     seen: set[tuple[str, str]] = set()
-    for first, facts, second, others in ordered_pairs(cluster):
+    for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         for ip in second.addresses:
             near, far = used(facts, ip), others.interface_of(ip)
             if near is None or far is None or (first.name, near.name) in seen:
@@ -191,7 +192,7 @@ def check_mtu(cluster: Cluster) -> Iterator[Found]:
 def check_route(cluster: Cluster) -> Iterator[Found]:
     """Packets take the best way: the cable, and the interface in whose network the address is."""
     reported: set[frozenset[str]] = set()
-    for first, facts, second, others in ordered_pairs(cluster):
+    for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         names = (first.name, second.name)
         # The check of ports reports ways on which nothing passes.
         ips = [reach.ip for reach in cluster.reached if (reach.source, reach.target) == names and not _fails(reach)]
@@ -225,26 +226,22 @@ def _slow_way(
 ) -> tuple[Severity, str, str] | None:
     """Return a fault if the two talk over Wi-Fi, or a slower cable, while a better one joins them."""
     ip = second.addresses[0]
-    way = used(facts, ip)
-    if way is None:
+    if (way := used(facts, ip)) is None:
         return None
     end = others.interface_of(ip) or way
     wireless = "wifi" in (way.kind, end.kind)
-    pairs = pairs_between(facts, others)
-    taken = next((pair for pair in pairs if pair.ips[1] == ip and pair.interfaces[0].name == way.name), None)
-    better = next((pair for pair in pairs if _is_cable(pair)), None)
-    if better is not None and ip not in better.ips and (taken is None or better.rank[0] > taken.rank[0]):
-        changes = {name: {"ips": [ip]} for name, ip in zip((first.name, second.name), better.ips, strict=True)}
-        message = f"they talk over {kind_name(way)}, though {kind_name(better.interfaces[0])} joins them"
-        return "warn" if wireless or taken is not None else "note", message, new_hostfile(cluster, changes)
+    best = choose({first.name: facts, second.name: others}).choices
+    better = [choice.kind for choice in best.values() if choice.kind in CABLES]
+    if len(better) == 2 and rank_of(way.kind, end.kind) > rank_of(*better):
+        near = any(ipaddress.ip_address(ip) in network for _, _, network in networks(facts))
+        over = f"{best[first.name].interface} ({kind_name(better[0])})"
+        message = f"they talk over {way.name} ({kind_name(way.kind)}), though {over} joins them"
+        hostfile = new_hostfile(cluster, {name: {"ips": [choice.ip]} for name, choice in best.items()})
+        return "warn" if wireless or near else "note", message, hostfile
     if wireless:
         message = f"they talk over Wi-Fi ({way.name} to {end.name}): every step waits for it; join them by a cable"
         return "warn", message, _show_route(first, ip)
     return None
-
-
-def _is_cable(pair: HostPair) -> bool:
-    return all(interface.kind in CABLES for interface in pair.interfaces)
 
 
 # --- the measurement ----------------------------------------------------------------------------------
@@ -308,36 +305,26 @@ def _first_interface(cluster: Cluster, name: str) -> Interface | None:
 
 def check_latency(cluster: Cluster) -> Iterator[Found]:
     """Packets are there and back in no time."""
-    best: dict[tuple[str, str], float] = {}
+    best: dict[tuple[str, ...], float] = {}
     for reach in cluster.reached:
-        names = min(reach.source, reach.target), max(reach.source, reach.target)
-        if reach.ms is not None:
-            best[names] = min(reach.ms, best.get(names, reach.ms))
+        names = tuple(sorted((reach.source, reach.target)))
+        best[names] = min(best.get(names, math.inf), math.inf if reach.ms is None else reach.ms)
     for names, ms in best.items():
-        if ms > SLOW_MS:
-            target = cluster.host(names[1])
-            remedy = on(cluster.host(names[0]), f"ping -c 10 {[*target.addresses, target.name][0]}")
-            yield (
-                names,
-                "warn",
-                f"a packet takes {ms:.1f} ms between them and back: every exchange waits for it",
-                remedy,
-            )
+        if SLOW_MS < ms < math.inf:
+            source, target = map(cluster.host, names)
+            message = f"a packet takes {ms:.1f} ms between them and back: every exchange waits for it"
+            yield names, "warn", message, on(source, f"ping -c 10 {[*target.addresses, target.name][0]}")
 
 
 def _several(cluster: Cluster) -> bool:
     return len(list(cluster.answered())) > 1
 
 
-def _tried(cluster: Cluster) -> bool:
-    return bool(cluster.reached)
-
-
 CHECKS = (
     Check("address", "addresses", check_address, lambda cluster: any(host.addresses for host in cluster.hosts)),
-    Check("ports", "ports", check_ports, _tried),
-    Check("packets", "large packets", check_packets, _tried),
-    Check("latency", "latency", check_latency, _tried),
+    Check("ports", "ports", check_ports, lambda cluster: bool(cluster.reached)),
+    Check("packets", "large packets", check_packets, lambda cluster: bool(cluster.reached)),
+    Check("latency", "latency", check_latency, lambda cluster: bool(cluster.reached)),
     Check("route", "routes", check_route, _several),
     Check("mtu", "packet sizes (MTU)", check_mtu, _several),
     Check("network", "a real MLX group", check_network, lambda cluster: cluster.network is not None),

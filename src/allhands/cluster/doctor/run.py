@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,15 +19,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from allhands.cluster import ssh
+from allhands.cluster.addresses import remote_address
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login, Network, Reach, Tree
-from allhands.cluster.doctor.findings import Finding, plural
+from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
 from allhands.cluster.doctor.session import NOT_UNDERSTOOD, Session, SessionRefused, Untold, clock_offset
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
+from allhands.io.formatting import counted
 
 _CONNECT_S = 4.0  # for a connection between two computers
 _LOGIN_S = 8.0  # for an ssh between them
@@ -97,7 +98,7 @@ def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
     Takes no longer than a few times ``options.timeout_s``, however many computers hang, while nothing large is read.
     """
     with _patients(hosts) as patients:
-        options.progress(f"asking {plural(len(patients), 'computer')}")
+        options.progress(f"asking {counted(len(patients), 'computer')}")
         _each(patients, _find_addresses)
         _own_address(patients)
         _begin(patients, options.timeout_s)
@@ -178,24 +179,13 @@ def _ask_each(patients: Sequence[Patient], doing: str, question: Callable[[Patie
 
 
 def _find_addresses(patient: Patient) -> None:
-    """Find the addresses by which others would connect to a computer, as the ring does."""
-    host = patient.host
-    if host.ips or host.ssh is None:
-        patient.addresses = host.ips
-        return
-    name = host.ssh
-    try:
-        name = ssh.real_name(host.ssh)
-        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-    except OSError as error:
-        patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name}: {error.strerror}")
-    except AllhandsError as error:
-        patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
-    else:
-        if address.startswith("127."):
-            patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name} is {address}, which is this computer")
-        else:
-            patient.addresses = (address,)
+    """Find the address by which others would connect to a computer, as the ring does."""
+    patient.addresses = patient.host.ips
+    if not patient.addresses and patient.host.ssh is not None:
+        try:
+            patient.addresses = (remote_address(patient.host),)
+        except AllhandsError as error:
+            patient.told["trouble"] = FactTrouble(kind="address", reason=error.message)
 
 
 def _own_address(patients: Sequence[Patient]) -> None:

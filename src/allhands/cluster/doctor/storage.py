@@ -23,25 +23,27 @@ _METAL_SHARE = 0.75
 def check_memory(cluster: Cluster) -> Iterator[Found]:
     """The model fits into the memory of each device, and into the free part of it."""
     for host, facts in cluster.answered():
-        total, free, where = device_memory(facts)
-        # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
-        copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
-        needed = _weights(cluster, host) * copies
-        size = f"{copies} copies of the model" if copies > 1 else "the model"
-        memory = facts.memory
-        if total and needed > total:
-            smaller = f"allhands model get {shlex.quote(cluster.model or 'MODEL')} --quantize 4 --out models/smaller"
-            message = f"{size}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}"
-            yield host.name, "stop", message, smaller
-            continue
-        if total and needed and needed * WORKING_SHARE > free:
-            message = f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
-        elif memory.total and memory.free < LEAST_FREE_MEMORY:
-            message = f"only {format_bytes(memory.free)} of memory are free"
-        else:
-            continue
-        largest = "ps -Amo rss,pid,comm" if on_mac(host) else "ps -eo rss,pid,comm --sort=-rss"
-        yield host.name, "warn", message, on(host, f"{largest} | head -n 12")
+        if found := _memory_fault(cluster, host, facts):
+            yield host.name, *found
+
+
+def _memory_fault(cluster: Cluster, host: HostReport, facts: HostFacts) -> tuple[Severity, str, str] | None:
+    total, free, where = device_memory(facts)
+    # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
+    copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
+    needed = _weights(cluster, host) * copies if total else 0
+    size = f"{copies} copies of the model" if copies > 1 else "the model"
+    if needed > total:
+        smaller = f"allhands model get {shlex.quote(cluster.model or 'MODEL')} --quantize 4 --out models/smaller"
+        return "stop", f"{size}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}", smaller
+    if needed and needed * WORKING_SHARE > free:
+        message = f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
+    elif facts.memory.total and facts.memory.free < LEAST_FREE_MEMORY:
+        message = f"only {format_bytes(facts.memory.free)} of memory are free"
+    else:
+        return None
+    largest = "ps -Amo rss,pid,comm" if on_mac(host) else "ps -eo rss,pid,comm --sort=-rss"
+    return "warn", message, on(host, f"{largest} | head -n 12")
 
 
 def _weights(cluster: Cluster, host: HostReport) -> int:
@@ -127,27 +129,32 @@ def _copies(cluster: Cluster, role: str) -> list[tuple[HostReport, Tree]]:
 
 
 def _check_trees(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
-    copies = _copies(cluster, role)
-    for host, tree in copies:
+    readable: list[tuple[HostReport, Tree]] = []
+    for host, tree in _copies(cluster, role):
         if tree.error is not None:
             show = on(host, f"ls -la {shlex.quote(tree.path or tree.source)}")
             yield host.name, "stop", f"the {role} cannot be read: {tree.error}", show
-    readable = [(host, tree) for host, tree in copies if tree.error is None]
-    absent = [host.name for host, tree in readable if tree.path is None]
-    fetched, sync = _is_fetched(copies, source), _sync(cluster, role)
+        elif tree.path is not None:
+            readable.append((host, tree))
+    yield from _absent(cluster, role, source)
+    yield from _differences(readable, role, _sync(cluster, role))
+
+
+def _absent(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
+    """Yield the computers without a copy."""
+    copies, sync = _copies(cluster, role), _sync(cluster, role)
+    fetched = _is_fetched(copies, source)
     severity: Severity = "warn" if fetched else "stop"
-    if copies and len(absent) == len(copies):
-        message = f"no computer has the {role} {source}"
-        remedy = f"ls -ld {shlex.quote(source)}"
-        if fetched:
-            message += " yet: each would fetch it when training starts"
-            remedy = f"allhands model get {shlex.quote(source)} && {sync}" if role == "model" else sync
-        yield tuple(absent), severity, message, remedy
-        return
-    for name in absent:
+    absent = [host.name for host, tree in copies if tree.error is None and tree.path is None]
+    if len(absent) < len(copies):
         later = " yet, and would fetch it when training starts" if fetched else ""
-        yield name, severity, f"it does not have the {role} {source}{later}", sync
-    yield from _differences([(host, tree) for host, tree in readable if tree.path is not None], role, sync)
+        yield from ((name, severity, f"it does not have the {role} {source}{later}", sync) for name in absent)
+        return
+    message, remedy = f"no computer has the {role} {source}", f"ls -ld {shlex.quote(source)}"
+    if fetched:
+        message += " yet: each would fetch it when training starts"
+        remedy = f"allhands model get {shlex.quote(source)} && {sync}" if role == "model" else sync
+    yield tuple(absent), severity, message, remedy
 
 
 def _is_fetched(copies: Sequence[tuple[HostReport, Tree]], source: str) -> bool:

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allhands.cluster.setup import hostfile, network, plan, thunderbolt
+from allhands.cluster.doctor.paths import choose
+from allhands.cluster.hosts import host_from_name
+from allhands.cluster.setup import hostfile, plan, thunderbolt
 from allhands.cluster.setup.execute import Failed, run_step
-from allhands.cluster.setup.outcome import Person, Report, SetupOutcome, Wishes, hosts_of
+from allhands.cluster.setup.outcome import Person, Report, SetupOutcome, Wishes
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell, access_of
 from allhands.cluster.setup.source import find_source
 from allhands.cluster.setup.state import Access, CannotSetUp, Installed, SetupHostState, SetupSource
 from allhands.cluster.setup.survey import facts_of, installed_in
 from allhands.errors import AllhandsError, ConfigError
+from allhands.io.formatting import counted
 from allhands.runtime.threads import side_by_side
 
 _CONNECT_S = 10.0
@@ -33,7 +36,7 @@ class SetUp:
         self._shell = Shell()
         self._wanted = wishes.wanted
         self._only_shows = wishes.mode in ("dry-run", "refuse")
-        self.report = Report([SetupOutcome(name, host) for name, host in hosts_of(",".join(wishes.names))])
+        self.report = Report([SetupOutcome(name, host_from_name(name)) for name in wishes.names])
 
     def run(self) -> Report:
         """Set the computers up; running commands are ended if this is interrupted."""
@@ -180,7 +183,7 @@ class SetUp:
 
     def _equip_all(self, plans: Mapping[str, Sequence[Step]], steps: Sequence[Step]) -> None:
         lacking = [outcome for outcome in self._usable() if plans[outcome.name]]
-        count = f"{len(lacking)} computer{'s' if len(lacking) > 1 else ''}"
+        count = counted(len(lacking), "computer")
         if self._agreed(f"To be done on {count}:", steps, f"do this on {count}?"):
             side_by_side(lambda outcome: self._equip_one(outcome, plans[outcome.name]), lacking)
         elif not self._only_shows:
@@ -271,7 +274,7 @@ class SetUp:
         return new or mode == "yes" or self._person.agrees(question)
 
     def _address(self, ready: Sequence[SetupOutcome]) -> None:
-        chosen = network.choose({outcome.name: outcome.facts for outcome in ready if outcome.facts})
+        chosen = choose({outcome.name: outcome.facts for outcome in ready if outcome.facts})
         self.report.why, self.report.warning = chosen.why, chosen.warning
         if len(ready) > 1 and not chosen.choices:
             self.report.warning = "write their addresses into the hostfile as ips"

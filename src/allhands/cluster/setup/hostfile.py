@@ -34,22 +34,22 @@ def compose(
         old: the content of an earlier hostfile. Its other hosts stay, and settings that a person may have chosen; but
             RDMA devices are counted by their places, so with them other hosts do not stay.
     """
+    wired, earlier = wiring or Wiring(None, (), {}), old or {}
     found = {entry["ssh"]: dict(entry) for entry in entries}
-    content: dict[str, Any] = {"envs": []}
-    if wiring is not None:
-        found = {name: found[name] for name in wiring.hosts if name in found} | found
-        for name, (ips, rdma) in wiring.hosts.items():
-            devices = [list(one) if isinstance(one, tuple) else one for one in rdma]
-            found[name] |= {"ips": list(ips)} | ({"rdma": devices} if devices else {})
-        content = ({"backend": wiring.backend} if wiring.backend else {}) | {"envs": list(wiring.envs)}
-    if old is not None:
-        found = _merged(found, old)
-        kept: Any = old.get("envs", [])
-        words = [f"{name}={value}" for name, value in kept.items()] if isinstance(kept, dict) else kept
-        content = {key: old[key] for key in ("backend",) if key in old} | content
-        content["envs"] = [*dict.fromkeys((*words, *content["envs"]))]
-    content["hosts"] = [{key: one[key] for key in _ORDER if key in one} for one in found.values()]
+    found = {name: found[name] for name in wired.hosts} | found
+    for name, (ips, rdma) in wired.hosts.items():
+        found[name] |= {"ips": ips} | ({"rdma": rdma} if rdma else {})
+    backend = wired.backend or earlier.get("backend")
+    content: dict[str, Any] = {"backend": backend} if backend else {}
+    content["envs"] = [*dict.fromkeys((*_words(earlier.get("envs", [])), *wired.envs))]
+    hosts = _merged(found, earlier).values()
+    content["hosts"] = [{key: one[key] for key in _ORDER if key in one} for one in hosts]
     return json.dumps(content, indent=2) + "\n"
+
+
+def _words(envs: Any) -> list[str]:
+    """Return variables as ``NAME=value``."""
+    return [f"{name}={value}" for name, value in envs.items()] if isinstance(envs, dict) else envs
 
 
 def _merged(found: dict[str, dict[str, Any]], old: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from allhands.cluster.doctor.facts import HostFacts
+from allhands.cluster.doctor.paths import NetworkChoice
 from allhands.cluster.hosts import Host, host_from_name
-from allhands.cluster.setup.network import NetworkChoice
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.state import SetupHostState, WantedSetup
 from allhands.cluster.setup.survey import Surveyor

@@ -40,17 +40,12 @@ class CommandDone:
     def last_line(self) -> str:
         """The last error line, or else the last line; without control characters."""
         for text in (self.errors, self.output):
-            lines = [line for line in (printable(line).strip() for line in text.splitlines()) if line]
+            lines = ssh.printable_lines(text)
             errors = [line for line in lines if line.lower().startswith(_ERRORS)]
             causes = [line for line in lines if not line.lower().startswith(_FOLLOWS)]
             if lines:
                 return (errors or causes or lines)[-1][:_MOST_SHOWN]
         return "no answer in time" if self.code is None else f"it ended with code {self.code}"
-
-
-def printable(text: str) -> str:
-    """Remove control characters."""
-    return "".join(letter for letter in text if letter.isprintable())
 
 
 def on(target: str | None, argv: Sequence[str]) -> list[str]:
@@ -227,9 +222,9 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
         shell.run([*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True)
         if not notes.exists():
             return ()
-        prints = shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output.splitlines()
+        prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)
         lines = [line for line in notes.read_text().splitlines() if line.strip()]
-        return tuple(HostKey(line, printable(text)) for line, text in zip(lines, prints, strict=False))
+        return tuple(HostKey(line, text) for line, text in zip(lines, prints, strict=False))
 
 
 def _noting_in(notes: Path) -> list[str]:
