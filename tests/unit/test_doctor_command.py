@@ -148,9 +148,9 @@ def test_hosts_by_name(check: Examined) -> None:
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ([], "--hostfile"),
-        (["--hostfile", "x.json", "--hosts", "a"], "--hosts"),
-        (["--hosts", ","], "--hosts"),
+        ([], "--hostfile, --hosts"),
+        (["--hostfile", "x.json", "--hosts", "a"], "--hostfile, --hosts"),
+        (["--hosts", ","], "--hostfile, --hosts"),
         (["--hosts", "a;reboot"], "--hosts"),
         (["--hosts", "-oProxyCommand=x"], "--hosts"),
         (["--hosts", "a", "--backend", "mpich"], "--backend"),

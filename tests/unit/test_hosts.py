@@ -284,7 +284,7 @@ def test_a_name_is_refused_or_harmless(text: str) -> None:
     [
         ("node1", "node1\n"),
         ("node1,me@node2:3, 10.0.0.7:2", "node1\nme@node2 slots=3\n10.0.0.7 slots=2\n"),
-        ("fd00::1,[fd00::2]:2", "[fd00::1]\n[fd00::2] slots=2\n"),
+        ("fd00::1,[fd00::2]:2", "fd00::1\n[fd00::2] slots=2\n"),
     ],
 )
 def test_names_become_a_hostfile_that_says_the_same(tmp_path: Path, names: str, content: str) -> None:

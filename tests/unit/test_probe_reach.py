@@ -64,9 +64,8 @@ def test_who_knows_the_secret_is_answered_and_sees_large_packets_pass() -> None:
         assert (fact["outcome"], fact["source"]) == ("ok", "127.0.0.1")
         assert 0 < fact["ms"] < 5000
         # Again, and from several at once.
-        assert [f["outcome"] for f in reach.reach_facts([{"ip": "127.0.0.1", "port": port}] * 8, "s", 5.0)] == [
-            "ok"
-        ] * 8
+        outcomes = reach.all_at_once(lambda _: {"outcome": outcome(port, timeout_s=5.0)}, [{}] * 8)
+        assert [one["outcome"] for one in outcomes] == ["ok"] * 8
 
 
 def test_a_wrong_secret_gets_nothing() -> None:
@@ -234,16 +233,16 @@ def test_a_closed_listener_is_closed() -> None:
 
 def test_logins() -> None:
     logins = [
-        {"target": "a", "argv": ["sh", "-c", "exit 0"]},
-        {"target": "b", "argv": ["sh", "-c", "echo oh no >&2; exit 255"]},
-        {"target": "c", "argv": ["sleep", "30"]},
-        {"target": "d", "argv": ["no-such-ssh"]},
+        {"argv": ["sh", "-c", "exit 0"]},
+        {"argv": ["sh", "-c", "echo oh no >&2; exit 255"]},
+        {"argv": ["sleep", "30"]},
+        {"argv": ["no-such-ssh"]},
     ]
-    assert [(fact["target"], fact["code"], fact["said"]) for fact in reach.login_facts(logins, 1.0)] == [
-        ("a", 0, ""),
-        ("b", 255, "oh no\n"),
-        ("c", None, ""),
-        ("d", 127, "there is no ssh program"),
+    assert [(fact["code"], fact["said"]) for fact in (reach.login_fact(login, 1.0) for login in logins)] == [
+        (0, ""),
+        (255, "oh no\n"),
+        (None, ""),
+        (127, "there is no ssh program"),
     ]
 
 

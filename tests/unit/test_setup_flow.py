@@ -336,7 +336,7 @@ OLD = {"mac1": "10.0.0.1", "mac2": "10.0.0.2", "far": "10.0.9.1", "farther": "10
 
 def earlier(place: Path) -> str:
     """A hostfile of an earlier run, over more computers."""
-    entries = [hostfile.HostEntry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
+    entries = [hostfile.host_entry(name, (ip,), 1, "/env/bin/python", "/work") for name, ip in OLD.items()]
     (place / "hosts.json").write_text(hostfile.compose(entries))
     return (place / "hosts.json").read_text()
 

@@ -14,12 +14,12 @@ import pytest
 from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.setup import thunderbolt
-from allhands.cluster.setup.hostfile import HostEntry, check_output, compose, read_old, write
+from allhands.cluster.setup.hostfile import check_output, compose, host_entry, read_old, write
 from allhands.cluster.setup.thunderbolt import Wiring, backend_of, configure_step, joined, read_wiring
 from allhands.errors import ConfigError
 
-A = HostEntry("a", ("10.0.0.1",), 1, "/env/bin/python", "/work")
-B = HostEntry("me@b", ("10.0.0.2",), 4, "/b/bin/python", "/home/me/work")
+A = host_entry("a", ("10.0.0.1",), 1, "/env/bin/python", "/work")
+B = host_entry("me@b", ("10.0.0.2",), 4, "/b/bin/python", "/home/me/work")
 
 
 def hosts_of(text: str, directory: Path) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from allhands.cluster.doctor.facts import HostFacts
-from allhands.cluster.setup.network import choose
+from allhands.cluster.doctor.paths import choose
 
 CABLE, WIFI = ("en0", "ethernet", "192.168.1.{n}/24"), ("en1", "wifi", "192.168.2.{n}/24")
 THUNDERBOLT = ("en5", "thunderbolt", "10.10.0.{n}/30")
@@ -73,7 +73,7 @@ def test_macos_bridges_its_thunderbolt_ports() -> None:
 
 def test_what_is_said_about_the_choice() -> None:
     chosen = choose(pair(WIFI, CABLE))
-    assert chosen.why == "192.168.1.0/24 has all of them, over ethernet; rather than 192.168.2.0/24 (Wi-Fi)"
+    assert chosen.why == "192.168.1.0/24 has all of them, over Ethernet; rather than 192.168.2.0/24 (Wi-Fi)"
     assert chosen.warning is None
     assert "a, b: over Wi-Fi" in (choose(pair(WIFI)).warning or "")
     assert "made up" in (choose(pair(("en5", "thunderbolt", "169.254.7.{n}/16"))).warning or "")

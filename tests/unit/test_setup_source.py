@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import allhands
-from allhands.cluster.setup.look import fingerprint, look
 from allhands.cluster.setup.pack import pack
 from allhands.cluster.setup.source import find_source
 from allhands.errors import ConfigError
+from allhands.runtime.versions import fingerprint
 
 PACKAGE = Path(allhands.__file__).parent
 VERSION = importlib.metadata.version("allhands")
@@ -127,12 +127,3 @@ def test_what_is_no_source(wheel: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             find_source(text, tmp_path)
         assert (caught.value.where or "").startswith("--from")
-
-
-def test_looking_at_this_interpreter() -> None:
-    found = look(["allhands", "no-such-package"])
-    assert found["python"] == sys.executable
-    assert tuple(found["version"]) == sys.version_info[:3]
-    assert found["versions"] == {"allhands": VERSION}
-    assert found["fingerprint"] == fingerprint(str(PACKAGE))
-    assert found["problem"] is None

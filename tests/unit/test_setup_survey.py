@@ -11,9 +11,11 @@ import pytest
 from allhands.cluster.hosts import Host
 from allhands.cluster.setup.outcome import hosts_of
 from allhands.cluster.setup.shell import CommandDone, Shell, identity_of, known_hosts_of
+from allhands.cluster.setup.source import package_root
 from allhands.cluster.setup.state import CannotSetUp, SetupHostState, SetupIdentity, SetupSource
 from allhands.cluster.setup.survey import Surveyor, state_from, version_of, wanted_from
 from allhands.errors import ConfigError
+from allhands.runtime.versions import fingerprint
 
 PRETENDED = '#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done\nshift 2\n%s\nexec /bin/sh -c "$*"\n'
 SAID = (("home", "/home/me"), ("system", "Linux"), ("driver", ""), ("place", "/home/me/env"), ("end", ""))
@@ -65,6 +67,7 @@ def test_this_interpreter_as_a_candidate(home: Path) -> None:
     (one,) = state.installed
     assert (one.python, one.version, one.problem) == (sys.executable, sys.version_info[:3], None)
     assert one.versions["allhands"]
+    assert one.fingerprint == fingerprint(str(package_root()))
     assert (state.env_dir, state.cwd, state.cwd_exists) == ("/somewhere/env", str(home), True)
 
 

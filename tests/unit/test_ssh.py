@@ -157,9 +157,11 @@ def test_answers_within_its_time(pretended: Path, monkeypatch: pytest.MonkeyPatc
     silent = ssh.trouble("node1", 0.3)
     assert silent == SshTrouble(None, "look whether it is switched on; make `ssh node1 true` work without a question")
     _pretend(monkeypatch, tmp_path, "exit 1")
-    assert ssh.trouble("node1", 10) == SshTrouble(
-        "ssh ended with code 1", "make `ssh node1 true` work without a question"
-    )
+    failed = ssh.trouble("node1", 10)
+    assert failed is not None
+    assert (failed.kind, failed.lasting) == ("login", False)
+    assert failed.reason
+    assert "`ssh node1 true`" in failed.hint
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:

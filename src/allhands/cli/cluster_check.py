@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from allhands.cluster.doctor.checks import well
 from allhands.cluster.doctor.facts import Cluster, HostReport, LinkSpeed, Network
 from allhands.cluster.doctor.findings import Check, Finding
 from allhands.cluster.doctor.run import ClusterCheckOptions, diagnose
-from allhands.cluster.hosts import Host, host_from_name, hostfile_backend, read_hostfile
+from allhands.cluster.hosts import chosen_hosts, hostfile_backend
 from allhands.errors import ConfigError, DistributedError
-from allhands.io.formatting import format_bytes, format_duration
+from allhands.io.formatting import counted, format_bytes, format_duration
 from allhands.io.terminal import console_for, progress_console
 
 _WIDTH = 80
@@ -31,7 +32,7 @@ _STYLES = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 
 def cluster_check(asked: ClusterCheck) -> None:
     """Run the verb."""
-    computers = _computers(asked.hostfile, asked.hosts)
+    computers = chosen_hosts(asked.hosts, asked.hostfile)
     with _told() as progress:
         options = ClusterCheckOptions(
             option=_option(asked.hostfile, asked.hosts),
@@ -51,27 +52,6 @@ def cluster_check(asked: ClusterCheck) -> None:
         show(_console(), cluster, findings, well(cluster))
     if any(finding.severity == "stop" for finding in findings):
         raise typer.Exit(DistributedError.exit_code)
-
-
-def _computers(hostfile: Path | None, names: str | None) -> tuple[Host, ...]:
-    """Those that the person named, in one way or the other.
-
-    Raises:
-        ConfigError: neither or both ways, or something that is no name.
-    """
-    if (hostfile is None) == (names is None):
-        raise ConfigError(
-            "no computers are named" if hostfile is None else "computers are named twice",
-            where="--hostfile" if hostfile is None else "--hosts",
-            hint="give --hostfile hosts.json, or --hosts node1,node2",
-        )
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    words = [word.strip() for word in (names or "").split(",")]
-    found = {host.name: host for host in (host_from_name(word, "--hosts") for word in words if word)}
-    if not found:
-        raise ConfigError("no computers are named", where="--hosts", hint="give names, such as --hosts node1,node2")
-    return tuple(found.values())
 
 
 def _option(hostfile: Path | None, names: str | None) -> str:
@@ -155,7 +135,7 @@ def host_line(host: HostReport) -> str:
     facts = host.facts
     names = [gpu.name for gpu in facts.gpus]
     devices = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    cores = f"{facts.processor.usable} core{'s' * (facts.processor.usable != 1)}"
+    cores = counted(facts.processor.usable, "core")
     system = f"{facts.system.system} {facts.system.machine}"
     parts.append(", ".join([system, cores, format_bytes(facts.memory.total), *devices]))
     return "  ".join(parts)
@@ -199,7 +179,7 @@ def _with_detail(check: Check, cluster: Cluster) -> str:
         words = [f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions]
         return f"versions ({', '.join(words)})" if words else "versions"
     if check.name == "ports":
-        return f"ports ({len(cluster.reached)} way{'s' * (len(cluster.reached) != 1)})"
+        return f"ports ({counted(len(cluster.reached), 'way')})"
     if check.name in ("model", "data"):
         tree = next((tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None)
         how = "read and compared" if cluster.hashed and len(cluster.hosts) > 1 else "sizes compared"
@@ -223,10 +203,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     """The last line."""
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
-    more = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    if stops:
-        return f"{stops} thing{'s' * (stops != 1)} would stop training{more}"
-    return f"nothing stops training{more}"
+    more = f", {counted(warnings, 'warning')}" if warnings else ""
+    return f"{counted(stops, 'thing')} would stop training{more}" if stops else f"nothing stops training{more}"
 
 
 def _plain(text: str) -> str:
@@ -241,7 +219,7 @@ def as_content(cluster: Cluster, findings: Sequence[Finding], well: Sequence[Che
     """Findings first, then the names of the checks that found nothing, then every fact."""
     return {
         "stops": any(finding.severity == "stop" for finding in findings),
-        "findings": [finding.as_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "well": [check.name for check in well],
         **cluster.model_dump(mode="json"),
     }

@@ -17,13 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from allhands.cli.notices import say
 from allhands.cli.sync_stages import plan_stages, wanted_stages
 from allhands.cli.verbs_cluster import ClusterSync
-from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.hosts import Host, chosen_hosts
 from allhands.cluster.sync import HostState, SyncOptions, SyncState, make_plan, synchronise
 from allhands.cluster.sync.plan import FoundFile
 from allhands.cluster.sync.run import Show
 from allhands.config.yaml_files import read_yaml
 from allhands.errors import ConfigError, DataError
-from allhands.io.formatting import format_duration, format_size
+from allhands.io.formatting import counted, format_duration, format_size
 from allhands.io.terminal import progress_console
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
@@ -51,7 +51,7 @@ def sync(asked: ClusterSync) -> None:
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
     options = _options([name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run)
     wanted = WantedSync(asked.model, asked.data, asked.config, tuple(asked.paths or ()), asked.stages, asked.pp_split)
-    raise typer.Exit(run_sync(wanted, _hosts(asked.hostfile, asked.hosts), options, as_json=asked.as_json))
+    raise typer.Exit(run_sync(wanted, chosen_hosts(asked.hosts, asked.hostfile), options, as_json=asked.as_json))
 
 
 def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOptions:
@@ -65,16 +65,6 @@ def _options(topologies: list[str], transport: str, dry_run: bool) -> SyncOption
         raise ConfigError(f"{transport!r} is not a transport", where="--transport", hint="use auto or ssh")
     topology: Any = "star" if transport == "ssh" else topologies[0] if topologies else "tree"
     return SyncOptions(topology, dry_run, cache_dir() / "sync-hashes.json")
-
-
-def _hosts(hostfile: str | None, names: str | None) -> tuple[Host, ...]:
-    if (hostfile is None) == (names is None):
-        hint = "give --hostfile FILE, or --hosts a,b,c"
-        raise ConfigError("name the hosts in one way", where="--hostfile, --hosts", hint=hint)
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    found = [host_from_name(name.strip(), "--hosts") for name in (names or "").split(",") if name.strip()]
-    return tuple({host.ssh: host for host in found}.values())
 
 
 def run_sync(wanted: WantedSync, hosts: Sequence[Host], options: SyncOptions, *, as_json: bool) -> int:
@@ -160,7 +150,7 @@ def report_lines(state: SyncState, dry_run: bool) -> list[str]:
 
 
 def _outcome(host: HostState, dry_run: bool) -> str:
-    files = f"{len(host.lacking)} file{'s' * (len(host.lacking) != 1)}"
+    files = counted(len(host.lacking), "file")
     if host.state == "failed":
         kept = f"; {format_size(host.received)} received, which are kept" if host.received else ""
         return f"failed{kept}"

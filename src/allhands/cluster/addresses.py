@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 
 import psutil
 
 from allhands.cluster import ssh
 from allhands.cluster.connection import HostError
 from allhands.cluster.hosts import Host
+from allhands.cluster.probes.network import source_for
 from allhands.cluster.ranks import Place
 from allhands.errors import ConfigError, DistributedError
 
@@ -18,7 +18,7 @@ from allhands.errors import ConfigError, DistributedError
 def addresses(places: Sequence[Place]) -> list[str]:
     """The IPv4 address of each computer as the others reach it."""
     far = [place.host if place.host is not None and place.host.ssh is not None else None for place in places]
-    found = [_remote_address(host) if host else None for host in far]
+    found = [remote_address(host) if host else None for host in far]
     others = [address for address in found if address]
     return [address or _own_address(place.host, others) for place, address in zip(places, found, strict=True)]
 
@@ -32,7 +32,7 @@ def require_distinct(hosts: Sequence[Host]) -> None:
     known: dict[str, str] = {}
     for host in hosts if len(hosts) > 1 else ():
         try:
-            address = None if host.ssh is None else _remote_address(host)
+            address = None if host.ssh is None else remote_address(host)
         except (ConfigError, DistributedError):
             continue
         if address and (other := known.setdefault(address, host.name)) != host.name:
@@ -43,7 +43,12 @@ def require_distinct(hosts: Sequence[Host]) -> None:
             )
 
 
-def _remote_address(host: Host) -> str:
+def remote_address(host: Host) -> str:
+    """Return the IPv4 address by which the others reach a computer, as its hostfile or ssh has it.
+
+    Raises:
+        AllhandsError: it has none, or one of this computer's own.
+    """
     assert host.ssh is not None
     if address := _first_ipv4(host):
         return address
@@ -70,23 +75,16 @@ def _own_address(host: Host | None, others: Sequence[str]) -> str:
         return address
     if not others:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((others[0], 9))  # sends nothing
-        except OSError as error:
-            raise DistributedError(f"there is no way from here to {others[0]}: {error.strerror}") from None
-        return str(probe.getsockname()[0])
+    if (own := source_for(others[0])) is None:
+        raise DistributedError(f"there is no way from here to {others[0]}")
+    return own
 
 
 def interface_to(address: str) -> str | None:
     """Return the name of the interface by which this computer reaches ``address``, if there is a way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
-        for name, entries in psutil.net_if_addrs().items():
-            if any(entry.address == own for entry in entries):
-                return name
-    return None
+    own = source_for(address)
+    cards = psutil.net_if_addrs().items() if own else ()
+    return next((name for name, entries in cards if any(entry.address == own for entry in entries)), None)
 
 
 def _first_ipv4(host: Host) -> str | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
 
 import psutil
@@ -83,23 +82,7 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
         ConfigError: they are not understood, or one stands there twice.
         StorageError: it cannot be written.
     """
-    lines: dict[str, str] = {}
-    words = [part.strip() for part in names.split(",")]
-    if any(words) and not all(words):
-        _refuse(where, "a name is missing beside a comma", "write --hosts node1,node2")
-    for word in filter(None, words):
-        bare, colon, slots = word.rpartition(":")
-        # An IPv6 address has colons of its own.
-        counted = bool(colon) and slots.isdigit() and ("]" in bare or ":" not in bare)
-        name = bare if counted else word
-        host_from_name(name, where)
-        if name in lines:
-            _refuse(where, f"{name} stands there twice", f"write {name}:2 for two ranks on it")
-        shown = f"[{name}]" if _as_address(name) and ":" in name else name
-        lines[name] = f"{shown} slots={_slots(slots, f'{word}', where)}" if counted else shown
-    if not lines:
-        _refuse(where, "it names no host", "write --hosts node1,node2")
-    text = "".join(f"{line}\n" for line in lines.values())
+    text = _lines_of(names, where)
     try:
         make_directory(path.parent, private=True)
         write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
@@ -109,17 +92,45 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
 
 
 def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Those of a hostfile, or those that ``names`` stands for, as :func:`write_hosts` has it; empty for neither.
+    """Return the computers of a hostfile, or those of ``names`` as in :func:`write_hosts`; empty for neither.
 
     Raises:
-        ConfigError: as of these.
+        ConfigError: as these.
     """
     if hostfile:
         return read_hostfile(hostfile)
-    if not names:
-        return ()
-    with TemporaryDirectory(prefix="allhands-hosts-") as folder:
-        return read_hostfile(write_hosts(names, Path(folder) / "hosts"))
+    return tuple(_from_lines(_lines_of(names, "--hosts"), "--hosts")) if names else ()
+
+
+def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
+    """Return the computers of ``--hostfile``, or those of ``--hosts``: names without slots.
+
+    Raises:
+        ConfigError: neither or both options are given, or something is not understood.
+    """
+    words = [word.strip() for word in (names or "").split(",") if word.strip()]
+    if (hostfile is None) == (names is None) or not (hostfile or words):
+        hint = "give --hostfile hosts.json, or --hosts node1,node2"
+        _refuse("--hostfile, --hosts", f"the computers are {'named twice' if hostfile else 'not named'}", hint)
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return tuple({host.ssh: host for host in (host_from_name(word, "--hosts") for word in words)}.values())
+
+
+def _lines_of(names: str, where: str) -> str:
+    lines: dict[str, str] = {}
+    words = [part.strip() for part in names.split(",")]
+    if not any(words):
+        _refuse(where, "it names no host", "write --hosts node1,node2")
+    for word in words:
+        name, slots = _split_slots(word)
+        if not word:
+            _refuse(where, "a name is missing beside a comma", "write --hosts node1,node2")
+        host_from_name(name, where)
+        if name in lines:
+            _refuse(where, f"{name} stands there twice", f"write {name}:2 for two ranks on it")
+        lines[name] = name if slots is None else f"{name} slots={_slots(slots, word, where)}"
+    return "".join(f"{line}\n" for line in lines.values())
 
 
 def hostfile_backend(path: str | Path) -> str | None:
@@ -145,18 +156,16 @@ def host_from_name(name: str, where: str | None = None) -> Host:
         ConfigError: this cannot be a host's name.
     """
     user, at, bare = name.rpartition("@")
-    if bare.startswith("[") and bare.endswith("]"):
-        bare = bare[1:-1]
+    if bracketed := re.fullmatch(r"\[(.*)\]", bare):
+        bare = bracketed[1]
     address = _as_address(bare)
     if (at and not _USER.fullmatch(user)) or (address is None and not _NAME.fullmatch(bare)):
         hint = "give a name or address, such as node1 or user@10.0.0.1; ports and other options go to ~/.ssh/config"
         if re.fullmatch(r"[^:]+:\d+", bare):
             hint = "how many ranks it gets stands in the hostfile (slots), or in --hosts of allhands train; " + hint
         _refuse(where, f"{_shown(name)} is not the name of a host", hint)
-    here = not at and is_here(bare)
-    loopback = address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    ips = () if address is None or loopback else (address,)
-    return Host(bare if here else f"{user}{at}{bare}", None if here else f"{user}{at}{bare}", ips)
+    ssh = None if not at and is_here(bare) else f"{user}{at}{bare}"
+    return Host(ssh or bare, ssh, () if address is None or _is_loopback(address) else (address,))
 
 
 def below_home(cwd: Path) -> str:
@@ -170,9 +179,13 @@ def is_here(name: str) -> bool:
     """Whether this is a name or an address of this computer; asks no name server."""
     if (address := _as_address(name)) is not None:
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback or address in own
+        return _is_loopback(address) or address in own
     own_name = socket.gethostname().lower()
     return name.lower() in ("localhost", own_name, own_name.partition(".")[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _read(path: Path) -> str:

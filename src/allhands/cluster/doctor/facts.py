@@ -1,6 +1,6 @@
-"""What is known of the computers, typed; made of the probes' JSON, which is checked on the way.
+"""Typed facts about the computers, parsed from the probes' JSON.
 
-Sizes are bytes, times seconds. What a computer did not tell is empty or ``None``, and named in ``missing``.
+Sizes are bytes, times seconds. An unknown fact is empty or ``None``, and named in ``missing``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Kind = Literal["wifi", "ethernet", "thunderbolt", "infiniband", "bridge", "loopback", "tunnel", "virtual"]
 Outcome = Literal["ok", "refused", "timeout", "unreachable", "forbidden", "stranger", "stalls", "failed"]
-# Why a computer could not be asked, or another one from it.
+# Reasons why a computer could not be asked, or another one from it.
 TroubleKind = Literal[
     "name",
     "auth",
@@ -32,7 +32,7 @@ TroubleKind = Literal[
 
 
 class Fact(BaseModel):
-    """Base of all: cannot be changed, and does not mind what a newer probe tells in addition."""
+    """Base of all: immutable, and ignores additional facts of a newer probe."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -45,7 +45,7 @@ class Address(Fact):
 
     @property
     def link_local(self) -> bool:
-        """Whether it was made up by the computer itself."""
+        """True if the computer itself made the address up."""
         return ipaddress.ip_address(self.ip).is_link_local
 
 
@@ -72,7 +72,7 @@ class Route(Fact):
 
 
 class System(Fact):
-    """What the computer is; the three ids together are those of no other one."""
+    """The system; the three ids together identify the computer."""
 
     hostname: str = ""
     user: str = ""
@@ -85,7 +85,7 @@ class System(Fact):
 
 
 class Python(Fact):
-    """The interpreter that was asked, and the packages that it has."""
+    """The interpreter that was asked, and its packages."""
 
     python_version: str = ""
     python_path: str = ""
@@ -101,7 +101,7 @@ class Processor(Fact):
 
 
 class MemoryFacts(Fact):
-    """Of the computer."""
+    """Memory of the computer."""
 
     total: int = 0
     free: int = 0
@@ -126,7 +126,7 @@ class LimitFacts(Fact):
 
 
 class Disk(Fact):
-    """Where files of ``role`` go: ``path`` was asked for, ``place`` is the part of it that exists."""
+    """The disk for files of ``role``: ``path`` was asked for, ``place`` is the part of it that exists."""
 
     role: str
     path: str = ""
@@ -138,7 +138,7 @@ class Disk(Fact):
 
 
 class Firewall(Fact):
-    """One that shuts something: what comes ``in``, what goes ``out``, or both, as far as that may be read."""
+    """A firewall that blocks connections: incoming (``in``), outgoing (``out``), or both."""
 
     name: str
     ways: tuple[Literal["in", "out"], ...] = ("in",)
@@ -152,7 +152,7 @@ class Mpi(Fact):
 
 
 class Rdma(Fact):
-    """Devices; ``status`` is what ``rdma_ctl`` says on a Mac that has it."""
+    """RDMA devices; ``status`` is printed by ``rdma_ctl`` on a Mac that has it."""
 
     devices: tuple[str, ...] = ()
     status: str | None = None
@@ -169,7 +169,7 @@ class ThunderboltPort(Fact):
 
 
 class Mac(Fact):
-    """What only macOS has; ``sleep_minutes`` 0 is never."""
+    """Facts that only macOS has; ``sleep_minutes`` 0 is never."""
 
     sleep_minutes: int | None = None
     kept_awake: bool = False
@@ -179,9 +179,14 @@ class Mac(Fact):
     blocks_all: bool = False
     thunderbolt: tuple[ThunderboltPort, ...] = ()
 
+    def plugged_into(self, other: Mac) -> bool:
+        """Tell if a Thunderbolt cable leads to the other Mac."""
+        peers = {peer for port in self.thunderbolt for peer in port.peers}
+        return any(port.domain and port.domain in peers for port in other.thunderbolt)
+
 
 class File(Fact):
-    """``sha256`` is ``None`` if it was not read."""
+    """A file; ``sha256`` is ``None`` if it was not read."""
 
     name: str
     size: int
@@ -202,9 +207,14 @@ class Tree(Fact):
         """Bytes of all files."""
         return sum(file.size for file in self.files)
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return sum(file.size for file in self.files if file.name.endswith(".safetensors"))
+
 
 class HostFacts(Fact):
-    """All that one computer tells of itself; ``starts`` is why a rank would not start there, ``None`` if it would."""
+    """All facts of one computer; ``starts`` is the reason why a rank would not start there, ``None`` if it would."""
 
     cwd: str = ""
     cwd_error: str | None = None
@@ -226,29 +236,29 @@ class HostFacts(Fact):
     missing: dict[str, str] = Field(default_factory=dict)
 
     def interface(self, name: str | None) -> Interface | None:
-        """The interface of that name."""
+        """Return the interface of that name."""
         return next((one for one in self.interfaces if one.name == name), None)
 
     def interface_of(self, ip: str) -> Interface | None:
-        """The interface that has the address."""
+        """Return the interface that has the address."""
         return next((one for one in self.interfaces for address in one.addresses if address.ip == ip), None)
 
     def route_to(self, ip: str) -> Route | None:
-        """The route to one of the addresses that were asked about."""
+        """Return the route to one of the addresses that were asked about."""
         return next((route for route in self.routes if route.ip == ip), None)
 
     def version(self, package: str) -> str | None:
-        """Of an installed package, or of Python."""
+        """Return the version of an installed package, or of Python."""
         return self.python.python_version if package == "python" else self.python.versions.get(package)
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared among computers; see :mod:`allhands.runtime.versions`."""
+        """Versions that are compared among computers; see :mod:`allhands.runtime.versions`."""
         return {**self.python.versions, "python": self.python.python_version}
 
 
 class FactTrouble(Fact):
-    """Why a computer could not be asked: the kind, and the words of ssh or of its shell.
+    """The reason why a computer could not be asked: the kind, and the words of ssh or of its shell.
 
     ``stale`` is the file of known host keys, and the name in it, whose key has changed; ``near`` are names that are
     known and look like the one that is not.
@@ -261,20 +271,19 @@ class FactTrouble(Fact):
 
 
 class HostReport(Fact):
-    """One computer of the hostfile, and what came of asking it.
+    """One computer of the hostfile, and its facts.
 
     Attributes:
-        ssh: what ssh is given; ``None`` for this computer.
-        addresses: by which the others connect to it: the hostfile's, or else what its name stands for.
-        given: whether the addresses stand in the hostfile.
+        ssh: the name for ssh; ``None`` for this computer.
+        addresses: the addresses for the others: the hostfile's, or else those of its name; ``given``: the former.
         python: the interpreter that was asked.
-        cwd: the directory to work in; ``cwd_given``: by the hostfile.
-        rdma: how many devices the hostfile names for it.
-        facts: ``None``: it could not be asked, and ``trouble`` says why.
-        lost: what it was doing when it stopped answering.
-        noise: what its shell printed before the first answer.
-        login_s: from the start of ssh to the first answer.
-        clock_offset_s: how far its clock is ahead of this computer's, known to half of ``round_trip_s``.
+        cwd: the working directory; ``cwd_given``: the hostfile names it.
+        rdma: number of its devices in the hostfile.
+        facts: ``None``: it could not be asked; ``trouble`` is the reason.
+        lost: the phase in which it stopped answering, and the reason.
+        noise: the output of its shell before the first answer.
+        login_s: time from the start of ssh to the first answer.
+        clock_offset_s: its clock minus this computer's, known to half of ``round_trip_s``.
         bind_errors: addresses on which it cannot listen, with the reason.
     """
 
@@ -298,16 +307,16 @@ class HostReport(Fact):
     trees: tuple[Tree, ...] = ()
 
     def tree(self, role: str) -> Tree | None:
-        """Its copy of the model or of the data, if that was asked about."""
+        """Return its copy of the model or of the data, if that was asked about."""
         return next((tree for tree in self.trees if tree.role == role), None)
 
     def disk(self, role: str) -> Disk | None:
-        """Where files of a role go."""
+        """Return the disk for files of a role."""
         return next((disk for disk in self.facts.disks if disk.role == role), None) if self.facts else None
 
 
 class Reach(Fact):
-    """What came of connecting from host ``source`` to an address of host ``target``."""
+    """The outcome of a connection from host ``source`` to an address of host ``target``."""
 
     source: str
     target: str
@@ -319,7 +328,7 @@ class Reach(Fact):
 
 
 class Login(Fact):
-    """What came of ssh from host ``source`` to host ``target`` as ``name``; no ``trouble``: it works."""
+    """The outcome of ssh from host ``source`` to host ``target`` as ``name``; no ``trouble``: it works."""
 
     source: str
     target: str
@@ -328,7 +337,7 @@ class Login(Fact):
 
 
 class LinkSpeed(Fact):
-    """Two hosts alone: what an all-reduce costs at least, and bytes a second over the cable."""
+    """A link between two hosts: the latency of an all-reduce, and bytes per second over the cable."""
 
     hosts: tuple[str, ...]
     latency_s: float
@@ -336,7 +345,7 @@ class LinkSpeed(Fact):
 
 
 class NetworkFailure(Fact):
-    """A group of MLX that did not work; ``hosts`` are those to blame, as far as that is known."""
+    """A group of MLX that failed; ``hosts`` are the cause, as far as that is known."""
 
     hosts: tuple[str, ...]
     message: str
@@ -347,10 +356,10 @@ class Network(Fact):
     """The measured all-reduce of a real group.
 
     Attributes:
-        whole: of all computers; ``None``: it failed.
-        slowest: the pair that holds the others up; empty with fewer than two links.
-        seconds: what exchanging a step's gradients takes, by what is trained.
-        speeds: products and sums a second of each computer, all its ranks together; empty where not measured.
+        whole: the group of all computers; ``None``: it failed.
+        slowest: the slowest pair; empty with fewer than two links.
+        seconds: time to exchange a step's gradients, by the kind of training.
+        speeds: FLOP/s of each computer, all its ranks together; empty where not measured.
     """
 
     backend: str = ""
@@ -363,13 +372,13 @@ class Network(Fact):
 
 
 class Cluster(Fact):
-    """Everything: what checks look at.
+    """All facts for the checks.
 
     Attributes:
-        option: how the person named the computers, such as ``--hostfile hosts.json``.
-        backend: the one asked for, or ``auto``.
-        model: as given with ``--model``; ``data`` likewise.
-        hashed: whether contents were compared.
+        option: the person's option that names the computers, such as ``--hostfile hosts.json``.
+        backend: the requested back-end, or ``auto``.
+        model: the value of ``--model``; ``data`` likewise.
+        hashed: true if contents were compared.
         network: ``None``: not measured.
     """
 
@@ -384,13 +393,13 @@ class Cluster(Fact):
     network: Network | None = None
 
     def answered(self) -> Iterator[tuple[HostReport, HostFacts]]:
-        """The computers that told about themselves."""
+        """Yield the computers that answered, with their facts."""
         for host in self.hosts:
             if host.facts is not None:
                 yield host, host.facts
 
     def host(self, name: str) -> HostReport:
-        """The computer of that name.
+        """Return the computer of that name.
 
         Raises:
             KeyError: there is none.

@@ -1,31 +1,33 @@
-"""What a check says: which computers, how bad, what, and the command that helps."""
+"""Findings of the doctor, and the helpers with which checks write them."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from allhands.cluster.doctor.facts import Cluster, HostReport
+from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport
 
 Severity = Literal["stop", "warn", "note"]
-ORDER: dict[Severity, int] = {"stop": 0, "warn": 1, "note": 2}
+ORDER: tuple[Severity, ...] = ("stop", "warn", "note")
+# Hosts (the one to repair comes first), severity, message and remedy of a finding.
+Found = tuple[str | tuple[str, ...], Severity, str, str]
 T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not well.
+    """One fault.
 
     Attributes:
         check: the name of the check, such as ``ports``.
-        hosts: the computers that it is about; the one to repair comes first.
+        hosts: the computers with the fault; the one to repair comes first.
         severity: ``stop``: training would not start or not be right; ``warn``: it would be slow or may end early;
             ``note``: worth knowing.
-        message: what is wrong, without the hosts' names at its beginning.
-        remedy: a command for this computer's shell; words in capitals are for the person to fill in.
+        message: the fault, without the hosts' names at its beginning.
+        remedy: a command for this computer's shell; the person replaces words in capitals.
     """
 
     check: str
@@ -34,40 +36,48 @@ class Finding:
     message: str
     remedy: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """For machines."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Check:
-    """One question.
+    """One question about a cluster.
 
     Attributes:
-        name: what findings bear.
-        title: for people, when all is well.
-        look: finds what is wrong.
-        applies: whether the question was asked at all; if not, it is not told to be well.
-        clean: whether all is well where nothing was found, which may be told elsewhere.
+        name: the name that its findings bear.
+        title: the name for people, shown when the check passes.
+        look: finds the faults.
+        applies: tells if the check was made; a check that was not made is not reported as passed.
+        clean: tells if a check without findings passed; another check may report the fault.
     """
 
     name: str
     title: str
-    look: Callable[[Cluster], list[Finding]]
+    look: Callable[[Cluster], Iterable[Found]]
     applies: Callable[[Cluster], bool] = lambda cluster: any(cluster.answered())
     clean: Callable[[Cluster], bool] = lambda cluster: True
 
+    def findings(self, cluster: Cluster) -> list[Finding]:
+        """Return the faults that this check finds."""
+        return [
+            Finding(self.name, (hosts,) if isinstance(hosts, str) else hosts, severity, message, remedy)
+            for hosts, severity, message, remedy in self.look(cluster)
+        ]
+
 
 def on(host: HostReport, command: str) -> str:
-    """The command line that runs a shell's ``command`` on ``host``, from this computer."""
+    """Return the command line that runs a shell's ``command`` on ``host``, from this computer."""
     if host.ssh is None:
         return command
     terminal = "-t " if command.startswith("sudo ") else ""
     return f"ssh {terminal}{shlex.quote(host.ssh)} {shlex.quote(command)}"
 
 
+def pip_install(host: HostReport, facts: HostFacts, *packages: str) -> str:
+    """Return the command line that installs packages for the host's Python."""
+    return on(host, shlex.join([facts.python.python_path or host.python, "-m", "pip", "install", *packages]))
+
+
 def new_hostfile(cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The command that writes a hostfile of these computers with ``changes`` to some, by their names."""
+    """Return the command that writes a hostfile of these computers with ``changes`` by host name."""
     entries: list[dict[str, Any]] = []
     for host in cluster.hosts:
         entry: dict[str, Any] = {"ssh": host.ssh or "localhost", "ips": list(host.addresses), "slots": host.slots}
@@ -77,12 +87,12 @@ def new_hostfile(cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def on_mac(host: HostReport) -> bool:
-    """Whether it runs macOS, as far as it is known."""
+    """Tell if the host is known to run macOS."""
     return host.facts is not None and host.facts.system.system == "Darwin"
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    """``a, b and 3 more``."""
+    """Join names: ``a, b and 3 more``."""
     names = list(names)
     shown = names if len(names) <= most else names[: most - 1]
     more = len(names) - len(shown)
@@ -90,10 +100,5 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def usual(values: Sequence[T]) -> T:
-    """The value that most have; of equally frequent ones the first."""
+    """Return the most frequent value; of equally frequent ones the first."""
     return max(dict.fromkeys(values), key=values.count)
-
-
-def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first, otherwise as they came."""
-    return sorted(findings, key=lambda finding: ORDER[finding.severity])

@@ -1,69 +1,115 @@
-"""Which ways there are between two computers, and which one is taken: arithmetic on their interfaces."""
+"""Ways between computers, computed from their interfaces."""
 
 from __future__ import annotations
 
 import ipaddress
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from allhands.cluster.doctor.facts import Cluster, HostFacts, HostReport, Interface
+from allhands.cluster.doctor.facts import HostFacts, Interface
 
-# What is better carries more; the unit is the order only.
-RANKS = {"thunderbolt": 5, "infiniband": 5, "ethernet": 3, "bridge": 3, "virtual": 2, "wifi": 1, "tunnel": 1}
-CABLES = ("ethernet", "thunderbolt", "infiniband")
-NAMES = {"wifi": "Wi-Fi", "ethernet": "Ethernet", "thunderbolt": "Thunderbolt", "infiniband": "InfiniBand"}
+# The best first: a cable between two computers, a cable to a switch, the air.
+KINDS = ("infiniband", "thunderbolt", "ethernet", "bridge", "wifi")
+CABLES = KINDS[:3]
+# A network of link-local addresses is better than Wi-Fi only.
+_LINK_LOCAL = KINDS.index("wifi") - 0.5
+_NAMES = {"wifi": "Wi-Fi", "ethernet": "Ethernet", "thunderbolt": "Thunderbolt", "infiniband": "InfiniBand"}
+
+Network = ipaddress.IPv4Network
 
 
 @dataclass(frozen=True)
-class HostPair:
-    """Two addresses in one network, one on each of two computers, with the interfaces that have them."""
+class NetworkChoice:
+    """An address, its interface, and the kind of the interface."""
 
-    ips: tuple[str, str]
-    interfaces: tuple[Interface, Interface]
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """To compare by: the worse of the two kinds, then the lower speed."""
-        kinds = min(RANKS.get(one.kind, 0) for one in self.interfaces)
-        return kinds, min(one.speed_mbps or 0 for one in self.interfaces)
+    ip: str
+    interface: str
+    kind: str
 
 
-def kind_name(interface: Interface) -> str:
-    """``eth0 (Ethernet)``."""
-    return f"{interface.name} ({NAMES.get(interface.kind, interface.kind)})"
+@dataclass(frozen=True)
+class Chosen:
+    """The addresses by the computers' names.
+
+    Attributes:
+        choices: empty if no network has all of them.
+        why: the reason, in a sentence.
+        warning: a possible fault of the choice.
+    """
+
+    choices: Mapping[str, NetworkChoice]
+    why: str
+    warning: str | None = None
 
 
-def networks(facts: HostFacts) -> Iterator[tuple[Interface, str, ipaddress.IPv4Network]]:
-    """IPv4 addresses that other computers could use, with their networks."""
+def kind_name(kind: str) -> str:
+    """Return the name of a kind of interface for people."""
+    return _NAMES.get(kind, kind)
+
+
+def rank_of(*kinds: str) -> int:
+    """Return the rank of the worst of some kinds of interfaces; the best is 0."""
+    return max(KINDS.index(kind) if kind in KINDS else len(KINDS) for kind in kinds)
+
+
+def networks(facts: HostFacts) -> Iterator[tuple[Interface, str, Network]]:
+    """Yield the IPv4 addresses that other computers could use, with their networks."""
     for interface in facts.interfaces:
         if not interface.up or interface.kind in ("loopback", "virtual"):
             continue
         for address in interface.addresses:
             if ":" not in address.ip and address.prefix < 32:
-                yield interface, address.ip, ipaddress.IPv4Network(f"{address.ip}/{address.prefix}", strict=False)
-
-
-def pairs_between(first: HostFacts, second: HostFacts) -> list[HostPair]:
-    """The addresses by which the two are in one network, the best first."""
-    found = [
-        HostPair((ip, other_ip), (interface, other))
-        for interface, ip, network in networks(first)
-        for other, other_ip, other_network in networks(second)
-        if network == other_network and ip != other_ip
-    ]
-    return sorted(found, key=lambda pair: pair.rank, reverse=True)
+                yield interface, address.ip, Network(f"{address.ip}/{address.prefix}", strict=False)
 
 
 def used(facts: HostFacts, ip: str) -> Interface | None:
-    """The interface by which ``ip`` is reached."""
-    route = facts.route_to(ip)
-    if route is None:
+    """Return the interface by which ``ip`` is reached."""
+    if (route := facts.route_to(ip)) is None:
         return None
     return facts.interface(route.interface) or (facts.interface_of(route.source) if route.source else None)
 
 
-def ordered_pairs(cluster: Cluster) -> Iterator[tuple[HostReport, HostFacts, HostReport, HostFacts]]:
-    """Every computer with every other one, in both orders, as far as they told about themselves."""
-    for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
-        yield first, facts, second, others
+def choose(facts: Mapping[str, HostFacts]) -> Chosen:
+    """Choose the network that has all of the computers and whose slowest part is the fastest."""
+    found = {name: _choices(one) for name, one in facts.items()}
+    shared = set.intersection(*map(set[Network], found.values())) if found else set[Network]()
+    if not shared:
+        listed = "; ".join(f"{name}: {', '.join(map(str, own)) or 'none'}" for name, own in found.items())
+        return Chosen({}, f"no network has all of the computers ({listed})")
+    best, *others = sorted(shared, key=lambda network: (_rank(network, found), -network.prefixlen, network))
+    why = f"{best} has all of them, over {_kinds(best, found)}"
+    if others:
+        why += f"; rather than {', '.join(f'{network} ({_kinds(network, found)})' for network in others)}"
+    choices = {name: own[best] for name, own in found.items()}
+    wireless = [name for name, choice in choices.items() if choice.kind == "wifi"]
+    warning = f"{', '.join(wireless)}: over Wi-Fi, which is many times slower than a cable" if wireless else None
+    if best.is_link_local:
+        warning = "these addresses were made up by the computers and may change: give the interfaces fixed ones"
+    return Chosen(choices, why, warning)
+
+
+def _kinds(network: Network, found: Mapping[str, Mapping[Network, NetworkChoice]]) -> str:
+    kinds = sorted({own[network].kind for own in found.values()}, key=KINDS.index)
+    return " and ".join(map(kind_name, kinds))
+
+
+def _rank(network: Network, found: Mapping[str, Mapping[Network, NetworkChoice]]) -> float:
+    rank = rank_of(*(own[network].kind for own in found.values()))
+    return max(rank, _LINK_LOCAL) if network.is_link_local else rank
+
+
+def _choices(facts: HostFacts) -> dict[Network, NetworkChoice]:
+    """Return the IPv4 networks of a computer, each with the best of its interfaces there."""
+    found = [(network, NetworkChoice(ip, one.name, _kind(one, facts))) for one, ip, network in networks(facts)]
+    return dict(sorted((pair for pair in found if pair[1].kind in KINDS), key=lambda pair: -rank_of(pair[1].kind)))
+
+
+def _kind(interface: Interface, facts: HostFacts) -> str:
+    """Return the kind of an interface; a bridge is as good as its members: macOS has one over Thunderbolt ports."""
+    if interface.kind != "bridge":
+        return interface.kind
+    kinds = {member.kind for name in interface.members if (member := facts.interface(name)) is not None}
+    if kinds == {"thunderbolt"}:
+        return "thunderbolt"
+    # A bridge of containers leads to no other computer.
+    return "bridge" if kinds & set(KINDS) else "virtual"

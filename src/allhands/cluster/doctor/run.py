@@ -1,17 +1,17 @@
-"""The examination: all computers asked at the same time, in phases with deadlines; what they say is put together.
+"""The examination of all computers, in phases with deadlines.
 
-A computer that cannot be asked, or stops answering, is a fact like any other and holds nobody up.
+A computer that cannot be asked, or stops answering, is a fact like any other and delays no other computer.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,32 +19,34 @@ from typing import Any
 from pydantic import ValidationError
 
 from allhands.cluster import ssh
+from allhands.cluster.addresses import remote_address
 from allhands.cluster.doctor.access import ssh_trouble
 from allhands.cluster.doctor.checks import findings_of
 from allhands.cluster.doctor.facts import Cluster, FactTrouble, HostFacts, HostReport, Login, Network, Reach, Tree
 from allhands.cluster.doctor.findings import Finding
 from allhands.cluster.doctor.measured import measured
-from allhands.cluster.doctor.session import Session, SessionRefused, Untold, clock_offset
+from allhands.cluster.doctor.session import NOT_UNDERSTOOD, Session, SessionRefused, Untold, clock_offset
 from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.probes.network import source_for
 from allhands.errors import AllhandsError
+from allhands.io.formatting import counted
 
 _CONNECT_S = 4.0  # for a connection between two computers
 _LOGIN_S = 8.0  # for an ssh between them
-_LOOK_S = 0.05  # between two looks whether all have ended
+_LOOK_S = 0.05  # between two looks if all have ended
 
 
 @dataclass(frozen=True)
 class ClusterCheckOptions:
-    """What is asked.
+    """Options of an examination.
 
     Attributes:
         option: how the person named the computers, for remedies.
         backend: ``auto``, ``ring``, ``mpi``, ``nccl`` or ``jaccl``.
         model: a directory, a repository of the Hub, or ``demo``; looked for on every computer.
-        hashed: whether files are read, not only their sizes compared.
-        bench: whether a real group is measured, if nothing stands in its way.
-        timeout_s: of silence, after which a computer counts as lost.
+        hashed: read files and compare their hashes, not only their sizes.
+        bench: measure a real group, if no finding stops training.
+        timeout_s: silence after which a computer counts as lost.
         progress: called with a few words when a phase begins.
     """
 
@@ -61,7 +63,7 @@ class ClusterCheckOptions:
 
 @dataclass
 class Patient:
-    """One computer while it is examined."""
+    """One computer during the examination."""
 
     host: Host
     addresses: tuple[str, ...] = ()
@@ -70,15 +72,10 @@ class Patient:
     ports: dict[str, int] = field(default_factory=dict[str, int])
     reached: list[Reach] = field(default_factory=list[Reach])
     logins: list[Login] = field(default_factory=list[Login])
-    user: str = ""
-    well: bool = False  # it can be asked more
-
-    def lose(self, doing: str, reason: str) -> None:
-        """It has stopped answering."""
-        self.well, self.told["lost"] = False, f"{doing}, {reason}"
+    well: bool = False  # it answers
 
     def report(self) -> HostReport:
-        """What is known of it."""
+        """Return all facts about the computer."""
         host = self.host
         return HostReport(
             name=host.name,
@@ -96,66 +93,54 @@ class Patient:
 
 
 def examine(hosts: Sequence[Host], options: ClusterCheckOptions) -> Cluster:
-    """Ask every computer everything, and measure the network between them unless something stops training.
+    """Ask every computer, and measure the network between them unless a finding stops training.
 
     Takes no longer than a few times ``options.timeout_s``, however many computers hang, while nothing large is read.
     """
-    patients = [Patient(host) for host in hosts]
-    try:
-        _phases(patients, options)
-    finally:
-        # Also after Ctrl-C: threads that wait for an answer then get to know that there is none.
-        _each(patients, lambda patient: patient.session.close() if patient.session else None)
+    with _patients(hosts) as patients:
+        options.progress(f"asking {counted(len(patients), 'computer')}")
+        _each(patients, _find_addresses)
+        _own_address(patients)
+        _begin(patients, options.timeout_s)
+        _ask_facts(patients, options)
+        _ask_trees(patients, options)
+        if len(patients) > 1:
+            options.progress("trying every way between them")
+            _connect(patients, options)
     cluster = _together(patients, options, None)
-    if options.bench and _can_measure(hosts) and not any(f.severity == "stop" for f in findings_of(cluster)):
-        options.progress("measuring the network with a real group of MLX")
-        return _together(patients, options, measured(hosts, cluster, options.progress))
-    return cluster
+    stopped = any(finding.severity == "stop" for finding in findings_of(cluster))
+    if stopped or not options.bench or sum(host.slots for host in hosts) < 2:
+        return cluster
+    options.progress("measuring the network with a real group of MLX")
+    return _together(patients, options, measured(hosts, cluster, options.progress))
 
 
 def ask_facts(hosts: Sequence[Host], timeout_s: float) -> dict[str, HostFacts]:
-    """What each computer tells of itself, by name; without those that cannot be asked."""
-    options = ClusterCheckOptions(timeout_s=timeout_s)
-    patients = [Patient(host) for host in hosts]
-    try:
-        _each(patients, lambda patient: _begin(patient, options))
-        _each(patients, lambda patient: _ask_facts(patient, options, ()))
-    finally:
-        _each(patients, lambda patient: patient.session.close() if patient.session else None)
+    """Return the facts of each computer that answers, by its name."""
+    with _patients(hosts) as patients:
+        _begin(patients, timeout_s)
+        _ask_facts(patients, ClusterCheckOptions(timeout_s=timeout_s))
     return {patient.host.name: patient.told["facts"] for patient in patients if "facts" in patient.told}
 
 
 def diagnose(hosts: Sequence[Host], options: ClusterCheckOptions) -> tuple[Cluster, list[Finding]]:
-    """:func:`examine`, and what is wrong, the worst first."""
+    """Examine the computers; return the facts, and the findings with the worst first."""
     cluster = examine(hosts, options)
     return cluster, findings_of(cluster)
 
 
-def _can_measure(hosts: Sequence[Host]) -> bool:
-    return sum(host.slots for host in hosts) > 1
-
-
-def _phases(patients: list[Patient], options: ClusterCheckOptions) -> None:
-    options.progress(f"asking {len(patients)} computer{'s' * (len(patients) != 1)}")
-    _each(patients, _find_addresses)
-    _own_address(patients)
-    _each(patients, lambda patient: _begin(patient, options))
-    ips = [ip for patient in patients for ip in patient.addresses]
-    _each(patients, lambda patient: _ask_facts(patient, options, ips))
-    sources = _sources(options)
-    if sources:
-        options.progress("comparing " + " and ".join(sources))
-        hashed = options.hashed and sum(patient.well for patient in patients) > 1
-        _each(patients, lambda patient: _ask_trees(patient, sources, hashed))
-    if len(patients) > 1:
-        options.progress("trying every way between them")
-        secret = secrets.token_hex(16)
-        _each(patients, lambda patient: _listen(patient, secret))
-        _each(patients, lambda patient: _reach(patient, patients, secret, options))
+@contextmanager
+def _patients(hosts: Sequence[Host]) -> Generator[list[Patient]]:
+    patients = [Patient(host) for host in hosts]
+    try:
+        yield patients
+    finally:
+        # Also after Ctrl-C: threads that wait for an answer then learn that there is none.
+        _each(patients, lambda patient: patient.session.close() if patient.session else None)
 
 
 def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> None:
-    """Do something with all of them at the same time."""
+    """Call a function for all computers at the same time."""
     pool = ThreadPoolExecutor(max(1, len(patients)))
     asked: list[Future[Any]] = []
     try:
@@ -173,64 +158,73 @@ def _each(patients: Sequence[Patient], function: Callable[[Patient], Any]) -> No
         pool.shutdown()
 
 
-# --- one computer -------------------------------------------------------------------------------------
+def _ask_each(patients: Sequence[Patient], doing: str, question: Callable[[Patient, Session], None]) -> None:
+    """Ask all computers that answer; one that does not, or not as expected, is lost."""
+
+    def ask(patient: Patient) -> None:
+        if patient.well and patient.session is not None:
+            try:
+                question(patient, patient.session)
+                return
+            except Untold as untold:
+                reason = untold.reason
+            except ValidationError as error:
+                reason = f"{NOT_UNDERSTOOD}: {error.errors()[0]['msg']}"
+            patient.well, patient.told["lost"] = False, f"{doing}, {reason}"
+
+    _each(patients, ask)
+
+
+# --- the phases ---------------------------------------------------------------------------------------
 
 
 def _find_addresses(patient: Patient) -> None:
-    """The addresses by which others would connect to it, as the ring takes them."""
-    host = patient.host
-    if host.ips or host.ssh is None:
-        patient.addresses = host.ips
-        return
-    name = host.ssh
-    try:
-        name = ssh.real_name(host.ssh)
-        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-    except OSError as error:
-        patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name}: {error.strerror}")
-        return
-    except AllhandsError as error:
-        patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
-        return
-    if address.startswith("127."):
-        patient.told["trouble"] = FactTrouble(kind="address", reason=f"{name} is {address}, which is this computer")
-        return
-    patient.addresses = (address,)
+    """Find the address by which others would connect to a computer, as the ring does."""
+    patient.addresses = patient.host.ips
+    if not patient.addresses and patient.host.ssh is not None:
+        try:
+            patient.addresses = (remote_address(patient.host),)
+        except AllhandsError as error:
+            patient.told["trouble"] = FactTrouble(kind="address", reason=error.message)
 
 
 def _own_address(patients: Sequence[Patient]) -> None:
-    """This computer's address is the one on the way to the others."""
+    """Take the address on the way to the others for this computer's."""
     others = [ip for patient in patients if patient.host.ssh is not None for ip in patient.addresses]
     for patient in patients:
         if patient.host.ssh is None and not patient.addresses and others and (own := source_for(others[0])):
             patient.addresses = (own,)
 
 
-def _begin(patient: Patient, options: ClusterCheckOptions) -> None:
-    began = time.monotonic()
-    try:
-        patient.session = Session(patient.host, options.timeout_s)
-        patient.session.wait_until_ready()
-        patient.well = True
-        patient.told["login_s"] = time.monotonic() - began
-    except SessionRefused as refused:
-        near = ssh.near_names(patient.host.ssh) if refused.trouble.kind == "name" and patient.host.ssh else ()
-        patient.told["trouble"] = refused.trouble.model_copy(update={"near": near})
-    except AllhandsError as error:
-        patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
-    except OSError as error:  # this computer's own: no processes, no temporary file
-        patient.told["trouble"] = FactTrouble(kind="other", reason=f"nothing can be started here: {error.strerror}")
+def _begin(patients: Sequence[Patient], timeout_s: float) -> None:
+    def begin(patient: Patient) -> None:
+        began = time.monotonic()
+        host = patient.host
+        try:
+            patient.session = Session(host, timeout_s)
+            patient.session.wait_until_ready()
+            patient.well = True
+            patient.told["login_s"] = time.monotonic() - began
+        except SessionRefused as refused:
+            near = ssh.near_names(host.ssh) if refused.trouble.kind == "name" and host.ssh else ()
+            patient.told["trouble"] = refused.trouble.model_copy(update={"near": near})
+        except AllhandsError as error:
+            patient.told["trouble"] = FactTrouble(kind="other", reason=error.message)
+        except OSError as error:  # this computer's own: no processes, no temporary file
+            patient.told["trouble"] = FactTrouble(kind="other", reason=f"nothing can be started here: {error.strerror}")
+
+    _each(patients, begin)
 
 
-def _ask_facts(patient: Patient, options: ClusterCheckOptions, ips: Sequence[str]) -> None:
-    if not patient.well or patient.session is None:
-        return
-    session, host = patient.session, patient.host
-    doing = "asked for the time"
-    try:
+def _ask_facts(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
+    ips = [ip for patient in patients for ip in patient.addresses]
+
+    def clock(patient: Patient, session: Session) -> None:
         offset, took = clock_offset(session)
         patient.told.update(clock_offset_s=offset, round_trip_s=took)
-        doing = "asked about itself"
+
+    def facts(patient: Patient, session: Session) -> None:
+        host = patient.host
         answer = session.ask(
             "facts",
             options.timeout_s + 5.0,
@@ -240,93 +234,75 @@ def _ask_facts(patient: Patient, options: ClusterCheckOptions, ips: Sequence[str
             places={"work": ".", "adapter": options.adapter_path},
             peers=[ip for ip in ips if ip not in patient.addresses],
         )
-        patient.told["facts"] = facts = HostFacts.model_validate(answer)
-        patient.user = facts.system.user
-    except Untold as untold:
-        patient.lose(doing, untold.reason)
-    except ValidationError as error:
-        patient.lose(doing, _not_understood(error))
+        patient.told["facts"] = HostFacts.model_validate(answer)
+
+    _ask_each(patients, "asked for the time", clock)
+    _ask_each(patients, "asked about itself", facts)
 
 
-def _not_understood(error: ValidationError) -> str:
-    return f"it answered what is not understood: {error.errors()[0]['msg']}"
+def _ask_trees(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
+    # The demo's data are part of allhands.
+    wanted = {"model": options.model, "data": None if options.data == "demo" else options.data}
+    sources: Mapping[str, str] = {role: source for role, source in wanted.items() if source}
+    hashed = options.hashed and sum(patient.well for patient in patients) > 1
+
+    def trees(patient: Patient, session: Session) -> None:
+        answer = session.ask("trees", sources=sources, hashed=hashed)["trees"]
+        patient.told["trees"] = tuple(Tree.model_validate(tree) for tree in answer)
+
+    if sources:
+        options.progress("comparing " + " and ".join(sources))
+        _ask_each(patients, "reading its files", trees)
 
 
-def _sources(options: ClusterCheckOptions) -> dict[str, str]:
-    """What every computer needs a copy of; the demo's data are part of allhands."""
-    found = {"model": options.model, "data": None if options.data == "demo" else options.data}
-    return {role: source for role, source in found.items() if source}
+def _connect(patients: Sequence[Patient], options: ClusterCheckOptions) -> None:
+    """Connect every computer to all others, and log in to them where ``mpirun`` would."""
+    secret, limit = secrets.token_hex(16), min(_CONNECT_S, options.timeout_s)
 
+    def listen(patient: Patient, session: Session) -> None:
+        answer = session.ask("listen", secret=secret, addresses=patient.addresses)
+        patient.ports, patient.told["bind_errors"] = answer["ports"], answer["errors"]
 
-def _ask_trees(patient: Patient, sources: Mapping[str, str], hashed: bool) -> None:
-    if patient.well and patient.session is not None:
-        try:
-            trees = patient.session.ask("trees", sources=dict(sources), hashed=hashed)["trees"]
-            patient.told["trees"] = tuple(Tree.model_validate(tree) for tree in trees)
-        except Untold as untold:
-            patient.lose("reading its files", untold.reason)
-        except ValidationError as error:
-            patient.lose("reading its files", _not_understood(error))
-
-
-def _listen(patient: Patient, secret: str) -> None:
-    if patient.well and patient.session is not None:
-        try:
-            answer = patient.session.ask("listen", secret=secret, addresses=list(patient.addresses))
-            patient.ports, patient.told["bind_errors"] = answer["ports"], answer["errors"]
-        except Untold as untold:
-            patient.lose("listening on a port", untold.reason)
-
-
-def _reach(patient: Patient, patients: Sequence[Patient], secret: str, options: ClusterCheckOptions) -> None:
-    """Connect to all others; and log in to them where ``mpirun`` would."""
-    if not patient.well or patient.session is None:
-        return
-    others = [other for other in patients if other is not patient and other.well]
-    targets = [(other.host.name, ip, port) for other in others for ip, port in other.ports.items()]
-    limit = min(_CONNECT_S, options.timeout_s)
-    try:
-        asked: dict[str, Any] = {
-            "targets": [{"ip": ip, "port": port} for _, ip, port in targets],
-            "secret": secret,
-            "timeout_s": limit,
-        }
-        answers = patient.session.ask("reach", 4 * limit + options.timeout_s, **asked)["reached"]
-        if len(answers) != len(targets):
-            raise Untold("it answered what is not understood")
+    def reach(patient: Patient, session: Session) -> None:
+        others = [other for other in patients if other is not patient and other.well]
+        ways = [(other.host.name, ip, port) for other in others for ip, port in other.ports.items()]
+        targets = [{"ip": ip, "port": port} for _, ip, port in ways]
+        answers = session.ask("reach", 4 * limit + options.timeout_s, targets=targets, secret=secret, timeout_s=limit)[
+            "reached"
+        ]
+        if len(answers) != len(ways):
+            raise Untold(NOT_UNDERSTOOD)
         patient.reached = [
             Reach.model_validate({**answer, "source": patient.host.name, "target": name, "own": answer.get("source")})
-            for (name, *_), answer in zip(targets, answers, strict=True)
+            for (name, *_), answer in zip(ways, answers, strict=True)
         ]
-        # Whoever starts mpirun there needs it. Everything else comes from this computer, which reaches all of them.
+        # mpirun on the first computer needs ssh. Everything else starts from this one, which reaches all of them.
         if options.backend == "mpi" and patient is patients[0] and patient.host.ssh is not None:
-            _log_in(patient, others, options)
-    except Untold as untold:
-        patient.lose("connecting to the others", untold.reason)
-    except ValidationError as error:
-        patient.lose("connecting to the others", _not_understood(error))
+            _log_in(patient, session, others, options)
+
+    _ask_each(patients, "listening on a port", listen)
+    _ask_each(patients, "connecting to the others", reach)
 
 
-def _log_in(patient: Patient, others: Sequence[Patient], options: ClusterCheckOptions) -> None:
-    """What comes of ssh from there to every other computer."""
-    assert patient.session is not None
+def _log_in(patient: Patient, session: Session, others: Sequence[Patient], options: ClusterCheckOptions) -> None:
+    """Try ssh from there to every other computer."""
     limit = min(_LOGIN_S, options.timeout_s)
     settings = ssh.SshOptions(connect_timeout_s=max(1, round(limit) - 3))
-    names = [(other, name) for other in others if (name := _login_name(other))]
-    logins = [{"target": o.host.name, "argv": ssh.command(name, ["true"], settings)} for o, name in names]
-    answers = patient.session.ask("logins", 4 * limit + options.timeout_s, logins=logins, timeout_s=limit)
-    if len(answers["logins"]) != len(names):
-        raise Untold("it answered what is not understood")
-    for (other, name), answer in zip(names, answers["logins"], strict=True):
+    names = [(other.host.name, name) for other in others if (name := _login_name(other))]
+    logins = [{"argv": ssh.command(name, ["true"], settings)} for _, name in names]
+    answers = session.ask("logins", 4 * limit + options.timeout_s, logins=logins, timeout_s=limit)["logins"]
+    if len(answers) != len(names):
+        raise Untold(NOT_UNDERSTOOD)
+    for (target, name), answer in zip(names, answers, strict=True):
         trouble = None if answer["code"] == 0 else ssh_trouble(answer["code"], answer["said"])
-        patient.logins.append(Login(source=patient.host.name, target=other.host.name, name=name, trouble=trouble))
+        patient.logins.append(Login(source=patient.host.name, target=target, name=name, trouble=trouble))
 
 
 def _login_name(other: Patient) -> str | None:
-    """What a third computer would give to ssh; names of this computer's own configuration may mean nothing there."""
-    if other.host.ssh is not None:
+    """Return the name that a third computer would give to ssh."""
+    if other.host.ssh is not None or not other.addresses or "facts" not in other.told:
         return other.host.ssh
-    return f"{other.user}@{other.addresses[0]}" if other.addresses and other.user else None
+    return f"{other.told['facts'].system.user}@{other.addresses[0]}"
 
 
 def _together(patients: Sequence[Patient], options: ClusterCheckOptions, network: Network | None) -> Cluster:

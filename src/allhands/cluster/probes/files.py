@@ -106,12 +106,12 @@ class HashCache:
 
 
 def file_identity(status: os.stat_result) -> list[int]:
-    """Numbers of which one changes when a file is written or replaced."""
+    """Return numbers of which one changes when a file is written or replaced."""
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]:
-    """Status and hash of each file, or its OSError; ``beat`` hears twice a second how many bytes have been read."""
+    """Return status and hash of each file, or its OSError; ``beat`` gets the bytes read, twice a second."""
     found: list[Any] = [None] * len(paths)
     numbers, read = iter(range(len(paths))), [0] * _READERS
 
@@ -138,17 +138,17 @@ def all_digests(paths: Sequence[str], cache: HashCache, beat: Beat) -> list[Any]
 
 
 def program_path(name: str) -> str | None:
-    """The path of a program, also where a command over ssh does not look."""
+    """Return the path of a program, also where a command over ssh does not look."""
     return shutil.which(name, path=program_environment()["PATH"])
 
 
 def install_command(package: str) -> str:
-    """The command that installs a package on this computer; empty if none is known."""
+    """Return the command that installs a package on this computer; empty if none is known."""
     return next((f"{words} {package}" for name, words in _INSTALL.items() if program_path(name)), "")
 
 
 def root_directory(root: Mapping[str, Any]) -> str:
-    """The directory that a root stands for on this computer, whether it exists or not."""
+    """Return the directory of a root on this computer, existing or not."""
     home = os.path.expanduser("~")
     base = {"home": home, "hub": hub_place(), "cache": cache_place(), "absolute": "/"}.get(root["base"])
     if base is None:
@@ -160,7 +160,7 @@ def root_directory(root: Mapping[str, Any]) -> str:
 
 
 def _nearest(path: str) -> str:
-    """The path, or the nearest directory above it that exists."""
+    """Return the path, or the nearest directory above it that exists."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     return path
@@ -170,7 +170,7 @@ def _nearest(path: str) -> str:
 
 
 class WantedFile:
-    """A file that is to be here: ``final`` is its place, ``staged`` where it waits until it is verified."""
+    """A file to receive: ``final`` is its place, ``staged`` its place until it is verified."""
 
     def __init__(self, root: str, path: str, size: int, sha256: str, mode: int, mtime_ns: int) -> None:
         self.root, self.path, self.size = root, path, size
@@ -179,17 +179,17 @@ class WantedFile:
         self.staged = os.path.join(root, STAGING, staged_name(path))
 
     def waiting(self) -> int:
-        """Bytes of it that have been received."""
+        """Return its received bytes."""
         return max(0, min(self.size, _received(self.staged)))
 
 
 def staged_name(path: str) -> str:
-    """The name under which a file waits, by its path below the root."""
+    """Return the name of a staged file, by its path below the root."""
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
 
 
 def _received(path: str) -> int:
-    """Bytes that rsync has written to a file; -1: none, or it has another name, too, and rsync only starts from it."""
+    """Return the bytes that rsync has written to a file; -1: none, or the file is a second name of a source."""
     with contextlib.suppress(OSError):
         status = os.lstat(path)
         return status.st_size if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else -1
@@ -197,7 +197,7 @@ def _received(path: str) -> int:
 
 
 def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """Put files that have come into place, and tell which this computer lacks; unless ``dry``, prepare for them.
+    """Move received files into place, and return the lacking ones; unless ``dry``, prepare for them.
 
     A file of the request is root, path below it, size, SHA-256, mode and time.
 
@@ -210,23 +210,14 @@ def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     cache = HashCache(os.path.join(cache_place(), "sync-hashes.json"))
     have: dict[str, str] = {}
     lacking: list[WantedFile] = []
-    digests = all_digests([file.final for file in files], cache, beat)
-    for number, file in enumerate(files):
-        found = digests[number]
+    for file, found in zip(files, all_digests([file.final for file in files], cache, beat)):  # noqa: B905 - Python 3.9
         _refuse_obstacle(file.final, found)
         have[_hash_of(found)] = file.final
         if _hash_of(found) != file.sha256:
             lacking.append(file)
     if not request["dry"]:
-        _check_space(lacking)
-        for root in {file.root for file in lacking} - set(CLAIMED):
-            _claim(root, request["token"])
-        lacking = _take(lacking, cache, beat)
-        for file in lacking:
-            _seed(file, have.get(file.sha256, file.final))
+        lacking = _prepare(files, lacking, have, cache, request["token"], beat)
     wanting = set(lacking)
-    if not request["dry"]:
-        _tidy([file for file in files if file not in wanting], lacking, request["token"])
     server = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", "", ""][2:4]
     return {
         "roots": roots,
@@ -238,6 +229,26 @@ def look(request: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
         "address": server[0],
         "port": int(server[1] or 22),
     }
+
+
+def _prepare(
+    files: Sequence[WantedFile],
+    lacking: Sequence[WantedFile],
+    have: Mapping[str, str],
+    cache: HashCache,
+    token: str,
+    beat: Beat,
+) -> list[WantedFile]:
+    """Claim the roots of lacking files, take those that have come, and return the others."""
+    _check_space(lacking)
+    for root in {file.root for file in lacking} - set(CLAIMED):
+        _claim(root, token)
+    left = _take(lacking, cache, beat)
+    for file in left:
+        _seed(file, have.get(file.sha256, file.final))
+    wanting = set(left)
+    _tidy([file for file in files if file not in wanting], left, token)
+    return left
 
 
 def _hash_of(found: Digest | OSError) -> str:
@@ -254,7 +265,7 @@ def _refuse_obstacle(path: str, found: Digest | OSError) -> None:
 
 
 def _take(lacking: Sequence[WantedFile], cache: HashCache, beat: Beat) -> list[WantedFile]:
-    """Move files that have come whole to their places, each in one moment; the others are returned."""
+    """Move complete files to their places, each in one moment; return the others."""
     whole = [file for file in lacking if file.size == _received(file.staged)]
     digests = all_digests([file.staged for file in whole], cache, beat)
     # A place that two roots lead to is filled once.
@@ -311,14 +322,14 @@ def _check_space(lacking: Sequence[WantedFile]) -> None:
 
 
 def _seed(file: WantedFile, source: str) -> None:
-    """Let rsync start from a file that is here: it replaces the second name, and leaves the first one alone."""
+    """Let rsync start from a file that is here: it replaces the second name only."""
     if not os.path.lexists(file.staged):
         with contextlib.suppress(OSError):
             os.link(os.path.realpath(source), file.staged)
 
 
 def _claim(root: str, token: str) -> None:
-    """Make the hidden directory and keep other syncs out; ``token`` is a file there by which this one is known."""
+    """Make and lock the hidden directory; the file ``token`` there identifies this sync."""
     staging = os.path.join(root, STAGING)
     os.makedirs(root, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -340,7 +351,7 @@ def _claim(root: str, token: str) -> None:
 
 
 def _keep_killed(draft: str) -> None:
-    """Let rsync go on from what it had written when it was killed, if that is more than what waits already."""
+    """Let a killed rsync go on from the larger of its draft and the staged file."""
     waiting = os.path.join(os.path.dirname(draft), _name_of(draft))
     if len(_name_of(draft)) == len(staged_name("")) and _received(draft) > _received(waiting):
         os.replace(draft, waiting)
@@ -349,12 +360,12 @@ def _keep_killed(draft: str) -> None:
 
 
 def _name_of(path: str) -> str:
-    """The name under which a file waits, by one of rsync's own: it writes to .NAME.XXXXXX."""
+    """Return the name of a staged file, by rsync's own: it writes to .NAME.XXXXXX."""
     return os.path.basename(path).lstrip(".").partition(".")[0]
 
 
 def _tidy(there: Sequence[WantedFile], lacking: Sequence[WantedFile], token: str) -> None:
-    """Remove what waits for files that are there, and hidden directories that nothing needs any more."""
+    """Remove staged copies of files that are in place, and hidden directories that nothing needs."""
     for file in there:
         with contextlib.suppress(OSError):
             os.unlink(file.staged)
@@ -366,7 +377,7 @@ def _tidy(there: Sequence[WantedFile], lacking: Sequence[WantedFile], token: str
 
 
 def staged_bytes(roots: Sequence[str]) -> int:
-    """Bytes that have come, of files that are not in place yet."""
+    """Return the received bytes of files that are not in place yet."""
     sizes: dict[str, int] = {}
     for root in roots:
         with contextlib.suppress(OSError):

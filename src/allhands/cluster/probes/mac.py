@@ -1,4 +1,4 @@
-"""Facts that only macOS has, read from what its own programs print."""
+"""Facts that only macOS has, parsed from the output of its programs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _CONNECTED = "receptacle_connected"
 
 
 def mac_interfaces() -> list[dict[str, Any]]:
-    """Every interface with its addresses and kind."""
+    """Return every interface with its addresses and kind."""
     ports = parse_hardware_ports(output_of(["networksetup", "-listallhardwareports"]) or "")
     return parse_ifconfig(output_of(["ifconfig", "-a"]) or "", ports)
 
 
 def parse_hardware_ports(text: str) -> dict[str, str]:
-    """Device to name of the port, of ``networksetup -listallhardwareports``: ``{"en0": "Wi-Fi"}``."""
+    """Parse ``networksetup -listallhardwareports`` to names of ports by device: ``{"en0": "Wi-Fi"}``."""
     pairs = re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text)
     return {device: port for port, device in pairs}
 
 
 def parse_ifconfig(text: str, ports: dict[str, str]) -> list[dict[str, Any]]:
-    """Of ``ifconfig -a``."""
+    """Parse ``ifconfig -a``."""
     found: list[dict[str, Any]] = []
     for block in re.split(r"\n(?=\S)", text):
         head = re.match(r"(\S+): flags=\w+<([^>]*)>.*?\bmtu (\d+)", block)
@@ -48,7 +48,7 @@ def parse_ifconfig(text: str, ports: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def parse_inet(block: str) -> list[dict[str, Any]]:
-    """Addresses of one interface."""
+    """Parse the addresses of one interface."""
     four = re.findall(r"^\s*inet (\S+) (?:--> \S+ )?netmask 0x([0-9a-f]{8})", block, re.MULTILINE)
     six = re.findall(r"^\s*inet6 ([0-9a-fA-F:]+)\S* prefixlen (\d+)", block, re.MULTILINE)
     found: list[dict[str, Any]] = [{"ip": ip, "prefix": bin(int(mask, 16)).count("1")} for ip, mask in four]
@@ -56,13 +56,13 @@ def parse_inet(block: str) -> list[dict[str, Any]]:
 
 
 def media_speed(block: str) -> int | None:
-    """Mbit/s of an Ethernet port."""
+    """Parse the Mbit/s of an Ethernet port."""
     found = re.search(r"media: .*?(\d+)(G?)base", block, re.IGNORECASE)
     return int(found.group(1)) * (1000 if found.group(2) else 1) if found else None
 
 
 def mac_kind(name: str, port: str) -> str:
-    """wifi, ethernet, thunderbolt, bridge, loopback, tunnel or virtual."""
+    """Return the kind: wifi, ethernet, thunderbolt, bridge, loopback, tunnel or virtual."""
     words = port.lower()
     if name.startswith("lo"):
         return "loopback"
@@ -80,7 +80,7 @@ def mac_kind(name: str, port: str) -> str:
 
 
 def mac_facts() -> dict[str, Any]:
-    """Sleep, display, firewall, Thunderbolt ports and the limit of GPU memory."""
+    """Return sleep, display, firewall, Thunderbolt ports and the limit of GPU memory."""
     assertions = output_of(["pmset", "-g", "assertions"]) or ""
     limit = (output_of(["sysctl", "-n", "iogpu.wired_limit_mb"]) or "").strip()
     return {
@@ -95,19 +95,19 @@ def mac_facts() -> dict[str, Any]:
 
 
 def parse_sleep(text: str) -> int | None:
-    """Minutes until the computer sleeps, 0 for never, of ``pmset -g``."""
+    """Parse ``pmset -g`` to the minutes until the computer sleeps; 0 is never."""
     found = re.search(r"^\s*sleep\s+(\d+)", text, re.MULTILINE)
     return int(found.group(1)) if found else None
 
 
 def kept_awake(text: str) -> bool:
-    """Whether something such as caffeinate keeps the computer awake, of ``pmset -g assertions``."""
+    """Parse ``pmset -g assertions``: tell if a program such as caffeinate keeps the computer awake."""
     counts = re.findall(r"^\s*(PreventUserIdleSystemSleep|PreventSystemSleep)\s+(\d+)", text, re.MULTILINE)
     return any(count != "0" for _, count in counts) or "(caffeinate)" in text
 
 
 def parse_displays(text: str | None) -> int | None:
-    """How many displays are on, of ``system_profiler SPDisplaysDataType``; ``None``: not known."""
+    """Parse ``system_profiler SPDisplaysDataType`` to the number of displays that are on; ``None``: not known."""
     if text is None:
         return None
     return max(
@@ -116,7 +116,7 @@ def parse_displays(text: str | None) -> int | None:
 
 
 def parse_firewall(text: str) -> bool | None:
-    """Whether macOS's firewall is on, of ``socketfilterfw --getglobalstate``."""
+    """Parse ``socketfilterfw --getglobalstate``: tell if macOS's firewall is on."""
     found = re.search(r"State = (\d)", text)
     if found:
         return found.group(1) != "0"
@@ -124,12 +124,12 @@ def parse_firewall(text: str) -> bool | None:
 
 
 def parse_block_all(text: str) -> bool:
-    """Whether it lets nothing in, of ``socketfilterfw --getblockall``."""
+    """Parse ``socketfilterfw --getblockall``: tell if it blocks all incoming connections."""
     return "enabled" in text.lower()
 
 
 def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
-    """Ports, of ``system_profiler SPThunderboltDataType -json``: what is plugged in, and how fast."""
+    """Parse ``system_profiler SPThunderboltDataType -json`` to the ports."""
     try:
         buses = cast("list[dict[str, Any]]", json.loads(text)["SPThunderboltDataType"] or [])
     except (ValueError, KeyError, TypeError):
@@ -144,7 +144,7 @@ def parse_thunderbolt(text: str) -> list[dict[str, Any]]:
 
 
 def thunderbolt_port(bus: dict[str, Any], port: dict[str, Any], peers: list[str]) -> dict[str, Any]:
-    """One receptacle; ``domain`` names this computer's end, ``peers`` the computers plugged into it directly."""
+    """Return one receptacle; ``domain`` is this computer's end, ``peers`` are the computers plugged into it."""
     return {
         "receptacle": str(port.get("receptacle_id_key", "?")),
         "connected": port.get("receptacle_status_key") == _CONNECTED,

@@ -1,4 +1,4 @@
-"""Facts about the network of a Linux computer, and what Linux and macOS share: routes and firewalls."""
+"""Facts about the network of Linux, and routes on Linux and macOS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARPHRD_INFINIBAND = "32"
 
 
 def linux_interfaces() -> list[dict[str, Any]]:
-    """Every interface with its addresses, as ``ip`` or else the kernel's own files have it."""
+    """Return every interface with its addresses, from ``ip`` or else from the kernel's files."""
     text = output_of(["ip", "-j", "-d", "addr"])
     entries = parse_ip_addr(text) if text else kernels_interfaces()
     for entry in entries:
@@ -40,7 +40,7 @@ def linux_interfaces() -> list[dict[str, Any]]:
 
 
 def parse_ip_addr(text: str) -> list[dict[str, Any]]:
-    """Of the JSON that ``ip -j -d addr`` prints."""
+    """Parse the JSON of ``ip -j -d addr``."""
     found: list[dict[str, Any]] = []
     for link in json.loads(text):
         if not link.get("ifname"):
@@ -63,7 +63,7 @@ def parse_ip_addr(text: str) -> list[dict[str, Any]]:
 
 
 def kernels_interfaces() -> list[dict[str, Any]]:
-    """Without ``ip``, as in small containers: names from the kernel, and one IPv4 address of each."""
+    """Return the kernel's names and one IPv4 address of each: small containers have no ``ip``."""
     found: list[dict[str, Any]] = []
     for _, name in socket.if_nameindex():
         mtu = (text_of(f"{_NET}/{name}/mtu") or "").strip()
@@ -77,7 +77,7 @@ def kernels_interfaces() -> list[dict[str, Any]]:
 
 
 def asked_address(name: str, question: int) -> str | None:
-    """The kernel's answer about an interface's IPv4 address or mask."""
+    """Ask the kernel for an interface's IPv4 address or mask."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), question, struct.pack("256s", name.encode()[:15]))
@@ -87,7 +87,7 @@ def asked_address(name: str, question: int) -> str | None:
 
 
 def linux_kind(name: str, info_kind: str) -> str:
-    """wifi, ethernet, thunderbolt, infiniband, bridge, loopback, tunnel or virtual."""
+    """Return the kind: wifi, ethernet, thunderbolt, infiniband, bridge, loopback, tunnel or virtual."""
     place = f"{_NET}/{name}"
     if os.path.isdir(place + "/wireless") or os.path.exists(place + "/phy80211"):
         return "wifi"
@@ -107,7 +107,7 @@ def linux_kind(name: str, info_kind: str) -> str:
 
 
 def bridge_members(name: str) -> list[str]:
-    """The interfaces that a bridge joins."""
+    """Return the interfaces that a bridge joins."""
     try:
         return sorted(os.listdir(f"{_NET}/{name}/brif"))
     except OSError:
@@ -115,7 +115,7 @@ def bridge_members(name: str) -> list[str]:
 
 
 def route_fact(ip: str) -> dict[str, Any]:
-    """Which way packets to ``ip`` leave this computer."""
+    """Return the route to ``ip``."""
     fact: dict[str, Any] = {"ip": ip, "interface": None, "gateway": None, "source": source_for(ip), "error": None}
     if sys.platform == "darwin":
         done = finished(["route", "-n", "get", ip], 5.0)
@@ -129,7 +129,7 @@ def route_fact(ip: str) -> dict[str, Any]:
 
 
 def source_for(ip: str) -> str | None:
-    """The own address that a connection to ``ip`` would have; nothing is sent."""
+    """Return this computer's address of a connection to ``ip``; nothing is sent."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -140,7 +140,7 @@ def source_for(ip: str) -> str | None:
 
 
 def parse_ip_route(text: str) -> dict[str, Any]:
-    """Of ``ip -j route get``."""
+    """Parse ``ip -j route get``."""
     try:
         route = json.loads(text)[0]
     except (ValueError, IndexError, KeyError):
@@ -149,13 +149,13 @@ def parse_ip_route(text: str) -> dict[str, Any]:
 
 
 def parse_mac_route(text: str) -> dict[str, Any]:
-    """Of ``route -n get``."""
+    """Parse ``route -n get``."""
     values = dict(re.findall(r"^\s*(interface|gateway):\s*(\S+)", text, re.MULTILINE))
     return {"interface": values.get("interface"), "gateway": values.get("gateway")}
 
 
 def linux_firewalls() -> list[dict[str, Any]]:
-    """Firewalls that may keep other computers out; ``ways`` says what they shut: ``in``, ``out`` or both."""
+    """Return the firewalls that may block other computers; ``ways`` are ``in``, ``out`` or both."""
     found: list[dict[str, Any]] = []
     if ufw_enabled():
         found.append({"name": "ufw", "ways": ["in"]})
@@ -169,13 +169,13 @@ def linux_firewalls() -> list[dict[str, Any]]:
 
 
 def ufw_enabled() -> bool:
-    """Whether ufw is switched on, which everybody may read."""
+    """Tell if ufw is enabled; every account may read that."""
     text = text_of("/etc/ufw/ufw.conf") or ""
     return bool(re.search(r"^ENABLED=yes", text, re.MULTILINE | re.IGNORECASE))
 
 
 def shut_ways(text: str) -> list[str]:
-    """Whether rules, as ``iptables -S`` or ``nft list ruleset`` print them, keep out what comes in or goes out."""
+    """Parse ``iptables -S`` or ``nft list ruleset`` to the blocked ways."""
     found: list[str] = []
     chains = re.split(r"^\s*chain ", text, flags=re.MULTILINE)[1:]
     for way, name, hook in (("in", "INPUT", "hook input"), ("out", "OUTPUT", "hook output")):

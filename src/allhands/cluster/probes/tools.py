@@ -1,4 +1,4 @@
-"""Programs of the computer and files of its kernel, asked with deadlines; what is not there is no error."""
+"""Programs and small files of the computer, read with deadlines; a missing one is no error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _MORE_PATH = "/usr/sbin:/sbin:/usr/local/bin:/opt/homebrew/bin"
 
 
 def program_environment() -> dict[str, str]:
-    """The environment in which programs speak English and are found."""
+    """Return the environment in which programs are found and print English."""
     path = os.environ.get("PATH", "/usr/bin:/bin")
     return {**os.environ, "LC_ALL": "C", "PATH": f"{path}:{_MORE_PATH}"}
 
 
 def output_of(argv: Sequence[str], timeout_s: float = 8.0) -> str | None:
-    """What a program prints; ``None``: there is no such program, it fails, or takes too long."""
+    """Return the output of a program; ``None``: there is no such program, it fails, or takes too long."""
     done = finished(argv, timeout_s)
     return done[1] if done is not None and done[0] == 0 else None
 
 
 def finished(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str] | None:
-    """Exit code, output and error output; ``None``: it cannot be started, or takes too long."""
+    """Return exit code, output and error output; ``None``: it cannot be started, or takes too long."""
     try:
         done = subprocess.run(
             list(argv),
@@ -41,7 +41,7 @@ def finished(argv: Sequence[str], timeout_s: float) -> tuple[int, str, str] | No
 
 
 def text_of(path: str) -> str | None:
-    """The content of a small file; ``None`` if it cannot be read."""
+    """Return the content of a small file; ``None`` if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read(1 << 20)
@@ -50,9 +50,9 @@ def text_of(path: str) -> str | None:
 
 
 def gathered(collectors: Mapping[str, Callable[[], Any]], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each function returns, all at the same time, and why some did not.
+    """Call all functions at the same time; return their values, and the errors of those that have none.
 
-    One that fails or hangs does not keep the others from answering.
+    A function that fails or hangs does not delay the others.
     """
     values: dict[str, Any] = {}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Models and data as they are on this computer: names, sizes and SHA-256."""
+"""Models and data on this computer: names, sizes and SHA-256."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 BLOCK = 4 << 20
 MOST_FILES = 20000
-# Of a model directory what loading it reads: a licence may differ.
+# The files of a model directory that loading reads: a licence may differ.
 MODEL_FILES = (".json", ".safetensors", ".py", ".model", ".tiktoken", ".jinja", ".txt")
-# The demo's directory in the cache of allhands: what comes after it is the release of the conversion.
+# The demo's directory in the cache of allhands; it ends with the release of the conversion.
 DEMO_MODEL = "SmolLM2-135M-Instruct-4bit-*"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def tree_fact(role: str, source: str, hashed: bool, progress: Callable[[int], None]) -> dict[str, Any]:
-    """Where ``source`` is here and what is in it.
+    """Return the path and the files of ``source``.
 
     Args:
         role: ``model`` or ``data``.
         source: a path, a repository of the Hub, or ``demo``.
-        hashed: whether contents are read.
+        hashed: read the contents.
         progress: called with the bytes read so far, at most every 4 MiB.
     """
     fact: dict[str, Any] = {"role": role, "source": source, "path": None, "error": None, "files": []}
@@ -44,7 +44,7 @@ def tree_fact(role: str, source: str, hashed: bool, progress: Callable[[int], No
 
 
 def located(role: str, source: str) -> str | None:
-    """The path of ``source`` on this computer; ``None`` if it is not here."""
+    """Return the path of ``source`` on this computer; ``None`` if it is not here."""
     path = os.path.abspath(os.path.expanduser(source))
     if os.path.exists(path):
         return path
@@ -54,7 +54,7 @@ def located(role: str, source: str) -> str | None:
 
 
 def cache_place() -> str:
-    """The cache directory of allhands."""
+    """Return the cache directory of allhands."""
     chosen = os.environ.get("ALLHANDS_CACHE")
     if chosen:
         return os.path.expanduser(chosen)
@@ -64,7 +64,7 @@ def cache_place() -> str:
 
 
 def hub_place() -> str:
-    """The cache directory of the Hub's client."""
+    """Return the cache directory of the Hub's client."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -72,7 +72,7 @@ def hub_place() -> str:
 
 
 def hub_directory(role: str, name: str) -> str | None:
-    """The snapshot of a Hub repository that a program would open."""
+    """Return the snapshot of a Hub repository that a program would open."""
     kind = "models" if role == "model" else "datasets"
     repository = os.path.join(hub_place(), "{}--{}".format(kind, name.replace("/", "--")))
     try:
@@ -85,7 +85,7 @@ def hub_directory(role: str, name: str) -> str | None:
 
 
 def listed(path: str, suffixes: tuple[str, ...] | None) -> list[dict[str, Any]]:
-    """Files below ``path`` with their sizes, sorted; hidden ones are left out. A file is a tree of one.
+    """Return the files below ``path`` with their sizes, sorted and without hidden ones. A file is a tree of one.
 
     Raises:
         OSError: something cannot be read.
@@ -107,7 +107,7 @@ def listed(path: str, suffixes: tuple[str, ...] | None) -> list[dict[str, Any]]:
 
 
 def refuse_directory(error: OSError) -> None:
-    """What os.walk would pass over in silence.
+    """Raise an error that os.walk would ignore.
 
     Raises:
         OSError: always.

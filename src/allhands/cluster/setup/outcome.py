@@ -1,4 +1,4 @@
-"""What the person wants of set-up, who is asked, and what has become of it."""
+"""The wishes of the person for set-up, the person to ask, and the outcome."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from allhands.cluster.doctor.facts import HostFacts
+from allhands.cluster.doctor.paths import NetworkChoice
 from allhands.cluster.hosts import Host, host_from_name
-from allhands.cluster.setup.network import NetworkChoice
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.state import SetupHostState, WantedSetup
 from allhands.cluster.setup.survey import Surveyor
@@ -22,17 +22,17 @@ Mode = Literal["ask", "yes", "dry-run", "refuse"]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the person has asked for.
+    """The options of set-up.
 
     Attributes:
-        names: of the computers.
+        names: the names of the computers.
         output: the hostfile to write.
-        install_key: whether computers that refuse the person's key shall get it.
-        wanted: what every computer shall have.
-        surveyor: how they are asked.
-        origin: where allhands comes from; see :func:`allhands.cluster.setup.source.find_source`.
+        install_key: install the person's key on computers that refuse it.
+        wanted: the software that every computer shall have.
+        surveyor: asks the computers.
+        origin: the source of allhands; see :func:`allhands.cluster.setup.source.find_source`.
         candidates: interpreters that an earlier hostfile names, by host.
-        place_named: whether the person has said where environments shall be.
+        place_named: true if the person chose the directory of environments.
     """
 
     names: Sequence[str]
@@ -47,19 +47,19 @@ class Wishes:
 
 
 class Person(Protocol):
-    """Who is told and asked; the command line, or a test."""
+    """The person at the command line, or a test in that place."""
 
     def begins(self, step: Step) -> None:
-        """A step is about to be run; may be called from several threads."""
+        """Announce a step that begins; may be called from several threads."""
 
     def looks(self, what: str) -> None:
-        """What is being found out now."""
+        """Announce a search that begins."""
 
     def tell(self, text: str) -> None:
-        """Something that is good to know."""
+        """Print a message."""
 
     def show(self, title: str, steps: Sequence[Step]) -> None:
-        """These commands would be run."""
+        """Print commands that would be run."""
 
     def agrees(self, question: str) -> bool:
         """Ask a question."""
@@ -68,16 +68,16 @@ class Person(Protocol):
 
 @dataclass
 class SetupOutcome:
-    """What has become of one computer.
+    """The outcome for one computer.
 
     Attributes:
-        state: as it was found; ``None``: it could not be asked.
+        state: its state before; ``None``: it could not be asked.
         python: the interpreter to use there.
-        unused: options that ask for an environment, where one is there that will do.
+        unused: options for a new environment, where a fitting one exists.
         choice: its address.
-        done: what was done.
-        trouble: why it cannot be used, and ``hint`` what to do.
-        pending: whether that is so only because nothing is done.
+        done: the steps that were run.
+        trouble: the reason why it cannot be used; ``hint`` is the remedy.
+        pending: true if steps that were only shown would remove the trouble.
     """
 
     name: str
@@ -97,22 +97,22 @@ class SetupOutcome:
         return self.state.facts if self.state else None
 
     def fail(self, message: str, hint: str = "") -> None:
-        """Note why it cannot be used; the first reason counts."""
+        """Note the reason why it cannot be used; the first one counts."""
         if self.trouble is None:
             self.trouble, self.hint = message, hint
 
 
 @dataclass
 class Report:
-    """What has become of everything.
+    """The outcome of set-up.
 
     Attributes:
         shown: the steps that were only shown.
-        refused: names of the computers that need what the person did not agree to; then nothing is written.
-        written: the hostfile; ``kept`` is where an earlier one is now.
-        text: its content, and ``hosts`` the computers in it; ``None``: there is none.
-        up_to_date: whether it said the same before.
-        why: what made the addresses these, and ``warning`` what may be wrong with them.
+        refused: names of the computers with steps that the person did not agree to; then nothing is written.
+        written: the hostfile; ``kept`` is the copy of an earlier one.
+        text: the content of the hostfile; ``hosts`` are the computers in it.
+        up_to_date: true if an earlier hostfile has the same content.
+        why: the reason for the addresses; ``warning`` is a possible fault of them.
     """
 
     outcomes: list[SetupOutcome] = field(default_factory=list[SetupOutcome])
@@ -133,9 +133,8 @@ class Report:
 
     @property
     def stays(self) -> list[str]:
-        """Computers that are in the hostfile, because an earlier one had them, though they cannot be used now."""
-        bad = {outcome.name for outcome in self.outcomes if outcome.trouble is not None}
-        return [name for name in self.hosts if name in bad]
+        """Computers that stay in the hostfile although they cannot be used now."""
+        return [outcome.name for outcome in self.outcomes if outcome.trouble and outcome.name in self.hosts]
 
     @property
     def also(self) -> list[str]:
@@ -145,7 +144,7 @@ class Report:
 
 
 def hosts_of(text: str) -> list[tuple[str, Host]]:
-    """Names as the person wrote them, separated by commas, and the computers that they mean.
+    """Parse names that are separated by commas; return each with its computer.
 
     Raises:
         ConfigError: one of them is no name, or stands there twice.

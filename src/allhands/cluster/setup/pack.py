@@ -1,7 +1,7 @@
-"""``python -m allhands.cluster.setup.pack WHEEL``: the allhands that runs here as a wheel, byte for byte.
+"""``python -m allhands.cluster.setup.pack WHEEL``: pack this installation of allhands as a wheel, byte for byte.
 
-Nothing is built or fetched: the files of the package and the metadata of its installation are put into an archive.
-Equal files give equal archives.
+The archive holds the files of the package and the metadata of its installation; nothing is built or fetched. Equal
+files give equal archives.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def pack(wheel: Path) -> None:
     info = f"allhands-{found.version}.dist-info"
     files |= {f"{info}/{name}": text.encode() for name in _COPIED if (text := found.read_text(name)) is not None}
     files[f"{info}/WHEEL"] = _TAGS.encode()
-    record = [*(f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items())]
+    record = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     files[f"{info}/RECORD"] = "".join(f"{line}\n" for line in (*record, f"{info}/RECORD,,")).encode()
     make_directory(wheel.parent, private=True)
-    write_whole(wheel, lambda place: _write(place, files), private=True)
 
+    def write(place: Path) -> None:
+        with zipfile.ZipFile(place, "w") as archive:
+            for name, content in files.items():
+                entry = zipfile.ZipInfo(name, _DAY)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                entry.external_attr = 0o100644 << 16
+                archive.writestr(entry, content)
 
-def _write(place: Path, files: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(place, "w") as archive:
-        for name, content in files.items():
-            entry = zipfile.ZipInfo(name, _DAY)
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.external_attr = 0o100644 << 16
-            archive.writestr(entry, content)
+    write_whole(wheel, write, private=True)
 
 
 def _digest(content: bytes) -> str:

@@ -26,12 +26,11 @@ _FOLLOWS = "failing command"  # venv's last line, after what was wrong
 _MOST_SAID = 1 << 20
 _GRACE_S = 5.0
 _SLICE_S = 0.1
-_CHANGED = "IDENTIFICATION HAS CHANGED"
 
 
 @dataclass(frozen=True)
 class CommandDone:
-    """What came of a command; ``code`` is ``None`` if it did not end in time."""
+    """The result of a command; ``code`` is ``None`` if it did not end in time."""
 
     code: int | None
     output: str = ""
@@ -39,9 +38,9 @@ class CommandDone:
 
     @property
     def last_line(self) -> str:
-        """What it said last of errors, or else at all; without anything that steers a terminal."""
+        """The last error line, or else the last line; without control characters."""
         for text in (self.errors, self.output):
-            lines = [line for line in (printable(line).strip() for line in text.splitlines()) if line]
+            lines = ssh.printable_lines(text)
             errors = [line for line in lines if line.lower().startswith(_ERRORS)]
             causes = [line for line in lines if not line.lower().startswith(_FOLLOWS)]
             if lines:
@@ -49,23 +48,8 @@ class CommandDone:
         return "no answer in time" if self.code is None else f"it ended with code {self.code}"
 
 
-def printable(text: str) -> str:
-    """Without what steers a terminal."""
-    return "".join(letter for letter in text if letter.isprintable())
-
-
-def ssh_program() -> list[str]:
-    """What stands for ssh: ALLHANDS_SSH in words.
-
-    Raises:
-        ConfigError: it is not understood.
-    """
-    words = ssh.command("localhost", ())
-    return words[: words.index("BatchMode=yes") - 1]
-
-
 def on(target: str | None, argv: Sequence[str]) -> list[str]:
-    """The command line that runs ``argv`` on a computer; ``None`` is this one.
+    """Return the command line that runs ``argv`` on a computer; ``None`` is this one.
 
     Raises:
         ConfigError: as :func:`allhands.cluster.ssh.command`.
@@ -101,16 +85,18 @@ class Shell:
         Raises:
             ConfigError: it is an ssh (``remote``), and there is none.
         """
-        # Files and no pipes: what a command leaves behind may hold on to their ends.
+        # Files and no pipes: the children of a command may keep their ends open.
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             try:
-                process = self._start(argv, stdin, said, errors)
+                with self._lock:
+                    if self._stopped:
+                        return CommandDone(130, errors="interrupted")
+                    process = subprocess.Popen(argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True)
+                    self._running.add(process)
             except OSError as error:
                 if remote:
                     raise ssh.missing(error) from None
                 return CommandDone(127, errors=f"{argv[0]}: {error.strerror}")
-            if process is None:
-                return CommandDone(130, errors="interrupted")
             try:
                 code = _code(process, timeout_s)
             finally:
@@ -121,7 +107,7 @@ class Shell:
             return CommandDone(code, _text(said), _text(errors))
 
     def stop(self) -> None:
-        """End what is running, here and there, and begin nothing more."""
+        """End the running commands, here and there, and start no others."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -133,19 +119,9 @@ class Shell:
                 process.wait(max(0.0, deadline - time.monotonic()))
             _signal(process, signal.SIGKILL)
 
-    def _start(
-        self, argv: Sequence[str], stdin: IO[bytes] | int, said: IO[bytes], errors: IO[bytes]
-    ) -> subprocess.Popen[bytes] | None:
-        with self._lock:
-            if self._stopped:
-                return None
-            process = subprocess.Popen(argv, stdin=stdin, stdout=said, stderr=errors, start_new_session=True)
-            self._running.add(process)
-        return process
-
 
 def _code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit code; ``None`` if there is none in time, and then the command is ended."""
+    """Return the exit code; ``None`` if there is none in time, and then the command is ended."""
     deadline = time.monotonic() + timeout_s
     # In slices: another thread may reap it, too.
     while (left := deadline - time.monotonic()) > 0:
@@ -171,7 +147,7 @@ def _text(stream: IO[bytes]) -> str:
 
 
 def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
-    """Whether commands can be run on a computer without a question; takes about twice ``timeout_s`` at most.
+    """Find out if ssh runs commands on a computer without a question, in about twice ``timeout_s`` at most.
 
     Raises:
         ConfigError: ``target`` is no name, or there is no ssh.
@@ -180,18 +156,17 @@ def access_of(shell: Shell, target: str, timeout_s: float) -> Access:
     if found is None:
         return Access("ok")
     reason, settings = found.reason or "no answer in time", settings_of(shell, target)
-    words = reason.lower()
-    if "host key verification failed" in words and _CHANGED.lower() not in words:
+    if found.kind == "unknown-key":
         keys, file = offered_keys(shell, target, timeout_s), known_hosts_of(settings)
         if keys and file is not None:
             return Access("unknown-key", reason, found.hint, keys, file, identity_of(settings))
-    elif "permission denied" in words or "too many authentication failures" in words:
+    elif found.kind == "auth":
         return Access("denied", reason, found.hint, identity=identity_of(settings))
     return Access("failed", reason, found.hint)
 
 
 def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[str, list[str]]:
-    """What ssh would use for a host, by its own account: lower-case names to values.
+    """Return the settings that ssh uses for a host: lower-case names to values.
 
     Raises:
         ConfigError: as :meth:`Shell.ask`.
@@ -206,7 +181,7 @@ def settings_of(shell: Shell, target: str, extra: Sequence[str] = ()) -> dict[st
 
 
 def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
-    """The person's own file of host keys; ``None``: there is none, or its name is not plain."""
+    """Return the person's own file of host keys; ``None``: there is none, or its name is not plain."""
     value = (settings.get("userknownhostsfile") or [""])[0]
     whole = Path(os.path.expanduser(value))
     first = whole if whole.is_file() else Path((shlex.split(value) or [""])[0]).expanduser()
@@ -214,16 +189,16 @@ def known_hosts_of(settings: dict[str, list[str]]) -> Path | None:
 
 
 def identity_of(settings: dict[str, list[str]]) -> SetupIdentity | None:
-    """The person's key for a host: one that exists with its public half, or the place of a new one.
+    """Return the person's key for a host: one that exists with its public half, or the place of a new one.
 
     ``None``: at that place is a private key whose public half is missing.
     """
     files = [Path(os.path.expanduser(value)) for value in settings.get("identityfile", []) if "%" not in value]
     whole = [file for file in files if file.exists() and _public(file).exists()]
-    ed25519 = [file for file in (*whole, *files) if file.name == "id_ed25519"]
+    usual = next((file for file in whole or files if file.name == "id_ed25519"), None)
     if whole:
-        return SetupIdentity(ed25519[0] if ed25519 and ed25519[0] in whole else whole[0], True)
-    new = (ed25519 or files or [Path("~/.ssh/id_ed25519").expanduser()])[0]
+        return SetupIdentity(usual or whole[0], True)
+    new = usual or next(iter(files), Path("~/.ssh/id_ed25519").expanduser())
     return None if new.exists() or _public(new).exists() or not new.is_absolute() else SetupIdentity(new, False)
 
 
@@ -232,7 +207,7 @@ def _public(file: Path) -> Path:
 
 
 def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, ...]:
-    """The keys by which an unknown computer says that it is itself, as ssh would note them; nothing is noted.
+    """Return the host keys that an unknown computer shows, in the form of ssh's notes; no file is changed.
 
     Raises:
         ConfigError: as :meth:`Shell.ask`.
@@ -247,9 +222,9 @@ def offered_keys(shell: Shell, target: str, timeout_s: float) -> tuple[HostKey, 
         shell.run([*words[:-_TAIL], *extra, *words[-_TAIL:]], subprocess.DEVNULL, timeout_s, remote=True)
         if not notes.exists():
             return ()
-        prints = shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output.splitlines()
+        prints = ssh.printable_lines(shell.ask(None, ["ssh-keygen", "-lf", str(notes)]).output)
         lines = [line for line in notes.read_text().splitlines() if line.strip()]
-        return tuple(HostKey(line, printable(text)) for line, text in zip(lines, prints, strict=False))
+        return tuple(HostKey(line, text) for line, text in zip(lines, prints, strict=False))
 
 
 def _noting_in(notes: Path) -> list[str]:

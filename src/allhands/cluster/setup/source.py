@@ -1,4 +1,4 @@
-"""Where the computers get allhands from: a release, a wheel, a checkout, or what runs here, packed."""
+"""The source of allhands for other computers: a release, a wheel, a checkout, or this installation, packed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HINT = "give a version such as 0.1.0, a wheel allhands-*.whl, or the directory 
 
 
 def find_source(text: str | None, store: Path) -> SetupSource:
-    """Return the source that ``text`` means (``--from``); without it, what this computer has itself.
+    """Return the source that ``text`` means (``--from``); without it, this installation.
 
     Args:
         store: the directory for wheels that are made; nothing is written here.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it is none of these, or cannot be read.
     """
     if text is None:
         return _own(store)
@@ -45,7 +45,7 @@ def find_source(text: str | None, store: Path) -> SetupSource:
 
 
 def package_root() -> Path:
-    """The directory of the package allhands that runs here."""
+    """Return the directory of this package allhands."""
     spec = find_spec("allhands")
     assert spec is not None
     assert spec.origin is not None
@@ -53,14 +53,13 @@ def package_root() -> Path:
 
 
 def _own(store: Path) -> SetupSource:
-    """A release comes from the index for every computer alike; anything else is packed as it runs here."""
+    """Return the same release for every computer, or a wheel of this installation if it is no release."""
     try:
         found = importlib.metadata.distribution("allhands")
     except importlib.metadata.PackageNotFoundError:
         hint = "give the directory of its checkout, or a version: --from"
         raise ConfigError("allhands runs here without being installed", where="--from", hint=hint) from None
     if found.read_text("direct_url.json") is None:
-        # The others get the same release, which is what runs here unless somebody has changed it.
         return SetupSource(found.version, code=fingerprint(str(package_root())))
     wheel = store / f"allhands-{found.version}-py3-none-any.whl"
     argv = (sys.executable, "-m", "allhands.cluster.setup.pack", str(wheel))
@@ -74,13 +73,15 @@ def _wheel(path: Path) -> SetupSource:
     try:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
-            names = sorted(archive.namelist())
+            names = archive.namelist()
             (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
             version = HeaderParser().parsestr(archive.read(metadata).decode())["Version"]
-            inner = [name for name in names if name.startswith("allhands/") and is_source(name)]
-            for name in sorted(name.removeprefix("allhands/") for name in inner):
+            inner = [
+                name.removeprefix("allhands/") for name in names if name.startswith("allhands/") and is_source(name)
+            ]
+            for name in sorted(inner):
                 total.update(file_line(name, archive.read(f"allhands/{name}")))
-    except (OSError, zipfile.BadZipFile, ValueError, UnicodeDecodeError) as error:
+    except (OSError, zipfile.BadZipFile, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no wheel"
         raise ConfigError(f"cannot be read: {reason}", where=f"--from {path}", hint=_HINT) from None
     return SetupSource(str(version), path, total.hexdigest(), size=size)
@@ -96,16 +97,12 @@ def _checkout(path: Path, store: Path) -> SetupSource:
     if name != "allhands" or not isinstance(version, str) or not package.is_dir():
         raise ConfigError("this is no checkout of allhands", where=f"--from {path}", hint=_HINT)
     wheel = store / f"allhands-{version}-py3-none-any.whl"
-    return SetupSource(version, wheel, fingerprint(str(package)), _builder(path, store))
-
-
-def _builder(path: Path, store: Path) -> tuple[str, ...]:
+    argv = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir")
     if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv makes environments without pip
-        return (uv, "build", "--quiet", "--wheel", "--out-dir", str(store), str(path))
-    argv = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
-    return (*argv, "--wheel-dir", str(store), str(path))
+        argv = (uv, "build", "--quiet", "--wheel", "--out-dir")
+    return SetupSource(version, wheel, fingerprint(str(package)), (*argv, str(store), str(path)))
 
 
 def wheel_store() -> Path:
-    """The person's own place for wheels that the shown commands make."""
+    """Return the directory for wheels that shown commands make."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "allhands" / "wheels"

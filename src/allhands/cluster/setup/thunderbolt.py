@@ -22,11 +22,11 @@ _RDMA = "rdma_"
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the configurator found.
+    """The result of the configurator.
 
     Attributes:
-        backend: that MLX shall use.
-        envs: variables that it needs.
+        backend: the back-end for MLX.
+        envs: environment variables.
         hosts: addresses and RDMA devices by ssh's words, in the order in which the devices count.
     """
 
@@ -36,26 +36,21 @@ class Wiring:
 
 
 def joined(facts: Sequence[HostFacts]) -> bool:
-    """Whether these are Macs, each with a Thunderbolt cable to another one of them."""
-    domains = [{port.domain for port in one.mac.thunderbolt} if one.mac else set[str]() for one in facts]
-    if len(facts) < 2 or not all(domains):
+    """Tell if these are Macs, each with a Thunderbolt cable to another one of them."""
+    macs = [one.mac for one in facts if one.mac is not None]
+    if len(macs) < max(2, len(facts)):
         return False
-    for number, one in enumerate(facts):
-        others = set[str]().union(*(domains[:number] + domains[number + 1 :]))
-        peers = {peer for port in one.mac.thunderbolt for peer in port.peers} if one.mac else set[str]()
-        if not peers & others:
-            return False
-    return True
+    return all(any(mac.plugged_into(other) for other in macs if other is not mac) for mac in macs)
 
 
 def backend_of(facts: Sequence[HostFacts]) -> str:
-    """JACCL where every Mac has RDMA over Thunderbolt, the ring elsewhere."""
+    """Return JACCL where every Mac has RDMA over Thunderbolt, else the ring."""
     able = all(any(device.startswith(_RDMA) for device in one.rdma.devices) for one in facts)
     return "jaccl" if able else "ring"
 
 
 def configure_step(targets: Sequence[str], backend: str, output: Path) -> Step:
-    """The command that sets the ports up, over ``targets`` as ssh knows them, and writes ``output``.
+    """Return the step that sets up the ports of ``targets``, which are ssh's names, and writes ``output``.
 
     With a password for sudo it prints what to run on each Mac, and waits.
     """
@@ -68,7 +63,7 @@ def configure_step(targets: Sequence[str], backend: str, output: Path) -> Step:
 
 
 def read_wiring(path: Path) -> Wiring:
-    """Read what the configurator wrote.
+    """Read the configurator's output.
 
     Raises:
         ConfigError: it is not understood.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from allhands.cluster.doctor.access import trouble_remedy
 from allhands.cluster.doctor.facts import HostReport
 from allhands.cluster.doctor.session import Session, SessionRefused, Untold
 from allhands.cluster.hosts import Host
+from allhands.cluster.sync.state import HostState
 from allhands.errors import AllhandsError, DistributedError
 from allhands.io.files import storage_error
 
@@ -24,17 +25,20 @@ _PYTHON = 'p=$1; shift; command -v "$p" >/dev/null || p=python3; exec "$p" "$@"'
 
 
 class Member:
-    """The probe on one computer.
+    """The probe on one computer, and its part of a sync.
 
     Attributes:
-        told: the host's last answer about its files.
-        lacking: numbers of the files that it lacks.
+        status: its progress.
+        wanted: numbers of the files for it; ``lacking``: of those that it lacks.
+        told: its last answer about its files.
         arrived: bytes of files that are not in place yet; ``before`` is that at the beginning of a transfer.
         counted: bytes of transfers that have ended.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, wanted: Iterable[int] = ()) -> None:
         self.host = host
+        self.status = HostState(host.name)
+        self.wanted = frozenset(wanted)
         self.told: Mapping[str, Any] = {}
         self.lacking: frozenset[int] = frozenset()
         self.arrived = self.before = self.counted = 0
@@ -63,7 +67,7 @@ class Member:
         threading.Thread(target=self._keep, args=(self.session,), name=f"sync-keep-{name}", daemon=True).start()
 
     def ask(self, kind: str, silence_s: float = _SILENT_S, **request: Any) -> dict[str, Any]:
-        """The answer to one request.
+        """Return the answer to one request.
 
         Raises:
             AllhandsError: the host is lost, or tells what stands in its way.
@@ -80,10 +84,14 @@ class Member:
         return answer
 
     def storage_error(self, path: str, number: int, reason: str) -> AllhandsError:
-        """The error for a path of this host."""
+        """Return the error for a path of this host."""
         error = storage_error(Path(path or "/"), OSError(number, reason))
         error.where = f"{self.host.name}:{path}"
         return error
+
+    def fail(self, error: AllhandsError) -> None:
+        """Note the error that ends its part."""
+        self.status.state, self.status.error = "failed", error
 
     def close(self) -> None:
         """End the probe."""
