@@ -125,6 +125,7 @@ OPTIONS = {
     ".config.problems",
     ".config.schema",
     ".config.values",
+    ".io.strict_json",
 }
 
 
