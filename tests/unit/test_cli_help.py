@@ -124,6 +124,7 @@ OPTIONS = {
     ".config.problems",
     ".config.schema",
     ".config.values",
+    ".io.strict_json",
 }
 
 
