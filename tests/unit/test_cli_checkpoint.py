@@ -292,7 +292,7 @@ def test_a_list_needs_neither_mlx_nor_numpy(run: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from allhands.cli.checkpoint import list_checkpoints as l\n"
         "from allhands.cli.verbs_runs import CheckpointList as A\n"
-        "l(Path('adapters')); print(sorted({'mlx', 'mlx.core', 'numpy', 'safetensors'} & set(sys.modules)))"
+        "l(A(Path('adapters'))); print(sorted({'mlx', 'mlx.core', 'numpy', 'safetensors'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     PrivateAttr,
     ValidationError,
@@ -45,10 +44,8 @@ TRACKERS: dict[str, str] = {
 COMPILE_FROM_BATCHES = 400
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
-    )
+class _Strict(BaseModel, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True):
+    """Options that are validated when the first are made, so that help does not wait for it."""
 
     @field_validator("*", mode="before")
     @classmethod
