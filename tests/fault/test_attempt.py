@@ -20,7 +20,7 @@ from allhands.cluster import processes
 from allhands.cluster.attempt import Attempt
 from allhands.cluster.mpi import find_mpi
 from allhands.cluster.outcome import Outcome
-from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit
+from allhands.cluster.ranks import Beat, LaunchSpec, Marks, Place, RankExit, RankProcesses
 
 BACKENDS = [
     "ring",
@@ -213,7 +213,7 @@ def test_an_attempt_without_beats_is_watched_as_far_as_can_be(start: Callable[..
 # --- facts that real processes on one computer do not give -------------------------------------------
 
 
-class _Elsewhere:
+class _Elsewhere(RankProcesses):
     """Two ranks, each on a computer of its own, whose ends are given."""
 
     def __init__(self, ends: list[RankExit], lost: list[str]) -> None:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from allhands.cluster import attempt, node, processes
-from allhands.cluster.node import NodeEnd, NodeJob, run_node
+from allhands.cluster.node import run_node
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import MeetingPoint
-from allhands.cluster.ranks import Beat, LaunchSpec, Marks, RankExit
+from allhands.cluster.ranks import Beat, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.watch import Limits, ProgressWatch
 from allhands.errors import DistributedError
 
@@ -24,7 +24,7 @@ TRAINING = Marks(True, True, None, Beat(5, "compute", 1, 0.0))
 
 
 @dataclass
-class Ranks:
+class Ranks(RankProcesses):
     """Ranks 2 and 3 of four, as the test wants them."""
 
     ends: list[RankExit] = field(default_factory=list)
@@ -76,6 +76,12 @@ class Ranks:
         pass
 
 
+class NodeEnd(NamedTuple):
+    code: int
+    reason: str | None
+
+
+MEETING = MeetingPoint("127.0.0.1", (1,), "job")
 Run = Callable[..., tuple[NodeEnd, list[str]]]
 
 
@@ -86,20 +92,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(ranks: Ranks, **options: Any) -> tuple[NodeEnd, list[str]]:
         said: list[str] = []
         monkeypatch.setattr(node, "meet", lambda *_: ("127.0.0.1:1",) * 4)
-        monkeypatch.setattr(processes, "start_share", lambda *_: ranks)
+        monkeypatch.setattr(processes, "start", lambda *_: ranks)
         spec = LaunchSpec(["true"], 4, "ring", tmp_path / "logs", **options)
-        return run_node(NodeJob(spec, 1, 2, MeetingPoint("127.0.0.1", (1,), "job"), Patience(), said.append)), said
+        return NodeEnd(*run_node(spec, range(2, 4), MEETING, Patience(), said.append)), said
 
     return run
 
 
 def ended(*codes: int) -> list[RankExit]:
     return [RankExit(2 + i, code, time.monotonic() - 50 + i) for i, code in enumerate(codes)]
-
-
-def test_the_ranks_of_a_computer_are_a_block(tmp_path: Path) -> None:
-    spec = LaunchSpec(["true"], 4, "ring", tmp_path)
-    assert list(NodeJob(spec, 1, 2, MeetingPoint("h", (1,), "job"), Patience(), print).own) == [2, 3]
 
 
 @pytest.mark.parametrize(("elsewhere", "silence", "told"), [(900.0, 899.0, False), (900.0, 901.0, True), (0, 31, True)])
@@ -194,5 +195,5 @@ def test_a_meeting_that_fails_is_the_error(run: Run, tmp_path: Path, monkeypatch
     spec = LaunchSpec(["true"], 4, "ring", tmp_path / "logs")
     begun = time.monotonic()
     with pytest.raises(DistributedError, match="for 3 ranks"):
-        run_node(NodeJob(spec, 1, 2, MeetingPoint("127.0.0.1", (1,), "job"), Patience(), print))
+        run_node(spec, range(2, 4), MEETING, Patience(), print)
     assert time.monotonic() - begun < 5

@@ -13,7 +13,7 @@ import pytest
 from allhands.cluster.candidates import Facts, HostTraits, table_choice
 from allhands.cluster.hosts import Host, hostfile_backend
 from allhands.cluster.membership import HostfileMembers
-from allhands.cluster.processes import Share, start_share
+from allhands.cluster.processes import Share, start
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.remote import check_devices
@@ -37,7 +37,7 @@ def _told(tmp_path: Path, rdma: list[list[Any]], first: int) -> Mapping[str, str
     spec = LaunchSpec([sys.executable, "-c", program], len(rdma), "jaccl", tmp_path, rdma=rdma)
     share = Share(first, 1, ("10.0.0.1:4242",), f"mac{first}", output=(1, 2))
     with Reaper() as reaper:
-        ranks = start_share(spec, tmp_path / "run", share, reaper)
+        ranks = start(spec, tmp_path / "run", reaper, share)
         try:
             while not ranks.exits():
                 pass

@@ -10,8 +10,7 @@ import pytest
 from test_restart_loop import _DONE, _KILLED, Members, Script, Stage, failed, hosts
 
 from allhands.cluster.connection import UnfitHosts
-from allhands.cluster.newcomers import NewcomerRefusal
-from allhands.cluster.outcome import Fault, Outcome
+from allhands.cluster.outcome import Fault, NewcomerRefusal, Outcome
 from allhands.cluster.ranks import LaunchSpec, Place
 from allhands.distributed.blame import TRUSTED_VARIABLE
 

@@ -293,10 +293,11 @@ class ContainerRun:
             hang_timeout_s=job.hang_timeout_s,
             weights=job.weights,
         )
-        end = run_node(NodeJob(spec, launch.rank, count, launch.meeting, Patience(tell=say), say))
-        if end.reason is not None:
-            say(f"error: {end.reason}")
-        return end.code, end.reason
+        own = range(launch.rank * count, (launch.rank + 1) * count)
+        code, reason = run_node(spec, own, launch.meeting, Patience(tell=say), say)
+        if reason is not None:
+            say(f"error: {reason}")
+        return code, reason
 
     def _publish(self, config: TrainConfig, code: int) -> None:
         """Copy the results. SageMaker keeps also the model of a job that was stopped.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from allhands.checkpoints import find, quick_step
 from allhands.cli.notices import Notices, say
@@ -20,8 +19,7 @@ from allhands.cluster.choose import choose, explain
 from allhands.cluster.hosts import hostfile_backend, read_hostfile
 from allhands.cluster.membership import HostfileMembers, LocalMembers, Members
 from allhands.cluster.mpi import require_mpi
-from allhands.cluster.newcomers import Tries
-from allhands.cluster.ranks import ATTEST_VARIABLE, Place
+from allhands.cluster.ranks import ATTEST_VARIABLE, fair_share
 from allhands.cluster.remote import newest_checkpoint
 from allhands.cluster.supervisor import LaunchSpec, SuperviseOptions, supervise
 from allhands.cluster.trial import Trial
@@ -211,7 +209,7 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
         sync=job.sync,
     )
     options = SuperviseOptions(
-        job.max_restarts, job.min_ranks, run_id, resize=_resizer(job), try_out=_try_out if job.compared else None
+        job.max_restarts, job.min_ranks, run_id, resize=_resizer(job), try_out=Trial if job.compared else None
     )
     try:
         with ExitStack() as claims:
@@ -234,10 +232,6 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
         if is_screen(sys.stdout):
             # A rank that was killed while it showed its progress has left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
-
-
-def _try_out(spec: LaunchSpec, newcomers: Sequence[Place], attested: Mapping[str, Any], known: str) -> Tries:
-    return Trial(spec, newcomers, attested, known)
 
 
 def _tell_slots(job: TrainingJob) -> None:
@@ -337,14 +331,9 @@ def _resizer(job: TrainingJob) -> Callable[[LaunchSpec], LaunchSpec]:
     def resize(spec: LaunchSpec) -> LaunchSpec:
         if job.cores_per_rank or spec.places:
             return spec
-        return replace(spec, cores_per_rank=_fair_share(spec.num_processes))
+        return replace(spec, cores_per_rank=fair_share(spec.num_processes))
 
     return resize
-
-
-def _fair_share(num_ranks: int) -> int | None:
-    """Cores of each local process when the person has not said: all of them, divided."""
-    return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
 def _members(job: TrainingJob, run_id: str) -> Members:

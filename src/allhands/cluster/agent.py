@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, FrameLink
-from allhands.cluster.processes import Share, reserve_ports, start_share
+from allhands.cluster.processes import Share, reserve_ports, start
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
 from allhands.cluster.runfiles import read_attested
@@ -87,7 +87,7 @@ class Agent:
             self._release_ports()
         output = self._output() if self._first == 0 and not spec.tag_output else None
         share = Share(self._first, self._count, tuple(peers), self._hello["name"], output, self._tell_line)
-        self._ranks = start_share(spec, self._run_dir, share, self._reaper)
+        self._ranks = start(spec, self._run_dir, self._reaper, share)
         if output and not self._hello["descriptors"]:
             for descriptor in output:
                 os.close(descriptor)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from allhands.cluster import processes
 from allhands.cluster.outcome import ALL_LISTEN, REGROUP_CODE, Fault, FaultKind, Outcome
@@ -45,27 +45,6 @@ _SAVED_CODES = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
 _STOPPED_CODES = _SAVED_CODES | {-signal.SIGINT, -signal.SIGTERM}
 # Further codes that are excused then: a checkpoint at which ranks regroup is as good as any.
 _ASKED_CODES = _STOPPED_CODES | {PeerLostError.exit_code, REGROUP_CODE}
-
-
-@runtime_checkable
-class _SeesStopped(Protocol):
-    """Processes that show whether they are stopped, as by SIGSTOP."""
-
-    def stopped(self, rank: int) -> bool: ...
-
-
-@runtime_checkable
-class _KnowsPlaces(Protocol):
-    """Processes on several computers, with their addresses and interfaces."""
-
-    def places(self) -> str: ...
-
-
-@runtime_checkable
-class _Attests(Protocol):
-    """Processes that report their agreement."""
-
-    def attested(self) -> Mapping[str, Any] | None: ...
 
 
 class Attempt:
@@ -121,12 +100,14 @@ class Attempt:
         self._run_dir.mkdir()
         with nullcontext(self._reaper) if self._reaper else Reaper() as reaper:
             self._began = time.monotonic()
-            self._ranks = self._start(reaper)
+            if self._spec.places:
+                self._ranks = start_remote(self._spec, self._run_dir)
+            else:
+                self._ranks = processes.start(self._spec, self._run_dir, reaper, self._share)
             try:
                 number = self._spec.num_processes
                 text = f"{number} process{'es' * (number != 1)}, {self._spec.backend}"
-                if isinstance(self._ranks, _KnowsPlaces):
-                    text += f": {self._ranks.places()}"
+                text += f": {places}" if (places := self._ranks.places()) else ""
                 self._events(SupervisorEvent("launched", text))
                 fault = self._wait(poll)
                 if self._living():
@@ -134,13 +115,6 @@ class Attempt:
             finally:
                 self._ranks.kill()
             return self._outcome(self._failure() or fault)
-
-    def _start(self, reaper: Reaper) -> processes.RankProcesses:
-        if self._spec.places:
-            return start_remote(self._spec, self._run_dir)
-        if self._share:
-            return processes.start_share(self._spec, self._run_dir, self._share, reaper)
-        return processes.start(self._spec, self._run_dir, reaper)
 
     def request_regroup(self) -> None:
         """Ask all ranks to end at their next checkpoint; may be called again."""
@@ -150,7 +124,7 @@ class Attempt:
 
     def attested(self) -> Mapping[str, Any] | None:
         """The agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
-        return self._ranks.attested() if isinstance(self._ranks, _Attests) else None
+        return self._ranks.attested()
 
     # --- waiting ----------------------------------------------------------------------------------
 
@@ -254,20 +228,18 @@ class Attempt:
         if self._all_started:
             return None
         finished = {end.rank for end in self._ranks.exits() if end.code == 0}
-        unmarked = {rank for rank, mark in marks.items() if not mark.started} - finished
-        if not unmarked:
+        if all(mark.started or rank in finished for rank, mark in marks.items()):
             self._all_started = True
             self._events(SupervisorEvent("started", "all processes have started"))
             return None
-        missing = [rank for rank in self._living() if rank in unmarked]
+        missing = [rank for rank in self._living() if not marks[rank].started]
         # A rank that is at work (tokenising, say) excuses those that wait for it.
-        worked = max([self._began, *(mark.busy_time for mark in marks.values() if mark.busy_time)])
+        waited = self._age(now, max(mark.busy_time or self._began for mark in marks.values()))
         limit = self._spec.start_deadline_s
         if self._share and all(marks[rank].ready for rank in missing):
             limit = max(limit, _ELSEWHERE_S)
-        if missing and self._age(now, worked) > limit and not self._stop_signal:
-            return self._not_started(missing, self._age(now, worked))
-        return None
+        late = missing and waited > limit and not self._stop_signal
+        return self._not_started(missing, waited) if late else None
 
     def _check_progress(self, now: float, marks: Mapping[int, Marks]) -> Fault | None:
         living, ends = self._living(), self._ranks.exits()
@@ -286,7 +258,7 @@ class Attempt:
         if now < self._next_look or self._spec.places:
             return None
         self._next_look = now + _LOOK_S
-        stopped = [rank for rank in living if self._is_stopped(rank)]
+        stopped = [rank for rank in living if self._ranks.stopped(rank)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         for rank, since in self._stopped_since.items():
             if self._age(now, since) > _STOPPED_S:
@@ -314,13 +286,14 @@ class Attempt:
             self._events(SupervisorEvent("killing", text))
 
     def _outcome(self, fault: Fault | None) -> Outcome:
-        ends, step = self._ranks.exits(), self._furthest()
-        codes = {end.code for end in ends}
+        beats = [self._ranks.marks(rank).beat for rank in self._own]
+        step = max((beat.step for beat in beats if beat), default=None)
+        codes = {end.code for end in self._ranks.exits()}
         # Of a rank that has left for a checkpoint the others may only see that it has gone.
         apart = self._regroup and REGROUP_CODE in codes and codes <= {0, REGROUP_CODE, PeerLostError.exit_code}
         if apart and not self._stop_signal:
             return Outcome(regroup=True, started=self._all_started, step=step)
-        if fault and self._ports_were_taken(fault):
+        if self._ports_were_taken(fault):
             return Outcome(ports_taken=True)
         stopped = self._stop_signal
         if not stopped and not fault and codes & _STOPPED_CODES:
@@ -328,15 +301,12 @@ class Attempt:
             stopped = signal.SIGTERM if terminated else signal.SIGINT
         return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
 
-    def _furthest(self) -> int | None:
-        beats = [self._ranks.marks(rank).beat for rank in self._own]
-        return max((beat.step for beat in beats if beat), default=None)
-
-    def _ports_were_taken(self, fault: Fault) -> bool:
+    def _ports_were_taken(self, fault: Fault | None) -> bool:
         """True if another start with other ports may mend the failure."""
-        texts = [fault.error or "", *fault.log_tail]
-        ours = self._spec.backend != "mpi" and not (self._share or self._all_started or self._stop_signal)
-        return ours and any(_PORT_TAKEN.search(text) for text in texts)
+        theirs = self._spec.backend == "mpi" or self._share or self._all_started or self._stop_signal
+        if fault is None or theirs:
+            return False
+        return any(_PORT_TAKEN.search(text) for text in (fault.error or "", *fault.log_tail))
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -352,8 +322,8 @@ class Attempt:
             failed += stopped  # some ranks were stopped, and not all: the others could only fail
         if not failed:
             return None
-        first = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time))
-        alike = sorted((end for end in failed if end.code == first.code), key=lambda end: end.rank)
+        code = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time)).code
+        alike = sorted((end for end in failed if end.code == code), key=lambda end: end.rank)
         fault = self._of_end(alike[0])
         if fault.kind != "error" or self._all_started or not fault.explanation:
             return fault
@@ -366,9 +336,9 @@ class Attempt:
 
     def _of_end(self, end: RankExit) -> Fault:
         since = min(self._ended_at, time.monotonic()) - end.time
-        lost = self._ranks.lost_hosts()
-        host = self._ranks.host(end.rank)
-        peer = (self._ranks.error(end.rank) or {}).get("peer") if end.code == DistributedError.exit_code else None
+        lost, host, peer = self._ranks.lost_hosts(), self._ranks.host(end.rank), None
+        if end.code == DistributedError.exit_code:
+            peer = (self._ranks.error(end.rank) or {}).get("peer")
         if lost and (host in lost or end.code == PeerLostError.exit_code or peer is not None):
             return self._lost_host(host if host in lost else lost[0], since)
         if isinstance(peer, int):
@@ -419,7 +389,7 @@ class Attempt:
         return replace(fault, message=text, explanation=str(DistributedError(text, hint=hint)))
 
     def _hang(self, stall: Stall, living: list[int]) -> Fault:
-        stopped = [rank for rank in living if self._is_stopped(rank)]
+        stopped = [rank for rank in living if self._ranks.stopped(rank)]
         rank = stopped[0] if stopped and stall.rank not in stopped else stall.rank
         if rank not in stopped:
             self._ranks.signal(rank, signal.SIGUSR2)  # it writes its stack into its log
@@ -434,9 +404,6 @@ class Attempt:
         elif self._spec.hang_timeout_s is None:
             what += " (if it was only slow: --hang-timeout-s allows more)"
         return self._fault("hang", rank, DistributedError.exit_code, what, stall.seconds)
-
-    def _is_stopped(self, rank: int) -> bool:
-        return isinstance(self._ranks, _SeesStopped) and self._ranks.stopped(rank)
 
     def _fault(self, kind: FaultKind, rank: int, code: int, what: str, since: float) -> Fault:
         content, beat = self._ranks.error(rank) or {}, self._ranks.marks(rank).beat

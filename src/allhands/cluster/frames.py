@@ -61,7 +61,7 @@ _REPORT = object_of(
     {"stopped": is_flag},
 )
 BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT}, {"waited_s": is_number})
-_AGED_BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number}, {"waited_s": is_number})
+_AGED_BEAT = object_of({"step": _COUNT, "phase": is_text, "count": _COUNT, "age": is_number, "waited_s": is_number})
 _HELLO = object_of(
     {
         "name": is_text,
@@ -228,15 +228,13 @@ class FrameLink:
         frame = read_object(line, halves=True)
         if frame is None:
             return None
-        secret, kind = frame.pop("secret", None), frame.get("kind")
-        if not isinstance(secret, str) or not isinstance(kind, str) or not secret.isascii():
+        secret, kind = str(frame.pop("secret", "")), str(frame.get("kind"))
+        check = self._kinds.get(kind)
+        if check is None or not secret.isascii():
             return None
-        if self._secret is None and kind == "hello" and len(secret) >= _LEAST_SECRET and self._kinds[kind](frame):
+        if self._secret is None and kind == "hello" and len(secret) >= _LEAST_SECRET and check(frame):
             self._secret = secret
         if self._secret is None or not hmac.compare_digest(secret, self._secret):
-            return None
-        check = self._kinds.get(kind)
-        if check is None:
             return None
         return frame if check(frame) else {"kind": GARBLED, "what": kind}
 

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from allhands.cluster.membership import Members, Roster
 from allhands.cluster.ranks import LaunchSpec, Place
+from allhands.cluster.trial import Trial
 from allhands.observe.journal import SupervisorEvent
 
 _TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
 
 
-@dataclass(frozen=True)
-class NewcomerRefusal:
-    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's type and message."""
-
-    message: str
-    explanation: str
-    error: str | None = None
-
-
-class Tries(Protocol):
-    """Newcomers that are looked at, as :class:`allhands.cluster.trial.Trial` does."""
-
-    names: frozenset[str]
-    fit: set[str]
-    unfit: dict[str, NewcomerRefusal]
-
-    @property
-    def done(self) -> bool:
-        """Whether all is known that will be; a computer that is neither fit nor unfit has not answered."""
-        ...
-
-    def stop(self) -> None:
-        """End it."""
-        ...
-
-
 # What to start, who, what the running ranks have agreed on, and rank 0's computer.
-TryOut = Callable[[LaunchSpec, Sequence[Place], Mapping[str, Any], str], Tries]
+TryOut = Callable[[LaunchSpec, Sequence[Place], Mapping[str, Any], str], Trial]
 
 
 @dataclass
@@ -59,7 +34,7 @@ class Newcomers:
     tell: Callable[[SupervisorEvent], None]
     now: Callable[[], float]
     proven: set[str] = field(default_factory=set[str])
-    _trial: Tries | None = None
+    _trial: Trial | None = None
     _again_at: float = float("-inf")
 
     def all_fit(self, spec: LaunchSpec, roster: Roster, attested: Callable[[], Mapping[str, Any] | None]) -> bool:
@@ -89,7 +64,7 @@ class Newcomers:
             self._trial.stop()
             self._trial = None
 
-    def _judge(self, trial: Tries) -> None:
+    def _judge(self, trial: Trial) -> None:
         self.proven |= trial.fit
         for name, refusal in sorted(trial.unfit.items()):
             self.members.leave_out([name])

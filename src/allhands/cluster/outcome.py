@@ -53,6 +53,15 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class NewcomerRefusal:
+    """Why a computer does not fit, in one sentence and with the remedy; ``error``: an exception's type and message."""
+
+    message: str
+    explanation: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The end of one attempt.
 

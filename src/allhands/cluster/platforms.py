@@ -137,44 +137,40 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 def sagemaker(given: Given) -> Launch | None:
     """The one process that SageMaker starts on each computer of a training job.
 
-    SageMaker writes a file; its toolkit sets variables.
+    ``SM_NUM_GPUS`` of its toolkit sets the number of ranks on each.
     """
-    places, text = dict[str, tuple[list[str], str]](), given.read(_RESOURCES)
+    if (found := _sagemaker_hosts(given)) is None:
+        return None
+    hosts, current, source = found
+    names = ", ".join(hosts)
+    if current not in hosts:
+        raise contradiction("sagemaker", f"this host is {current!r}, the hosts are {names} ({source})")
+    node, gpus = hosts.index(current), given.number("SM_NUM_GPUS", 0)
+    reason = f"computer {node} of {len(hosts)}: {current} of {names} in {source}"
+    launch = Launch("sagemaker", node, len(hosts), reason=reason, hosts=tuple(hosts))
+    if gpus > 1 and given.has_cuda:
+        launch = replace(launch, ranks_per_node=gpus, facts=(f"{gpus} ranks a computer: SM_NUM_GPUS",))
+    elif gpus > 1:
+        note = f"SM_NUM_GPUS={gpus}, but MLX here is a build without CUDA: pip install 'allhands[cuda13]'"
+        launch = replace(launch, notes=(note,))
+    job = given.shown("TRAINING_JOB_NAME", "TRAINING_JOB_ARN") or " ".join(hosts)
+    return one_of_nodes(given, launch, meeting_at(hosts[0], _SAGEMAKER_PORT, f"sagemaker {job}"))
+
+
+def _sagemaker_hosts(given: Given) -> tuple[list[str], str, str] | None:
+    """All hosts, this one, and their source: SageMaker's file, or the variables of its toolkit, which must agree."""
+    found, text = list[tuple[list[str], str, str]](), given.read(_RESOURCES)
     if text is not None:
         content = parse_object(text, _RESOURCES)
-        places[_RESOURCES] = _names(_RESOURCES, content.get("hosts")), str(content.get("current_host", ""))
+        hosts = _names(_RESOURCES, content.get("hosts"))
+        found.append((hosts, str(content.get("current_host", "")), _RESOURCES))
     variables = ("SM_HOSTS", "SM_CURRENT_HOST")
     if given.has(*variables) or (text is None and given.first(*variables)):
         hosts = _names("SM_HOSTS", _json(given.env.get("SM_HOSTS", "")))
-        places[" and ".join(variables)] = hosts, given.env.get("SM_CURRENT_HOST", "")
-    if not places:
-        return None
-    source, (hosts, current) = next(iter(places.items()))
-    names = ", ".join(hosts)
-    if any(place != (hosts, current) for place in places.values()):
-        raise contradiction("sagemaker", f"{given.shown(*variables)}, but {current} of {names} in {_RESOURCES}")
-    if current not in hosts:
-        raise contradiction("sagemaker", f"this host is {current!r}, the hosts are {names} ({source})")
-    node, gpus, facts, notes = (
-        hosts.index(current),
-        given.number("SM_NUM_GPUS", 0),
-        tuple[str, ...](),
-        tuple[str, ...](),
-    )
-    if gpus > 1 and given.has_cuda:
-        facts = (f"{gpus} ranks a computer: SM_NUM_GPUS",)
-    elif gpus > 1:
-        notes = (f"SM_NUM_GPUS={gpus}, but MLX here is a build without CUDA: pip install 'allhands[cuda13]'",)
-    launch = Launch(
-        *("sagemaker", node, len(hosts)),
-        reason=f"computer {node} of {len(hosts)}: {current} of {names} in {source}",
-        hosts=tuple(hosts),
-        ranks_per_node=gpus if facts else 1,
-        facts=facts,
-        notes=notes,
-    )
-    job = given.shown("TRAINING_JOB_NAME", "TRAINING_JOB_ARN") or " ".join(hosts)
-    return one_of_nodes(given, launch, meeting_at(hosts[0], _SAGEMAKER_PORT, f"sagemaker {job}"))
+        found.append((hosts, given.env.get("SM_CURRENT_HOST", ""), " and ".join(variables)))
+    if len(found) > 1 and found[0][:2] != found[1][:2]:
+        raise contradiction("sagemaker", f"{given.shown(*variables)}, and {_RESOURCES} says something else")
+    return found[0] if found else None
 
 
 def _names(source: str, content: object) -> list[str]:

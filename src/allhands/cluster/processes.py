@@ -32,7 +32,7 @@ from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.distributed.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
-from allhands.errors import AllhandsError, DistributedError
+from allhands.errors import DistributedError
 from allhands.io.files import private_opener, storage_error_of
 from allhands.runtime.callers import RING_KEY
 from allhands.runtime.ports import PortSettings, cannot_listen
@@ -82,40 +82,26 @@ class Share:
     tell: Callable[[int, bytes], None] = to_screen
 
 
-def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> RankProcesses:
-    """Start the ranks; ``run_dir`` is private to this attempt and outlives its processes.
+def start(spec: LaunchSpec, run_dir: Path, reaper: Reaper, share: Share | None = None) -> RankProcesses:
+    """Start the ranks, or a share of them whose ports somebody else holds.
 
-    ``reaper`` ends them if we are killed.
+    ``run_dir`` is private to this attempt and outlives its processes; ``reaper`` ends them if we are killed.
 
     Raises:
         AllhandsError: no usable Open MPI, the system refuses another process, or a log cannot be written.
     """
     try:
-        kind = _MpirunsChildren if spec.backend == "mpi" else _OwnChildren
-        return kind(spec, run_dir, reaper)
-    except OSError as error:
-        raise _unstarted(error) from error
-
-
-def start_share(spec: LaunchSpec, run_dir: Path, share: Share, reaper: Reaper) -> RankProcesses:
-    """Start some of the ranks of a job over several computers, whose ports somebody else holds.
-
-    Raises:
-        AllhandsError: the system refuses another process, or a log cannot be written.
-    """
-    try:
+        if spec.backend == "mpi":
+            return _MpirunsChildren(spec, run_dir, reaper)
         return _OwnChildren(spec, run_dir, reaper, share)
     except OSError as error:
-        raise _unstarted(error) from error
-
-
-def _unstarted(error: OSError) -> AllhandsError:
-    """Why there are no processes: the system has none left, or it is a file that cannot be had."""
-    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        return DistributedError(f"the processes could not be started: {error.strerror}", hint="start fewer with -n")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-        return storage_error_of(error, "a file")
-    return DistributedError(f"the processes could not be started: {error}")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise storage_error_of(error, "a file") from error
+        short = error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+        hint = "start fewer with -n" if short else None
+        raise DistributedError(
+            f"the processes could not be started: {error.strerror if short else error}", hint=hint
+        ) from error
 
 
 def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tuple[list[socket.socket], list[int]]:
@@ -144,7 +130,7 @@ def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tu
     return sockets, [one.getsockname()[1] for one in sockets]
 
 
-class _Local:
+class _Local(RankProcesses):
     """What both ways have in common: the files are on this computer."""
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
@@ -175,9 +161,6 @@ class _Local:
 
     def host(self, rank: int) -> str:
         return self._name
-
-    def lost_hosts(self) -> list[str]:
-        return []
 
     def error(self, rank: int) -> dict[str, Any] | None:
         return self._files.error(rank)

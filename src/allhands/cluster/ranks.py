@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from allhands.runtime.blas import allowed_cores
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -67,6 +70,11 @@ class LaunchSpec:
     keep_logs: bool = True
     rdma: Sequence[Sequence[Any]] | None = None
     examine: str | None = None
+
+
+def fair_share(num_ranks: int) -> int | None:
+    """Cores of each local rank when a person has not said: all of them, divided; ``None`` where ranks have no own."""
+    return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,19 @@ class RankProcesses(Protocol):
 
     def lost_hosts(self) -> list[str]:
         """Return the computers that do not answer any more; their ranks count as ended by loss (code -9)."""
-        ...
+        return []
+
+    def places(self) -> str:
+        """Return the computers in words: ranks, address, and interface; empty for this one alone."""
+        return ""
+
+    def attested(self) -> Mapping[str, Any] | None:
+        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet, or nobody asks."""
+        return None
+
+    def stopped(self, rank: int) -> bool:
+        """True if the rank's command is stopped, as by SIGSTOP."""
+        return False
 
     def error(self, rank: int) -> dict[str, Any] | None:
         """Return the content of the error file that the rank wrote, if it did."""

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -113,32 +113,33 @@ def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s:
     deadline = time.monotonic() + wait_s
     looks = 0
     while True:
-        left = _left(leaders, marks)
+        left = False
+        for process in _left(leaders, marks):
+            left = True
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         looks = 0 if left else looks + 1
         # One look misses who was becoming another program just then, and whom a process forked that ended meanwhile.
         if looks == (2 if marks else 1):
             return True
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S if left else _CONFIRM_S)
 
 
-def _left(leaders: Collection[int], marks: Collection[str]) -> list[int]:
+def _left(leaders: Collection[int], marks: Collection[str]) -> Iterator[psutil.Process]:
     """Living processes, but this one, of these leaders or of this user and with one of ``marks``."""
     assert all(os.path.isabs(mark) and mark.strip("/") for mark in marks), marks
-    found, own, user = list[int](), os.getpid(), os.geteuid()
-    for process in psutil.process_iter():
+    user = os.geteuid()
+    # The youngest first: one that is about to start another and to end must be seen before that.
+    for process in map(_living, sorted(psutil.pids(), reverse=True)):
         with contextlib.suppress(psutil.Error, OSError):
-            pid = process.pid
-            if pid == own or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if process is None or (pid := process.pid) == os.getpid():
                 continue
             leads = os.getpgid(pid) in leaders or os.getsid(pid) in leaders
-            if leads or (marks and process.uids().effective == user and _bears(process, marks)):
-                found.append(pid)
-    return found
+            ours = leads or (marks and _bears(process, marks) and process.uids().effective == user)
+            if ours and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                yield process
 
 
 def _bears(process: psutil.Process, marks: Collection[str]) -> bool:

@@ -13,12 +13,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from allhands.cluster.attempt import Attempt
 from allhands.cluster.connection import UnfitHosts
@@ -68,27 +69,11 @@ class SuperviseOptions:
     resize: Callable[[LaunchSpec], LaunchSpec] | None = None
 
 
-class Runs(Protocol):
-    """An attempt, as far as it is used here."""
-
-    def run(self, poll: Callable[[], None]) -> Outcome:
-        """Run it to its end; ``poll`` is called about twice a second."""
-        ...
-
-    def request_regroup(self) -> None:
-        """Ask all ranks to end at their next checkpoint."""
-        ...
-
-    def attested(self) -> Mapping[str, Any] | None:
-        """What the ranks have agreed on; ``None``: nothing yet."""
-        ...
-
-
 @dataclass(frozen=True)
 class SupervisorSeams:
     """What tests put something else in the place of."""
 
-    make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Runs] = Attempt
+    make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Attempt] = Attempt
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -243,22 +228,19 @@ class _Job:
 
     def _ask(self) -> Roster:
         """Ask the members in a thread of its own, so that a signal need not wait for computers that do not answer."""
-        found: list[Roster | BaseException] = []
+        future: Future[Roster] = Future()
 
         def ask() -> None:
             try:
-                found.append(self.members.roster())
+                future.set_result(self.members.roster())
             except BaseException as error:
-                found.append(error)
+                future.set_exception(error)
 
-        thread = threading.Thread(target=ask, name="roster", daemon=True)
-        thread.start()
-        while thread.is_alive():
+        threading.Thread(target=ask, name="roster", daemon=True).start()
+        while not future.done():
             self._heed_signals()
-            thread.join(_TICK_S)
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
+            wait([future], _TICK_S)
+        return future.result()
 
     def _problem(self, roster: Roster) -> str | None:
         """Why these ranks should not start, if so."""
@@ -321,10 +303,10 @@ class _Job:
     def _enough_without(self, fault: Fault, roster: Roster) -> bool:
         return bool(fault.misfits) and len(roster.seats) - len(fault.misfits) >= self._least(roster)
 
-    def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Runs) -> None:
+    def _look_for_more(self, spec: LaunchSpec, roster: Roster, attempt: Attempt) -> None:
         """Have the ranks regroup once more of them could take part, and fit."""
         if not self.regrouping and (reason := self.members.changed(roster.places)):
-            if not self.newcomers.all_fit(spec, roster, lambda: attempt.attested()):
+            if not self.newcomers.all_fit(spec, roster, attempt.attested):
                 return
             self.regrouping = True
             self._tell(SupervisorEvent("regrouping", f"{reason}: the ranks regroup at the next checkpoint"))
@@ -402,20 +384,10 @@ class _Job:
 
 
 def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
-    return SupervisorEvent(
-        kind,
-        fault.message,
-        rank=fault.rank if fault.rank >= 0 else None,
-        exit_code=fault.exit_code,
-        log_path=fault.log_path,
-        log_tail=fault.log_tail,
-        error=fault.error,
-        explanation=fault.explanation,
-        host=fault.host or None,
-        step=fault.step,
-        phase=fault.phase,
-        detected_s=fault.detected_s,
-    )
+    names = ("exit_code", "log_path", "log_tail", "error", "explanation", "step", "phase", "detected_s")
+    more: dict[str, Any] = {name: getattr(fault, name) for name in names}
+    rank = fault.rank if fault.rank >= 0 else None
+    return SupervisorEvent(kind, fault.message, rank=rank, host=fault.host or None, **more)
 
 
 def _absence(name: str, roster: Roster) -> str:

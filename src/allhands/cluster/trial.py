@@ -17,7 +17,7 @@ from typing import Any
 from allhands.cluster.addresses import addresses
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
-from allhands.cluster.newcomers import NewcomerRefusal
+from allhands.cluster.outcome import NewcomerRefusal
 from allhands.cluster.ranks import TRIAL_VARIABLE, LaunchSpec, Place
 from allhands.cluster.remote import READY_S, orders
 from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, judge
