@@ -34,8 +34,7 @@ def dashboard(
     from allhands.runtime.http_guard import listen
 
     listening = listen(host, port, token=token, names=name or ())
-    from allhands.report.dashboard.app import Settings, make_app
-    from allhands.report.dashboard.serving import run
+    from allhands.report.dashboard.app import Settings, make_app, run
 
     token = listening.guard.token
     known = f"?token={quote(token, safe='')}" if token else ""

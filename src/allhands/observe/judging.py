@@ -210,9 +210,7 @@ def _skipped(course: Course) -> Iterator[Judgement]:
     share = course.skipped / steps
     text = f"{course.skipped} of {steps} steps changed nothing, because a gradient was not a finite number. "
     text += f"{course.lower}, and look at the examples that are named beside those steps."
-    yield Judgement(
-        "skipped", "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note", text
-    )
+    yield Judgement("skipped", "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note", text)
 
 
 def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
