@@ -11,7 +11,7 @@ from math import isfinite, log, sqrt
 
 import numpy as np
 
-from allhands.observe.course import Course, Judgement, Kind, Level
+from allhands.observe.course import Course, Judgement, Level
 from allhands.observe.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
 from allhands.observe.metrics.history import RunHistory
 
@@ -237,7 +237,7 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         return
     text = f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
-    kind: Kind = "overfitting"
+    kind = "overfitting"
     change = falling.change if falling is not None and falling.sure else 0.0
     better = f"The weights of step {step:.0f} are the better ones"
     if change < -FALL and count >= RISING:

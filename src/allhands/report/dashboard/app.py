@@ -29,7 +29,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from allhands.errors import AllhandsError, DataError
 from allhands.report.dashboard.runs import (
-    Judged,
     ask_to_stop,
     facts_of,
     find_runs,
@@ -78,7 +77,7 @@ def make_app(settings: Settings) -> Starlette:
     routes = [
         Route("/", partial(_index, settings)),
         Route("/assets/{name}", _asset),
-        Route("/api/runs", partial(_runs, settings, Judged())),
+        Route("/api/runs", partial(_runs, settings)),
         Route("/api/page", partial(_page, settings)),
         Route("/api/log", partial(_log, settings)),
         Route("/api/stop", partial(_stop, settings), methods=["POST"]),
@@ -153,9 +152,9 @@ async def _asset(request: Request) -> Response:
     return Response("\n".join([*map(asset, names), *[colour_sheet()] * (kind == "text/css")]), media_type=kind)
 
 
-async def _runs(settings: Settings, judged: Judged, _request: Request) -> Response:
+async def _runs(settings: Settings, _request: Request) -> Response:
     def look() -> list[Any]:
-        found = (summary_of(name, directory, judged) for name, directory in find_runs(settings.root).items())
+        found = (summary_of(name, directory) for name, directory in find_runs(settings.root).items())
         return [asdict(one) for one in found if one is not None]
 
     return _json(await run_in_threadpool(look))
