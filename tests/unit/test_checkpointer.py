@@ -123,8 +123,11 @@ def test_all_ranks_get_what_rank_0_wrote(tmp_path: Path, monkeypatch: pytest.Mon
     ("arguments", "words"),
     [
         ({"model": nn.Linear(2, 2)}, "bias is 1 there and 2 in the model .and 1 more"),
-        ({}, "it holds model, but nothing are to be restored"),
-        ({"model": nn.Linear(2, 1), "loader": DistributedLoader(range(4), 2, world=ALONE)}, "but loader, model"),
+        ({}, "it holds model, random, but random are"),
+        (
+            {"model": nn.Linear(2, 1), "loader": DistributedLoader(range(4), 2, world=ALONE)},
+            "but loader, model, random",
+        ),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
@@ -201,24 +204,24 @@ def test_a_checkpoint_that_does_not_name_its_optimizer(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, optimizer=now).restore() == 4
     assert mx.array_equal(now.state["weight"]["v"], optimizer.state["weight"]["v"])
     several = optim.MultiOptimizer([optim.Adam(0.1)])
-    with pytest.raises(CheckpointError, match="its optimizer is one, another than here"):
+    with pytest.raises(CheckpointError, match="its optimizer is another, the one here is Adam"):
         Checkpointer(tmp_path, optimizer=several).restore()
 
 
 def test_a_checkpoint_of_save_checkpoint_alone(tmp_path: Path) -> None:
     supervised.save_checkpoint(2, {"w": mx.ones((1,))}, directory=tmp_path)
-    with pytest.raises(CheckpointError, match="does not fit: it holds nothing"):
+    with pytest.raises(CheckpointError, match="does not fit: it holds w"):
         Checkpointer(tmp_path, model=nn.Linear(2, 1)).restore()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="schedule has no state_dict"):
+    with pytest.raises(ConfigError, match=r"schedule .* has no state_dict"):
         Checkpointer(tmp_path, schedule=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keep_last=0"):
         Checkpointer(tmp_path, keep_last=0)
-    with pytest.raises(ConfigError, match=r"model is int, not an mlx\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"model \(3\) has no parameters"):
         Checkpointer(tmp_path, model=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"optimizer is Adam, not an optimizer of mlx\.optimizers"):
+    with pytest.raises(ConfigError, match=r"optimizer \(.*Adam.*\) has no state"):
         Checkpointer(tmp_path, optimizer=optim.Adam)  # type: ignore[arg-type]
     keeper = Checkpointer(tmp_path)
     for wrong in ("a", -1, 1.5):

@@ -21,7 +21,6 @@ from allhands.errors import DataError
 from allhands.observe.monitor import encode_sample, read_samples
 from allhands.plan.kept import keep_plan
 from allhands.report.dashboard.runs import (
-    Judged,
     ask_to_stop,
     facts_of,
     find_runs,
@@ -245,26 +244,6 @@ def test_wrong_input_is_one_clear_message(served: Dashboard, root: Path, tmp_pat
     short = call_allhands("dashboard", str(root), "--token", "abc")
     assert (short.returncode, "can be guessed" in short.stderr) == (2, True)
     assert json.loads(served.ask("/api/log?run=none&log=x")[1]) == {"error": "there is no such run"}
-
-
-def test_curves_are_judged_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from allhands.report.dashboard import runs
-
-    run, judged, asked = write_run(tmp_path / "run", ended=None), Judged(), list[int]()
-    judge = runs.harm
-    monkeypatch.setattr(runs, "harm", lambda history: asked.append(1) or judge(history))
-
-    def harm_now() -> str:
-        found = summary_of("run", run, judged)
-        assert found is not None
-        return found.harm
-
-    assert [harm_now() for _ in range(3)] == ["", "", ""]
-    assert len(asked) == 1
-    ruined = write_run(tmp_path / "ruined", train=lambda step: 4 + step / 10, valid=lambda step: 4 + step / 10)
-    (run / "metrics.jsonl").write_text((ruined / "metrics.jsonl").read_text())
-    assert [bool(harm_now()) for _ in range(2)] == [True, True]
-    assert len(asked) == 2
 
 
 def test_the_time_of_a_run_is_that_of_all_its_starts(tmp_path: Path) -> None:

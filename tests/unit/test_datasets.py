@@ -182,7 +182,7 @@ def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, mo
     data = load_data(build_config({**given, "max_seq_length": count - more}))
     assert data.train is not None
     assert len(data.train) == 1
-    said = f"train: the whole text is {count} tokens, less than one row of {count}: each step trains on all of it"
+    said = f"train: {count} tokens, less than a row: each step trains on all"
     assert data.notes == ((said,) if noted else ())
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_lead_waits_for_the_one_that_does(
 def test_a_batch_of_more_than_all_examples_is_noted(tiny_model: Path, tmp_path: Path, batch: int, noted: bool) -> None:
     folder = write(tmp_path / "data", "some words", "more words")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True, "val_batches": 0, "batch_size": batch}
-    said = "train: 2 examples are less than a batch of 3: each step trains on all"
+    said = "train: 2 examples, less than a batch: each step trains on all"
     assert load_data(build_config(flags)).notes == ((said,) if noted else ())
 
 

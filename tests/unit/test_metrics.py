@@ -386,7 +386,7 @@ def test_the_board_shows_progress_best_validation_and_memory_of_every_rank() -> 
     board = out.getvalue()
     assert "step 300/600" in board
     assert "validation loss 1.750 (best 1.500 at step 10)" in board
-    assert "tokens/s 213  peak memory per rank 612 MB, 640 MB" in board
+    assert "tokens/s 213  peak memory per rank 612 MB to 640 MB" in board
     assert "step 10/600  loss 2.310" in board  # and the plain lines above it
 
 

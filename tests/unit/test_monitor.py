@@ -219,10 +219,10 @@ def test_the_first_visible_gpu_is_read(visible: Any, asked: Any, monkeypatch: py
     driver = Driver()
     monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: driver)
     gpu = nvml.Gpu({"CUDA_VISIBLE_DEVICES": visible} if isinstance(visible, str) else visible)
-    assert gpu.read() == nvml.GpuReading(7 * 10**9, 80 * 10**9, 0.93)
+    assert list(gpu.read().values()) == [7 * 10**9, 80 * 10**9, 0.93]
     assert driver.asked == [asked]
     driver.broken = "nvmlDeviceGetUtilizationRates"  # as for a part of a GPU
-    assert gpu.read().load == 0.0
+    assert gpu.read()["gpu_load"] == 0.0
     driver.broken = "nvmlDeviceGetMemoryInfo"
     with pytest.raises(OSError, match="code 3"):
         gpu.read()
@@ -234,8 +234,8 @@ def test_the_driver_says_what_nvidia_smi_says() -> None:
     words = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits", "-i", "0"]
     used, total = map(int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split(","))
     found = nvml.Gpu({}).read()
-    assert found.total_bytes == pytest.approx(total * MIB, rel=0.02)
-    assert found.used_bytes == pytest.approx(used * MIB, abs=1024 * MIB)
+    assert found["gpu_total_bytes"] == pytest.approx(total * MIB, rel=0.02)
+    assert found["gpu_used_bytes"] == pytest.approx(used * MIB, abs=1024 * MIB)
 
 
 # --- lines, files, and what is made of them ------------------------------------------------------------

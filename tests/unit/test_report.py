@@ -296,7 +296,7 @@ def test_a_damaged_line_is_said_on_the_page_and_on_the_screen(
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[4], lines[6] = "garbage{", lines[6].replace('"loss"', '"lass"')
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    said = "2 lines of metrics.jsonl cannot be read and are left out (the first is line 5)."
+    said = "Lines of metrics.jsonl that cannot be read and are left out: 2 (the first is 5)."
     code, out, _ = run_main(capsys, run)
     assert (code, said in out) == (0, True)
     assert said in (run / "report.html").read_text()

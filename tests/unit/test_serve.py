@@ -110,29 +110,18 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("path", "body", "code", "param"),
     [
-        ("chat/completions", {"messages": []}, "messages is empty: at least one is needed"),
-        (
-            "chat/completions",
-            {"messages": "hello"},
-            'messages must be a list, as in [{"role": "user", "content": "Hello"}]',
-        ),
-        (
-            "chat/completions",
-            {"messages": ["hello"]},
-            'messages[0] must be an object, as in {"role": "user", "content": "Hello"}',
-        ),
+        ("chat/completions", {"messages": []}, "empty_array", "messages"),
+        ("chat/completions", {"messages": "hello"}, "invalid_type", "messages"),
+        ("chat/completions", {"messages": ["hello"]}, "invalid_type", "messages[0]"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}, {"content": "b"}]},
-            "messages[1] has no role: give user, assistant or system",
+            "missing_required_parameter",
+            "messages[1]",
         ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": 3}]},
-            "messages[0].content must be a text or a list of parts",
-        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "invalid_type", "messages[0]"),
         (
             "chat/completions",
             {
@@ -140,23 +129,24 @@ def test_a_taken_port_and_a_strange_address_are_one_message(tiny_model: Path) ->
                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://[::1]:9/"}}]}
                 ]
             },
-            "messages[0].content has a part of type image_url: only text is read here",
+            "invalid_type",
+            "messages[0]",
         ),
-        ("chat/completions", {}, "Request did not contain messages"),
-        ("chat/completions", {"messages": [], "max_tokens": "many"}, "max_tokens must be a valid integer"),
-        ("completions", {"prompt": 3}, "prompt must be a text"),
+        ("chat/completions", {}, "missing_required_parameter", "messages"),
+        ("chat/completions", {"messages": [], "max_tokens": "many"}, "empty_array", "messages"),
+        ("completions", {"prompt": 3}, "invalid_type", "prompt"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_a_sentence(
-    served_for_all: str, path: str, body: dict[str, Any], message: str
+    served_for_all: str, path: str, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(f"{served_for_all}/{path}", body)
     assert caught.value.code == 400
     error = json.load(caught.value)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert (error["message"], error["type"]) == (message, "invalid_request_error")
-    assert error["param"]
+    assert error["message"].startswith(param) or code == "missing_required_parameter"
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
 
 
 @pytest.fixture(scope="module")

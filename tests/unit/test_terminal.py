@@ -98,7 +98,7 @@ def test_the_board_cuts_no_number(num_ranks: int) -> None:
         with ConsoleSink(Console(file=out, width=width, force_terminal=True, _environ={"TERM": "xterm"}), 600) as sink:
             sink.emit(replace(train(10), peak_memory_bytes=peaks))
             shown = Console(file=io.StringIO(), width=width, record=True)
-            shown.print(sink._draw_board())
+            shown.print(sink._board.render())
         text = shown.export_text()
         assert "…" not in text
         assert "612 MB" in text

@@ -138,5 +138,5 @@ def test_what_the_hub_and_we_refuse_is_one_message(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
     done = upload(server, base, "--to", "me/mine", home=tmp_path / "home")
     assert done.returncode == 4
-    assert "cannot be reached" in done.stderr
+    assert "check the connection" in done.stderr
     assert "Traceback" not in done.stderr

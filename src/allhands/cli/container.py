@@ -27,7 +27,7 @@ from allhands.cli.notices import say
 from allhands.cli.train import job_of, supervise_training, work
 from allhands.cli.verbs_runs import Container
 from allhands.cluster.environment import has_cuda, recognise
-from allhands.cluster.node import NodeJob, run_node
+from allhands.cluster.node import run_node
 from allhands.cluster.patience import Patience
 from allhands.cluster.place import Launch, below
 from allhands.cluster.platforms import from_bucket

@@ -253,10 +253,8 @@ def _fused(module: Any) -> nn.Module:
 
 def _logits(model: Any) -> np.ndarray[Any, Any]:
     """(1, tokens, vocabulary) float32 for a text drawn at random, always the same."""
-    tables = [
-        m.weight.shape[0] for _, m in model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)
-    ]
-    size = max((rows for rows in tables), default=256)
+    kinds = nn.Embedding | nn.QuantizedEmbedding
+    size = max((it.weight.shape[0] for it in model.modules() if isinstance(it, kinds)), default=256)
     model.eval()
     tokens = np.random.default_rng(0).integers(0, size, (1, _PROBE_TOKENS))
     return np.array(model(mx.array(tokens)).astype(mx.float32))
@@ -264,12 +262,12 @@ def _logits(model: Any) -> np.ndarray[Any, Any]:
 
 def _digests(weights: Weights) -> dict[str, Digest]:
     """A digest of each weight, one weight in memory after the other."""
-    return {name: _digest(value) for name, value in weights.items()}
 
+    def digest(value: mx.array) -> Digest:
+        raw = np.array(mx.contiguous(value).reshape(-1).view(mx.uint8))
+        return tuple(value.shape), str(value.dtype), zlib.crc32(raw.data)
 
-def _digest(value: mx.array) -> Digest:
-    raw = np.array(mx.contiguous(value).reshape(-1).view(mx.uint8))
-    return tuple(value.shape), str(value.dtype), zlib.crc32(raw.data)
+    return {name: digest(value) for name, value in weights.items()}
 
 
 def _laid_out(model: nn.Module, config: Json, layout: Layout) -> nn.Module:
@@ -295,8 +293,8 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
     for name in sorted(expected.keys() | read.keys()):
         if expected.get(name) != read.get(name):
             raise ModelError(
-                f"what was written is not the model, and was not kept: {name} is read back as "
-                f"{_described(read.get(name))}, not {_described(expected.get(name))}",
+                f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
+                f"back as {read.get(name)}, not {expected.get(name)}",
                 where=str(out),
                 hint="free disk space and try again; if it happens again this is a defect: report it",
             )
@@ -328,13 +326,6 @@ def _check(model: nn.Module, wanted: np.ndarray[Any, Any], limit: float | None, 
             hint=hint,
         )
     return difference
-
-
-def _described(digest: Digest | None) -> str:
-    if digest is None:
-        return "nothing"
-    shape, dtype, checksum = digest
-    return f"{shape} {dtype} (checksum {checksum:08x})"
 
 
 def _write_card(staged: Path, source: str, kind: str, library: str) -> None:

@@ -251,19 +251,17 @@ def _rule(description: Json) -> str | None:
         return None
     parts = _parts(description.get("pre_tokenizer"))
     normalizers = [part["type"] for part in _parts(description.get("normalizer"), "normalizers")]
-    kinds = [part["type"] for part in parts]
-    if not parts or kinds[-1] != "ByteLevel" or parts[-1].get("add_prefix_space") or normalizers not in ([], ["NFC"]):
-        raise LookupError(f"it prepares texts by {', '.join([*normalizers, *kinds]) or 'nothing'}")
-    by_level = parts[-1].get("use_regex", True)
-    if kinds == ["ByteLevel"] and by_level and not normalizers:
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and by_level and parts[0].get("individual_digits") and not normalizers:
-        return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not by_level:
-        rule = _RULES.get(str(parts[0].get("pattern", {}).get("Regex")))
-        if rule is not None and (rule == "qwen2" or not normalizers):
-            return rule
-    raise LookupError("it tells words apart in a way of its own")
+    kinds = tuple(part["type"] for part in parts)
+    first, last = (parts[0], parts[-1]) if parts else ({}, {})
+    known = {
+        (("ByteLevel",), True): "gpt-2",
+        (("Digits", "ByteLevel"), True): "smollm" if first.get("individual_digits") else None,
+        (("Split", "ByteLevel"), False): _RULES.get(str(first.get("pattern", {}).get("Regex"))),
+    }
+    rule = known.get((kinds, bool(last.get("use_regex", True))))
+    if rule and not last.get("add_prefix_space") and normalizers in ([], ["NFC"] if rule == "qwen2" else []):
+        return rule
+    raise LookupError(f"it prepares texts by {', '.join([*normalizers, *kinds]) or 'nothing'}, in a way of its own")
 
 
 def _parts(stage: Json | None, inner: str = "pretokenizers") -> list[Json]:

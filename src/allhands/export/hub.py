@@ -13,6 +13,7 @@ from allhands.model.sources import first_line
 
 # What a run keeps for itself, and what nobody should publish by accident.
 IGNORED = ["checkpoints/**", "logs/**", "*.log", "events.jsonl", ".*", "**/.*"]
+_ELSE = "give a directory that allhands fuse, export or train wrote"
 _KNOWN = ("config.json", "adapter_config.json", "Modelfile")
 
 
@@ -24,11 +25,9 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
         ModelError: the directory holds no model, or the Hub refuses.
     """
     if not directory.is_dir():
-        there = "this is a file" if directory.exists() else "there is no such directory"
-        raise ModelError(there, where=str(directory), hint=meant(directory, "give a model's or an adapter's"))
+        raise ModelError("there is no such directory", where=str(directory), hint=meant(directory, _ELSE))
     if not any((directory / name).is_file() for name in _KNOWN) and not list(directory.glob("*.gguf")):
-        hint = "give a directory that allhands fuse, export or train wrote"
-        raise ModelError("there is no model and no adapter in it", where=str(directory), hint=hint)
+        raise ModelError("there is no model and no adapter in it", where=str(directory), hint=_ELSE)
     if repo.count("/") != 1 or not all(repo.split("/")):
         raise ConfigError(f"{repo!r} is no name on the Hub", where="--to", hint="give owner/name")
     api = HfApi()
@@ -38,13 +37,10 @@ def upload(directory: Path, repo: str, *, private: bool, message: str) -> str:
             hint = "choose another name, or make it private on huggingface.co"
             raise ModelError("the repository is there already, and public", where=repo, hint=hint)
         api.upload_folder(repo_id=repo, folder_path=str(directory), ignore_patterns=IGNORED, commit_message=message)
-    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalTokenNotFoundError) as error:
-        raise ModelError(f"the Hub refuses: {first_line(error)}", where=repo, hint=_advice(error)) from None
     except ModelError:
         raise
-    except Exception as error:  # what is left is the network's, whose classes are those of several libraries
-        hint = "check the connection (and HF_HUB_OFFLINE), then try again"
-        raise ModelError(f"the Hub cannot be reached: {first_line(error)}", where=repo, hint=hint) from None
+    except Exception as error:  # also the network's, whose classes are those of several libraries
+        raise ModelError(f"the Hub: {first_line(error)}", where=repo, hint=_advice(error)) from None
     return address
 
 
@@ -52,4 +48,6 @@ def _advice(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403) or isinstance(error, hub_errors.LocalTokenNotFoundError):
         return "`hf auth login` with a token that may write to this owner's repositories"
-    return "check the name of the repository, then try again"
+    if isinstance(error, hub_errors.HfHubHTTPError | hub_errors.HFValidationError):
+        return "check the name of the repository, then try again"
+    return "check the connection (and HF_HUB_OFFLINE), then try again"

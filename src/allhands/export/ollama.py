@@ -109,44 +109,36 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     hint = f"allhands export --to gguf, and a Modelfile of your own beside it (known: {_names()})"
     if not has_chat_template(tokenizer):
         raise ModelError("the model has no chat template", where=str(path), hint=hint)
-    template, bos = ChatTemplate(tokenizer, datetime.now()), tokenizer.bos_token or _MARK
-
-    def rendered(messages: list[dict[str, str]]) -> str:
-        # Ollama puts it there itself, as the GGUF says; a format may begin with the very same mark.
-        return template.text(messages, None, prompt=True)
-
-    chats = _conversations()
-    for each in _formats(tokenizer.eos_token):
-        try:
-            said = [rendered(chat) for chat in chats]
-        except DataError:
-            raise ModelError("the chat template rejects a plain conversation", where=str(path), hint=hint) from None
-        for first in ("", bos):
-            wanted = [first + each.render(chat) for chat in chats]
-            extra = said[0].removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
-            if said != [first + extra + text.removeprefix(first) for text in wanted]:
-                continue
-            default = _system_of(extra, each) if extra else None
-            if extra and not default:
-                continue
-            if "system" in each.turns and not _renders_system(rendered, each, first):
-                continue
-            return Recognised(each, default)
+    template = ChatTemplate(tokenizer, datetime.now())
+    questions = ("What is dew?", "Water, from the air.", "And fog?")
+    roles = ("user", "assistant", "user")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, questions, strict=True)]
+    chats = [turns[:1], turns, [{"role": "system", "content": _SYSTEM}, *turns]]
+    said = [_said(template, chat) for chat in chats]
+    if None in said[:2]:
+        raise ModelError("the chat template rejects a plain conversation", where=str(path), hint=hint)
+    eos = tokenizer.eos_token
+    formats = FORMATS
+    if eos and eos != "</s>" and "{" not in eos:  # by which Zephyr's marks the end of a turn
+        formats += (_uniform("Zephyr", "<|{role}|>\n{content}" + eos + "\n", (eos, "<|user|>")),)
+    for each in formats:
+        # Ollama puts the first token there itself, as the GGUF says; a format may begin with the very same mark.
+        for first in ("", tokenizer.bos_token or _MARK):
+            wanted = [first + each.render(chat) for chat in chats[: 2 + ("system" in each.turns)]]
+            extra = (said[0] or "").removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
+            default = _system_of(extra, each)
+            found = [text.replace(extra, "", 1) if extra and text else text for text in said[:2]] + said[2:]
+            if found[: len(wanted)] == wanted and (default or not extra):
+                return Recognised(each, default)
     raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
 
 
-def _formats(eos: str | None) -> tuple[ChatFormat, ...]:
-    """The formats that are known; Zephyr's marks the end of a turn by the model's own end-of-text token."""
-    if not eos or eos == "</s>" or "{" in eos:
-        return FORMATS
-    return (*FORMATS, _uniform("Zephyr", "<|{role}|>\n{content}" + eos + "\n", (eos, "<|user|>")))
-
-
-def _conversations() -> list[list[dict[str, str]]]:
-    """What every template takes: one question, and one after an answer."""
-    words = ("What is dew?", "Water, from the air.", "And fog?")
-    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), words, strict=True)]
-    return [turns[:1], turns]
+def _said(template: ChatTemplate, chat: list[dict[str, str]]) -> str | None:
+    """A conversation in the model's own words; ``None`` where its template rejects it."""
+    try:
+        return template.text(chat, None, prompt=True)
+    except DataError:
+        return None
 
 
 def _system_of(text: str, found: ChatFormat) -> str | None:
@@ -155,14 +147,6 @@ def _system_of(text: str, found: ChatFormat) -> str | None:
     if not mark or not text.startswith(before) or not text.endswith(after):
         return None
     return text.removeprefix(before).removesuffix(after)
-
-
-def _renders_system(rendered: Any, found: ChatFormat, first: str) -> bool:
-    chat = [{"role": "system", "content": _SYSTEM}, *_conversations()[1]]
-    try:
-        return rendered(chat) == first + found.render(chat)
-    except DataError:
-        return False
 
 
 def _names() -> str:

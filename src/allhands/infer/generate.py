@@ -130,7 +130,19 @@ def prompt_tokens(
         DataError: the template rejects the conversation.
         ModelError: the tokenizer belongs to another model.
     """
-    tokens = _prompt_tokens(loaded, prompt, system_prompt, use_template)
+    tokenizer: Any = loaded.tokenizer
+    if use_template and has_chat_template(tokenizer):
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        tokens = ChatTemplate(tokenizer).prompt_tokens([*messages, {"role": "user", "content": prompt}])
+    elif system_prompt:
+        raise ConfigError(
+            "a prompt that does not go through a chat template has no place for a system message",
+            where="--system-prompt",
+            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
+            "choose a chat model",
+        )
+    else:
+        tokens = list(tokenizer.encode(prompt))
     require_in_vocabulary(loaded, max(tokens, default=0))
     return tokens
 
@@ -156,21 +168,6 @@ def room_for_answer(count: int, positions: int | None, wanted: int, what: str = 
     return min(wanted, positions - count)
 
 
-def _prompt_tokens(loaded: LoadedModel, prompt: str, system_prompt: str | None, use_template: bool) -> list[int]:
-    tokenizer: Any = loaded.tokenizer
-    if use_template and has_chat_template(tokenizer):
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        return ChatTemplate(tokenizer).prompt_tokens([*messages, {"role": "user", "content": prompt}])
-    if system_prompt:
-        raise ConfigError(
-            "a prompt that does not go through a chat template has no place for a system message",
-            where="--system-prompt",
-            hint="write it into --prompt, drop --ignore-chat-template, name a chat template (--chat-template), or "
-            "choose a chat model",
-        )
-    return list(tokenizer.encode(prompt))
-
-
 def stream_answer(
     loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[tuple[str, Speed]]:
@@ -181,20 +178,15 @@ def stream_answer(
     """
     max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)
-    accelerator = detect()
     sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
     model = cast("Any", loaded.model)
     for part in stream_generate(model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler):
-        yield (
-            part.text,
-            Speed(
-                part.prompt_tokens,
-                part.prompt_tps,
-                part.generation_tokens,
-                part.generation_tps,
-                peak_memory_bytes(accelerator),
-            ),
-        )
+        yield part.text, _speed(part)
+
+
+def _speed(told: Any) -> Speed:
+    figures = (told.prompt_tokens, told.prompt_tps, told.generation_tokens, told.generation_tps)
+    return Speed(*figures, peak_memory_bytes(detect()))
 
 
 def answer_all(
@@ -209,21 +201,8 @@ def answer_all(
     most = positions_of(loaded.config)
     shown = [f"the prompt {prompt[:40]!r}" for prompt in prompts]
     room = [room_for_answer(len(tokens), most, max_tokens, what) for tokens, what in zip(batch, shown, strict=True)]
-    with wired_limit(cast("Any", loaded.model), cast("Any", [generation_stream])):
-        response = batch_generate(
-            cast("Any", loaded.model),
-            cast("Any", loaded.tokenizer),
-            batch,
-            max_tokens=room,
-            completion_batch_size=batch_size,
-            prefill_batch_size=batch_size,
-        )
-    stats = response.stats
-    speed = Speed(
-        stats.prompt_tokens,
-        stats.prompt_tps,
-        stats.generation_tokens,
-        stats.generation_tps,
-        peak_memory_bytes(detect()),
-    )
-    return [text.strip() for text in response.texts], speed
+    model: Any = loaded.model
+    sizes: dict[str, Any] = {"completion_batch_size": batch_size, "prefill_batch_size": batch_size}
+    with wired_limit(model, cast("Any", [generation_stream])):
+        response = batch_generate(model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes)
+    return [text.strip() for text in response.texts], _speed(response.stats)

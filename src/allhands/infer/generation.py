@@ -15,7 +15,6 @@ from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,
@@ -34,7 +33,7 @@ from allhands.data.templates import MERGE, OPTION
 from allhands.errors import DataError
 from allhands.infer.completions import Refused, Served
 from allhands.infer.generate import PromptTooLong, room_for_answer
-from allhands.infer.texts import TextStops, TokenBytes
+from allhands.infer.texts import TokenBytes
 from allhands.model.load import LoadedModel
 
 # How often a request that waits looks whether its client is still there.
@@ -259,9 +258,8 @@ class Generator(ResponseGenerator):
         return request.tokenized
 
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: Any) -> Any:
-        """As mlx_lm's, but stop words are found in the text; they are cut out of it where the answer is written."""
-        ends = frozenset(tokenizer.eos_token_ids)
-        return TextStops(ends, stop_words, self.provider.token_bytes.stream), make_text_state_machine(tokenizer)
+        """As mlx_lm's, without stop words: they are found in the text, where the answer is written."""
+        return super()._make_state_machine(model_key, tokenizer, [])
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         replies, prepared, arguments = request
@@ -273,6 +271,18 @@ def _param(request: CompletionRequest) -> str:
     return "messages" if request.request_type == "chat" else "prompt"
 
 
+# Fields of a request by mlx_lm's names, with what they are where it does not say; a text: as the server was started.
+_SAMPLING: dict[str, Any] = {
+    **{"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
+    **{"xtc_probability": 0.0, "xtc_threshold": 0.1},
+}
+_PENALTIES = {
+    f"{kind}_{what}": usual
+    for kind in ("repetition", "presence", "frequency")
+    for what, usual in (("penalty", 0.0), ("context_size", 20))
+}
+
+
 def completion_of(given: dict[str, Any], *, chat: bool, defaults: Any) -> tuple[CompletionRequest, GenerationArguments]:
     """A request that was read, in mlx_lm's words; ``defaults`` holds what the server was started with."""
     request = CompletionRequest(
@@ -282,31 +292,20 @@ def completion_of(given: dict[str, Any], *, chat: bool, defaults: Any) -> tuple[
         tools=given.get("tools") or None,
         role_mapping=given.get("role_mapping"),
     )
+    usual = {name: getattr(defaults, at) if isinstance(at, str) else at for name, at in _SAMPLING.items()}
     bias = given.get("logit_bias")
     arguments = GenerationArguments(
         model=ModelDescription(model=given["model"], draft="default_model", adapter=None),  # type: ignore[arg-type]
-        sampling=SamplingArguments(
-            temperature=given.get("temperature", defaults.temp),
-            top_p=given.get("top_p", defaults.top_p),
-            top_k=given.get("top_k", defaults.top_k),
-            min_p=given.get("min_p", defaults.min_p),
-            xtc_probability=given.get("xtc_probability", 0.0),
-            xtc_threshold=given.get("xtc_threshold", 0.1),
-        ),
+        sampling=SamplingArguments(**{name: given.get(name, value) for name, value in usual.items()}),
         logits=LogitsProcessorArguments(
             logit_bias=None if bias is None else {int(token): float(value) for token, value in bias.items()},
-            repetition_penalty=given.get("repetition_penalty", 0.0),
-            repetition_context_size=given.get("repetition_context_size", 20),
-            presence_penalty=given.get("presence_penalty", 0.0),
-            presence_context_size=given.get("presence_context_size", 20),
-            frequency_penalty=given.get("frequency_penalty", 0.0),
-            frequency_context_size=given.get("frequency_context_size", 20),
+            **{name: given.get(name, value) for name, value in _PENALTIES.items()},
         ),
         stop_words=given.get("stop", []),
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens)),
         num_draft_tokens=given.get("num_draft_tokens", defaults.num_draft_tokens),
-        logprobs=given.get("logprobs", False),
-        top_logprobs=given.get("top_logprobs", 0),
+        logprobs=given["logprobs"],
+        top_logprobs=given["top_logprobs"],
         seed=given.get("seed"),
         chat_template_kwargs=given.get("chat_template_kwargs"),
     )

@@ -125,8 +125,6 @@ class Handler(APIHandler):
         if self.command != "OPTIONS" and not self.server.guard.knows_token(self.headers.items()):
             told = "the token is missing or wrong: send the one that was printed (Authorization: Bearer, or api_key)"
             raise Refused(told, 401, "invalid_api_key")
-        if self.command != "POST":
-            self.server.has_asked(self.connection)
         return True
 
     # --- what is asked for ----------------------------------------------------------------------------
@@ -205,10 +203,7 @@ class Handler(APIHandler):
             piece.add(answer.take(generated))
             if piece.finish is not None:
                 break
-        context = asked.context
-        self._answer(
-            200, reply.whole(piece, counts(len(context.prompt), answer.num_tokens, context.prompt_cache_count))
-        )
+        self._answer(200, reply.whole(piece, _counts(asked, answer)))
 
     def _stream(self, asked: Asked, answer: Answer, reply: Reply) -> None:
         self._set_stream_headers(200)
@@ -275,7 +270,6 @@ class Handler(APIHandler):
         self.connection.settimeout(_WRITE_S)
         if len(raw) < length:
             raise Refused(f"the body ends after {len(raw)} of {length} bytes")
-        self.server.has_asked(self.connection)
         return raw
 
     # --- how it is answered ---------------------------------------------------------------------------

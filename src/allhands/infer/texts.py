@@ -6,11 +6,10 @@ Stop words are found in the text, not among the tokens: a word may begin and end
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mlx_lm.generate import StopSequences
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 from allhands.data.tokens_shown import bytes_of_letters
@@ -62,8 +61,8 @@ class TokenBytes:
     def stream(self) -> TextStream:
         """The text of tokens to come."""
         if not self.joined:
-            return _Naive(self._tokenizer.detokenizer)
-        return _JoinedText(self, drops_space=getattr(self._sample, "trim_space", True))
+            return _Naive(self, self._tokenizer.detokenizer)
+        return TextStream(self, drops_space=getattr(self._sample, "trim_space", True))
 
 
 class TextStream:
@@ -74,34 +73,23 @@ class TextStream:
         whole: no byte waits for the rest of its character.
     """
 
-    length = 0
-    whole = True
+    length, whole = 0, True
 
-    def add(self, token: int) -> str:
-        """The text that is known with this token and was not without."""
-        raise NotImplementedError
-
-    def finish(self) -> str:
-        """The rest, when no token comes any more."""
-        raise NotImplementedError
-
-
-class _JoinedText(TextStream):
     def __init__(self, tokens: TokenBytes, *, drops_space: bool) -> None:
-        self._tokens = tokens
-        self._drops_space = drops_space
+        self._tokens, self._drops_space = tokens, drops_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        text = self._decoded(self._tokens.of(token))
+        """The text that is known with this token and was not without."""
+        text = self._counted(self._decoder.decode(self._tokens.of(token)))
         self.whole = not self._decoder.getstate()[0]
         return text
 
     def finish(self) -> str:
-        return self._decoded(b"", final=True)
+        """The rest, when no token comes any more."""
+        return self._counted(self._decoder.decode(b"", True))
 
-    def _decoded(self, raw: bytes, *, final: bool = False) -> str:
-        text = self._decoder.decode(raw, final)
+    def _counted(self, text: str) -> str:
         if text and self._drops_space:
             text = text.removeprefix(" ")
             self._drops_space = False
@@ -112,20 +100,17 @@ class _JoinedText(TextStream):
 class _Naive(TextStream):
     """For tokenizers whose tokens' text depends on those before."""
 
-    def __init__(self, detokenizer: Any) -> None:
+    def __init__(self, tokens: TokenBytes, detokenizer: Any) -> None:
+        super().__init__(tokens, drops_space=False)
         self._detokenizer = detokenizer
 
     def add(self, token: int) -> str:
         self._detokenizer.add_token(token)
-        text = str(self._detokenizer.last_segment)
-        self.length += len(text)
-        return text
+        return self._counted(str(self._detokenizer.last_segment))
 
     def finish(self) -> str:
         self._detokenizer.finalize()
-        text = str(self._detokenizer.last_segment)
-        self.length += len(text)
-        return text
+        return self._counted(str(self._detokenizer.last_segment))
 
 
 class StopWords:
@@ -148,12 +133,11 @@ class StopWords:
         if self.found:
             return ""
         self._held += text
-        cut = self._first_stop()
-        if cut is not None:
+        # The stop word that ends first, the longest of those that end there.
+        found = [(place + len(word), place) for word in self._words if (place := self._held.find(word)) >= 0]
+        if found:
             self.found = True
-            text = self._release(cut)
-            self._held = ""
-            return text
+            return self._release(min(found)[1])
         return self._release(len(self._held) - self._begun())
 
     def finish(self) -> str:
@@ -161,44 +145,11 @@ class StopWords:
         return self._release(len(self._held))
 
     def _release(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._held = self._held[:count], "" if self.found else self._held[count:]
         self.passed += count
         return text
 
-    def _first_stop(self) -> int | None:
-        """Where the stop word begins that ends first, the longest of those that end there."""
-        found = [(place + len(word), place) for word in self._words if (place := self._held.find(word)) >= 0]
-        return min(found)[1] if found else None
-
     def _begun(self) -> int:
         """How many characters at the end may be the beginning of a stop word."""
-        for count in range(min(self._longest - 1, len(self._held)), 0, -1):
-            if any(word.startswith(self._held[-count:]) for word in self._words):
-                return count
-        return 0
-
-
-class _Matcher:
-    """The text of one stream of tokens."""
-
-    def __init__(self, ends: frozenset[int], text: TextStream, stop: StopWords) -> None:
-        self._ends, self._text, self._stop = ends, text, stop
-
-    def advance(self, token: int) -> bool:
-        """Take one token; whether the answer ends with it."""
-        if token in self._ends:
-            return True
-        self._stop.add(self._text.add(token))
-        return self._stop.found
-
-
-class TextStops(StopSequences):
-    """In place of mlx_lm's automaton of tokens: generation ends with the token that completes a stop word's text."""
-
-    def __init__(self, ends: frozenset[int], words: Sequence[str], stream: Callable[[], TextStream]) -> None:
-        super().__init__([(token,) for token in ends])
-        self._ends, self._words, self._stream = ends, tuple(words), stream
-
-    def matcher(self) -> Any:
-        """A fresh one."""
-        return _Matcher(self._ends, self._stream(), StopWords(self._words))
+        counts = range(min(self._longest - 1, len(self._held)), 0, -1)
+        return next((n for n in counts if any(word.startswith(self._held[-n:]) for word in self._words)), 0)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import mlx.optimizers as optim
 
 _WHERE = "Checkpointer"
-_ARRAYS = ("model", "optimizer", "random")
 
 
 class Stateful(Protocol):
@@ -64,17 +63,18 @@ class Checkpointer:
         Raises:
             ConfigError: an argument is not what it should be.
         """
-        for name, one in others.items():
-            if name in _ARRAYS or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise ConfigError(
-                    f"{name} has no state_dict and load_state_dict",
-                    where=_WHERE,
-                    hint="give such objects; plain values go into save(step, values={...})",
-                )
+        kinds: dict[str, tuple[str, tuple[str, ...]]] = {}
+        kinds |= dict.fromkeys(others, ("an object with states", ("state_dict", "load_state_dict")))
+        kinds["model"] = ("an mlx.nn.Module", ("parameters", "trainable_parameters", "update"))
+        kinds["optimizer"] = ("an optimizer of mlx.optimizers", ("state", "apply_gradients"))
+        for name, given in {**others, "model": model, "optimizer": optimizer}.items():
+            wanted, has = kinds[name]
+            lacks = [each for each in has if not hasattr(given, each)]
+            if given is not None and (name == "random" or isinstance(given, type) or lacks):
+                hint = f"give {wanted}, or leave it out; plain values go into save(step, values={{...}})"
+                raise ConfigError(f"{name} ({given!r}) has no {' and '.join(has)}", where=_WHERE, hint=hint)
         if keep_last < 1:
             raise ConfigError(f"keep_last={keep_last} keeps no checkpoint", where=_WHERE, hint="give 1 or more")
-        _check_kind("model", model, "an mlx.nn.Module", ("parameters", "trainable_parameters", "update"))
-        _check_kind("optimizer", optimizer, "an optimizer of mlx.optimizers", ("state", "apply_gradients"))
         self._directory, self._keep_last, self._frozen = directory, keep_last, frozen
         self._model, self._optimizer, self._others = model, optimizer, others
         self.values: dict[str, Any] = {}
@@ -132,9 +132,9 @@ class Checkpointer:
             return 0
         arrays = saved.arrays if isinstance(saved.arrays, dict) else {}
         kept: dict[str, Any] = saved.values
-        present = {name for name in ("model", "optimizer") if name in arrays} | set(kept.get("others", {}))
-        given = {name for name in ("model", "optimizer") if getattr(self, f"_{name}") is not None} | set(self._others)
-        if present != given or "random" not in arrays:
+        present, given = {*arrays, *kept.get("others", {})}, {"random", *self._others}
+        given |= {name for name in ("model", "optimizer") if getattr(self, f"_{name}") is not None}
+        if present != given:
             raise _unfit(
                 saved.step,
                 f"it holds {_names(present)}, but {_names(given)} are to be restored",
@@ -151,7 +151,7 @@ class Checkpointer:
 
         # Everything is checked before anything changes.
         if self._model is not None:
-            self._check_model(step, self._model, arrays["model"])
+            _require_same(step, arrays["model"], self._parameters(self._model), "model")
         if self._optimizer is not None:
             _check_optimizer(step, self._optimizer, arrays["optimizer"], kind)
             _put_optimizer(self._optimizer, arrays["optimizer"])
@@ -163,16 +163,6 @@ class Checkpointer:
 
     def _parameters(self, model: nn.Module) -> Any:
         return model.parameters() if self._frozen else model.trainable_parameters()
-
-    def _check_model(self, step: int, model: nn.Module, stored: Any) -> None:
-        if what := _difference(stored, self._parameters(model), "model"):
-            raise _unfit(step, what, "build the model as it was, or give another directory")
-
-
-def _check_kind(name: str, given: object, wanted: str, has: tuple[str, ...]) -> None:
-    if given is not None and (isinstance(given, type) or not all(hasattr(given, each) for each in has)):
-        what = given.__name__ if isinstance(given, type) else type(given).__name__
-        raise ConfigError(f"{name} is {what}, not {wanted}", where=_WHERE, hint=f"give {wanted}, or leave it out")
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
@@ -188,19 +178,13 @@ def _described(optimizer: optim.Optimizer) -> str:
 
 def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
     """``kind``: its class as the checkpoint has it; earlier versions did not write it."""
-    hint = "make the optimizer as it was, or give another directory"
-    if kind is not None and kind != _described(optimizer):
-        raise _unfit(step, f"its optimizer is {kind}, the one here is {_described(optimizer)}", hint)
     shared = isinstance(stored, dict) and isinstance(cast("dict[str, Any]", stored).get("states"), list)
-    if shared != hasattr(optimizer, "optimizers"):
-        raise _unfit(step, f"its optimizer is {'several' if shared else 'one'}, another than here", hint)
+    own = _described(optimizer)
+    if (kind or own) != own or shared != hasattr(optimizer, "optimizers"):
+        raise _unfit(step, f"its optimizer is {kind or 'another'}, the one here is {own}", _HINT)
     # An optimizer gets its state for each parameter with its first update: before, there is nothing to compare.
-    if all(map(_has_begun, _parts(optimizer))) and (what := _difference(stored, optimizer.state, "optimizer")):
-        raise _unfit(step, what, hint)
-
-
-def _has_begun(optimizer: optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_initialized", False))
+    if all(getattr(part, "_initialized", False) for part in _parts(optimizer)):
+        _require_same(step, stored, optimizer.state, "optimizer")
 
 
 def _put_optimizer(optimizer: optim.Optimizer, stored: Any) -> None:
@@ -215,18 +199,19 @@ def _put_optimizer(optimizer: optim.Optimizer, stored: Any) -> None:
         part.learning_rate = rate
 
 
-def _difference(stored: Any, here: Any, owner: str) -> str:
-    """What is not of the same names and shapes in two trees of arrays, in words; "" if all is."""
+_HINT = "make model and optimizer as they were, or give another directory"
+
+
+def _require_same(step: int, stored: Any, here: Any, owner: str) -> None:
+    """Refuse arrays of other names or shapes (CheckpointError)."""
     from allhands.io.trees import flatten
 
     was = {name: array.shape for name, array in flatten(stored)}
     now = {name: array.shape for name, array in flatten(here)}
-    differing = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
-    if not differing:
-        return ""
-    name = differing[0]
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{name} is {_shape(was.get(name))} there and {_shape(now.get(name))} in the {owner}{more}"
+    if differing := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+        name, more = differing[0], f" (and {len(differing) - 1} more)" if differing[1:] else ""
+        what = f"{name} is {_shape(was.get(name))} there and {_shape(now.get(name))} in the {owner}{more}"
+        raise _unfit(step, what, _HINT)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -150,12 +151,11 @@ class DistributedLoader(Generic[T]):
             DataError: an epoch has no batch at all.
         """
         while True:
-            before = self._consumed
-            got = 0
+            empty = not self._consumed
             for batch in self:
-                got += 1
+                empty = False
                 yield batch
-            if not got and not before:
+            if empty:
                 raise DataError("an epoch without a single batch", where=_LOADER, hint="give more data")
 
     def state_dict(self) -> dict[str, int]:
@@ -169,24 +169,21 @@ class DistributedLoader(Generic[T]):
             CheckpointError: it is not a state, or of a loader with another seed, or too far on in its epoch.
         """
         try:
-            seed, epoch, consumed, size = (
-                operator.index(state[key]) for key in ("seed", "epoch", "consumed", "batch_size")
-            )
+            given = {name: operator.index(state[name]) for name in self.state_dict()}
         except (KeyError, TypeError):
-            hint = "give what state_dict() returned"
-            raise CheckpointError("this is not the state of a loader", where=_LOADER, hint=hint) from None
-        for name, was, now in (("seed", seed, self._seed), ("batch_size", size, self._batch_size)):
-            if was != now:
-                raise CheckpointError(
-                    f"its {name} was {was}, now it is {now}: samples would be left out or come twice",
-                    where=_LOADER,
-                    hint=f"go on with {name}={was}",
-                )
-        if epoch < 0 or consumed < 0 or (self._indexable is not None and consumed > len(self._indexable)):
+            given = {}
+        epoch, consumed = given.get("epoch", -1), given.get("consumed", -1)
+        most = consumed if self._indexable is None else len(self._indexable)
+        if (
+            given != {**self.state_dict(), "epoch": epoch, "consumed": consumed}
+            or epoch < 0
+            or not 0 <= consumed <= most
+        ):
             raise CheckpointError(
-                f"epoch {epoch}, {consumed} samples in: there is no such place",
+                f"the state {dict(state)} does not fit a loader of seed {self._seed} and batch_size {self._batch_size} "
+                "on this dataset: samples would be left out or come twice",
                 where=_LOADER,
-                hint="go on with the dataset that it began with",
+                hint="give what state_dict() returned, and go on with the seed, batch_size and dataset of then",
             )
         self._epoch, self._consumed = epoch, consumed
 
@@ -239,33 +236,21 @@ class DistributedLoader(Generic[T]):
 
     def _check_parts(self) -> None:
         """No rank may have nothing to do in a batch: its loss would be a mean of nothing."""
+        least = self._batch_size if self._drop_last else (self._batch_size + 1) // 2
+        where = "a batch at the end of the stream"
         if self._indexable is not None:
-            self._check_any(len(self._indexable))
-            least = min(_sizes(len(self._indexable), self._batch_size, self._drop_last), default=0)
-            where = "the smallest batch of an epoch"
-        else:
-            least = self._batch_size if self._drop_last else (self._batch_size + 1) // 2
-            where = "a batch at the end of the stream"
+            count = len(self._indexable)
+            where = f"the smallest batch of an epoch of {count} sample{'s' * (count != 1)}"
+            least = min(_sizes(count, self._batch_size, self._drop_last), default=0)
         if least < self._world.size:
             raise self._too_few(least, where)
-
-    def _check_any(self, count: int) -> None:
-        """There is a batch to be had of ``count`` samples."""
-        if not count:
-            raise ConfigError("the dataset is empty", where=_LOADER, hint="give at least one sample for each rank")
-        if self._drop_last and count < self._batch_size:
-            raise ConfigError(
-                f"{count} sample{'s' * (count != 1)}, a batch of {self._batch_size}: nothing is left",
-                where=_LOADER,
-                hint=f"give batch_size={count} or less, drop_last=False, or more data",
-            )
 
     def _too_few(self, samples: int, where: str) -> ConfigError:
         size = self._world.size
         text = f"{where} has {samples} sample{'s' * (samples != 1)} for {size} rank{'s' * (size != 1)}"
         advice = f"batch_size={2 * size} or more, drop_last=True, more data, or fewer ranks"
         if self._drop_last:
-            advice = f"batch_size={size} or more, or fewer ranks"
+            advice = f"a batch_size from {size} to the number of samples, drop_last=False, or fewer ranks"
         return ConfigError(text, where=_LOADER, hint=advice)
 
 
@@ -291,14 +276,16 @@ class _RankSamples(Sequence[T]):
         return self._dataset[self._numbers[index]]
 
 
+@dataclass(frozen=True)
 class _Every(Iterable[T]):
     """Every ``size``-th item of an iterable, from number ``rank`` on."""
 
-    def __init__(self, source: Iterable[T], rank: int, size: int) -> None:
-        self._source, self._rank, self._size = source, rank, size
+    source: Iterable[T]
+    rank: int
+    size: int
 
     def __iter__(self) -> Iterator[T]:
-        return islice(iter(self._source), self._rank, None, self._size)
+        return islice(iter(self.source), self.rank, None, self.size)
 
 
 def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
@@ -314,9 +301,8 @@ def _sizes(count: int, batch_size: int, drop_last: bool) -> list[int]:
 
 def _taken(held: list[tuple[int, T]], end: int) -> list[T]:
     """The samples with numbers below ``end``, taken out of ``held``, which is in order."""
-    cut = next((place for place, (number, _) in enumerate(held) if number >= end), len(held))
-    taken = [sample for _, sample in held[:cut]]
-    del held[:cut]
+    taken = [sample for number, sample in held if number < end]
+    del held[: len(taken)]
     return taken
 
 

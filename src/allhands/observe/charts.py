@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.io.formatting import format_bytes, format_rate, format_size
-from allhands.observe.metrics import RunHistory
+from allhands.observe.metrics import RunHistory, TrainReport, ValidReport
 from allhands.observe.monitor import Sample
 from allhands.observe.monitor.board import key_of
 
@@ -145,8 +145,8 @@ def _there(places: Sequence[T]) -> tuple[T, ...]:
 def _placed(line: Line) -> Line:
     """Without points whose place is no finite number; a single point is drawn as one."""
     kept = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x)]
-    single = sum(y is not None for _, y in kept) == 1
-    return replace(line, x=tuple(x for x, _ in kept), y=tuple(y for _, y in kept), points=line.points or single)
+    x, y = zip(*kept, strict=True) if kept else ((), ())
+    return replace(line, x=x, y=y, points=line.points or len(y) - y.count(None) == 1)
 
 
 def _place(x: float, *, whole: bool) -> str:
@@ -169,74 +169,48 @@ def _thinned(line: Line) -> Line:
     count = len(line.x)
     if count <= _MOST_POINTS:
         return line
-    heights = np.array([np.nan if y is None else y for y in line.y])
-    keep: set[int] = {0, count - 1, *(int(place) for place in np.flatnonzero(np.isnan(heights)))}
+    heights = np.array(line.y, dtype=np.float64)
+    keep = {0, count - 1, *np.flatnonzero(np.isnan(heights)).tolist()}
     for stretch in np.array_split(np.arange(count), _MOST_POINTS // 2):
         if not np.isnan(heights[stretch]).all():
-            keep |= {int(stretch[np.nanargmin(heights[stretch])]), int(stretch[np.nanargmax(heights[stretch])])}
+            keep |= {int(stretch[find(heights[stretch])]) for find in (np.nanargmin, np.nanargmax)}
     places = sorted(keep)
-    x, y = tuple(line.x[place] for place in places), tuple(line.y[place] for place in places)
-    return replace(line, x=x, y=y)
+    return replace(line, x=tuple(line.x[at] for at in places), y=tuple(line.y[at] for at in places))
 
 
 def _table(title: str, axis: str, unit: Unit, lines: Sequence[Line], *, whole: bool) -> Grid:
     """Every place on the axis with the heights there; of many places some, those of points first."""
-    raw = [_raw(place, lines) for place, line in enumerate(lines) if not line.faint]
+    raw: list[Line] = []  # a line, or what it is the smoothed form of, under its name
+    for line in lines:
+        if line.faint:
+            raw[-1] = replace(line, label=raw[-1].label.replace(", smoothed", ""))
+        else:
+            raw.append(line)
     heights = [dict(zip(line.x, line.y, strict=True)) for line in raw]
     places = sorted({x for line in raw for x in line.x})
     caption = title
     if len(places) > _MOST_ROWS:
         rare = sorted({x for line in raw if line.points for x in line.x})
-        chosen = {*_spread(rare, _MOST_ROWS // 2), *_spread(places, _MOST_ROWS // 2)}
-        caption += f": {len(chosen)} of {len(places)} rows; metrics.jsonl has all"
-        places = sorted(chosen)
-    rows = tuple(
-        (_place(x, whole=whole), *(shown(known[x], unit) if x in known else _NONE for known in heights)) for x in places
-    )
-    rows = tuple(row for row in rows if set(row[1:]) != {_NONE})
-    return Grid(caption, (axis, *(line.label for line in raw)), rows)
+        count = len(places)
+        places = sorted({some[int(at)] for some in (rare, places) if some for at in _spread(len(some))})
+        caption += f": {len(places)} of {count} rows; metrics.jsonl has all"
+    rows = [(_place(x, whole=whole), *(shown(y[x], unit) if x in y else _NONE for y in heights)) for x in places]
+    head = (axis, *(line.label for line in raw))
+    return Grid(caption, head, tuple(row for row in rows if set(row[1:]) != {_NONE}))
 
 
-def _raw(place: int, lines: Sequence[Line]) -> Line:
-    """A line, or what it is the smoothed form of; under its name."""
-    line, following = lines[place], lines[place + 1 : place + 2]
-    if following and following[0].faint:
-        it = following[0]
-        return replace(it, label=line.label.replace(", smoothed", ""), faint=False)
-    return line
+def _spread(count: int) -> Floats:
+    return np.linspace(0, count - 1, min(count, _MOST_ROWS // 2)).round()
 
 
-def _spread(values: Sequence[float], count: int) -> list[float]:
-    if len(values) <= count:
-        return list(values)
-    return [values[round(place)] for place in np.linspace(0, len(values) - 1, count)]
-
-
-def finite(values: Iterable[float]) -> tuple[float | None, ...]:
-    """Heights of a line: what is no finite number becomes a gap."""
-    return tuple(value if math.isfinite(value) else None for value in values)
+def line_of(label: str, colour: int, pairs: Iterable[tuple[float, float]], **look: Any) -> Line:
+    """A line through (place, height): a height that is no finite number becomes a gap."""
+    x, y = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
+    heights = tuple(float(value) if math.isfinite(value) else None for value in y)
+    return Line(label, colour, tuple(map(float, x)), heights, **look)
 
 
 # --- of reports --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """What curves of a run are drawn over: ``key`` is "steps", "tokens" (trained ones) or "time"."""
-
-    key: str
-    label: str
-    unit_s: float
-
-    def place(self, run: RunHistory) -> Callable[[float, float], float]:
-        """The place of a step, given the seconds until then."""
-        if self.key == "steps":
-            return lambda step, seconds: step
-        if self.key == "time":
-            return lambda step, seconds: seconds / self.unit_s
-        steps = [0.0, *(float(one.step) for one in run.train)]
-        tokens = [0.0, *(float(one.trained_tokens) for one in run.train)]
-        return lambda step, seconds: float(np.interp(step, steps, tokens))
 
 
 def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[Chart]:
@@ -246,14 +220,14 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
     axes = {"steps": "step", "tokens": "trained tokens", "time": f"training time ({unit})"}
     if not all(run.train[-1].trained_tokens > 0 for run in runs if run.train):
         del axes["tokens"]  # a program of one's own need not count them
-    for axis in (_Axis(key, label, unit_s) for key, label in axes.items()):
+    for key, x_label in axes.items():
         lines: list[Line] = []
         marks: list[tuple[float, int]] = []
         stars: list[tuple[float, float, int]] = []
         crosses: list[tuple[float, int]] = []
         for colour, (label, run) in enumerate(zip(labels, runs, strict=True)):
-            place = axis.place(run)
-            lines += _loss_lines(label, colour, run, axis, line_width(colour, len(runs)))
+            place = _placing(key, unit_s, run)
+            lines += _loss_lines(label, colour, run, place, line_width(colour, len(runs)))
             marks += [(place(step, seconds), colour) for step, seconds in run.restarts]
             known = sorted((float(one.step), one.elapsed_s) for one in (*run.train, *run.valid)) or [(0.0, 0.0)]
             steps, times = zip(*known, strict=True)
@@ -261,22 +235,37 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             if losses := [one for one in run.valid if math.isfinite(one.loss)]:
                 best = min(losses, key=lambda one: one.loss)
                 stars.append((place(best.step, best.elapsed_s), best.loss, colour))
-        names, whole = (axis.label, "loss per token (lower is better)"), axis.key != "time"
-        title = f"Loss over {axis.key}"
-        if made := chart(f"loss-{axis.key}", title, names, "loss", lines, marks=marks, stars=stars, whole=whole):
+        names, whole = (x_label, "loss per token (lower is better)"), key != "time"
+        if made := chart(
+            f"loss-{key}", f"Loss over {key}", names, "loss", lines, marks=marks, stars=stars, whole=whole
+        ):
             yield without_heights(replace(made, crosses=_there(crosses)), 2.5)
 
 
-def without_heights(drawn: Chart, far: float) -> Chart:
-    """Without the heights of a run that was thrown off, beside which the others would lie flat; the table has them."""
-    runs: dict[int, list[list[float]]] = {}
-    for line in drawn.lines:
-        runs.setdefault(line.colour, []).append([y for y in line.y if y is not None])
-    top = axis_top(list(runs.values()), far)
-    if top is None:
-        return drawn
-    told = f"The axis is cut off at {shown(top, drawn.unit)}; what is above stands in the table. {drawn.described}"
-    return replace(drawn, top=top, y_label=f"{drawn.y_label}{cut_off(top)}", described=told)
+def _placing(axis: str, unit_s: float, run: RunHistory) -> Callable[[float, float], float]:
+    """The place on the axis of "steps", "tokens" (trained ones) or "time" of a step, given the seconds until then."""
+    if axis == "steps":
+        return lambda step, seconds: step
+    if axis == "time":
+        return lambda step, seconds: seconds / unit_s
+    steps = [0.0, *(float(one.step) for one in run.train)]
+    tokens = [0.0, *(float(one.trained_tokens) for one in run.train)]
+    return lambda step, seconds: float(np.interp(step, steps, tokens))
+
+
+def _loss_lines(
+    label: str, colour: int, run: RunHistory, place: Callable[[float, float], float], width: float
+) -> Iterator[Line]:
+    def points(reports: Sequence[TrainReport | ValidReport]) -> list[tuple[float, float]]:
+        return [(place(one.step, one.elapsed_s), one.loss) for one in reports]
+
+    plain = line_of(f"{label}: training", colour, points(run.train), width=width)
+    if len(plain.y) >= _SMOOTH_FROM and None not in plain.y:
+        smoothed = tuple(map(float, smooth(np.array(plain.y, dtype=np.float64))))
+        yield replace(plain, label=f"{label}: training, smoothed", y=smoothed)
+        plain = replace(plain, faint=True, width=1.0)
+    yield plain
+    yield line_of(f"{label}: validation", colour, points(run.valid), dashed=True, points=True, width=width)
 
 
 def line_width(place: int, count: int) -> float:
@@ -284,47 +273,31 @@ def line_width(place: int, count: int) -> float:
     return round(2 + min(2.2, 4 / count) * (count - 1 - place), 2)
 
 
-def _loss_lines(label: str, colour: int, run: RunHistory, axis: _Axis, width: float) -> Iterator[Line]:
-    place = axis.place(run)
-    x = tuple(place(one.step, one.elapsed_s) for one in run.train)
-    if axis.key == "tokens":
-        x = tuple(float(one.trained_tokens) for one in run.train)
-    losses = [one.loss for one in run.train]
-    y = finite(losses)
-    if len(y) >= _SMOOTH_FROM and None not in y:
-        smoothed = tuple(map(float, smooth(np.array(losses))))
-        yield Line(f"{label}: training, smoothed", colour, x, smoothed, width=width)
-        yield Line(f"{label}: training", colour, x, y, faint=True, width=1.0)
-    else:
-        yield Line(f"{label}: training", colour, x, y, width=width)
-    x = tuple(place(one.step, one.elapsed_s) for one in run.valid)
-    y = finite([one.loss for one in run.valid])
-    yield Line(f"{label}: validation", colour, x, y, dashed=True, points=True, width=width)
+def without_heights(drawn: Chart, far: float) -> Chart:
+    """Without the heights of a run that was thrown off, beside which the others would lie flat; the table has them.
 
-
-def axis_top(runs: Sequence[Sequence[Sequence[float]]], far: float = 2.5) -> float | None:
-    """Where to cut a vertical axis from 0 off, so that a run that was thrown off leaves the others their height.
-
-    At least one run is below it as a whole, and of each of the others that comes near twice what it began with.
+    At least one run is below the top as a whole, and of each of the others that comes near twice what it began with.
 
     Args:
-        runs: the finite heights of the lines of each.
-        far: times the top the highest must be; ``None`` is returned if it is not, or there is one run only.
+        far: times the top the highest must be; else, or of one run only, the chart stays as it is.
     """
-    known = [lines for run in runs if (lines := [line for line in run if len(line)])]
-    if len(known) < 2 or min(min(line) for lines in known for line in lines) < 0:
-        return None
-    highest = [max(map(max, lines)) for lines in known]
-    base = min(highest)
-    near = [place for place, lines in enumerate(known) if min(map(min, lines)) <= 4 * base]
-    starts = [min(line[0] for line in lines) for lines in known]
-    top = max(min(highest[place], max(2 * starts[place], base)) for place in near) if base > 0 else 0.0
-    return 1.08 * top if 0 < far * top < max(highest) else None
-
-
-def cut_off(top: float | None) -> str:
-    """What the name of such an axis has to say."""
-    return "" if top is None else f"; cut off at {top:.3g}"
+    runs: dict[int, list[list[float]]] = {}
+    for line in drawn.lines:
+        if heights := [y for y in line.y if y is not None]:
+            runs.setdefault(line.colour, []).append(heights)
+    highest = [max(map(max, lines)) for lines in runs.values()]
+    lowest = [min(map(min, lines)) for lines in runs.values()]
+    base = min(highest, default=0.0)
+    if len(runs) < 2 or min(lowest) < 0 or base <= 0:
+        return drawn
+    starts = [max(2 * min(line[0] for line in lines), base) for lines in runs.values()]
+    near = zip(highest, starts, lowest, strict=True)
+    top = max(min(high, start) for high, start, low in near if low <= 4 * base)
+    if not 0 < far * top < max(highest):
+        return drawn
+    top *= 1.08
+    told = f"The axis is cut off at {shown(top, drawn.unit)}; what is above stands in the table. {drawn.described}"
+    return replace(drawn, top=top, y_label=f"{drawn.y_label}; cut off at {top:.3g}", described=told)
 
 
 def smooth(values: Floats) -> Floats:
@@ -357,35 +330,32 @@ def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart | N
         return None
     began = samples[0].time
     unit, unit_s = time_unit(samples[-1].time - began)
+
+    def line(name: str, colour: int, group: Sequence[Sample], held: str, **look: Any) -> Line:
+        known = [(one.pid, (one.time - began) / unit_s, getattr(one, held)) for one in group]
+        return line_of(name, colour, _lived([it for it in known if it[2] is not None]), **look)
+
     lines: list[Line] = []
-    directors = 0
-    for group in groups_of(samples):
-        x, y = _lived([(one.pid, (one.time - began) / unit_s, one.pss_bytes) for one in group])
-        if group[0].role != "rank":
-            lines.append(Line(f"{group[0].name} (directs the ranks)", directors, x, y, kind="director"))
-            directors += 1
-            continue
-        colour = group[0].rank or 0
-        lines.append(Line(group[0].name, colour, x, y, kind="rank"))
-        known = [(one.pid, (one.time - began) / unit_s, one.mlx_active_bytes) for one in group]
-        x, y = _lived([(pid, x, held) for pid, x, held in known if held is not None])
-        lines.append(Line(f"{group[0].name}: MLX's arrays", colour, x, y, dashed=True, kind="rank"))
+    groups = groups_of(samples)
+    ranks = [group for group in groups if group[0].role == "rank"]
+    for group in ranks:
+        name, colour = group[0].name, group[0].rank or 0
+        lines.append(line(name, colour, group, "pss_bytes", kind="rank"))
+        lines.append(line(f"{name}: MLX's arrays", colour, group, "mlx_active_bytes", dashed=True, kind="rank"))
+    for place, group in enumerate(groups[len(ranks) :]):
+        lines.append(line(f"{group[0].name} (directs the ranks)", place, group, "pss_bytes", kind="director"))
     axes = (f"time since the start ({unit})", "memory")
     return chart(key, f"Memory of the processes of {label}", axes, "bytes", lines)
 
 
-def _lived(points: Sequence[tuple[int, float, int]]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
-    """Places and heights of (process, place, height), with a gap from one process to the next of the same rank."""
-    x: list[float] = []
-    y: list[float | None] = []
-    for place, (pid, now, held) in enumerate(points):
-        before = points[place - 1]
-        if place and before[0] != pid:
-            x.append((before[1] + now) / 2)
-            y.append(None)
-        x.append(now)
-        y.append(float(held))
-    return tuple(x), tuple(y)
+def _lived(points: Sequence[tuple[int, float, int]]) -> Iterator[tuple[float, float]]:
+    """(place, height) of (process, place, height), with a gap from one process to the next of the same rank."""
+    before = points[0] if points else (0, 0.0, 0)
+    for pid, now, held in points:
+        if pid != before[0]:
+            yield (before[1] + now) / 2, math.nan
+        yield now, held
+        before = pid, now, held
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:

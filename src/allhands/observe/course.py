@@ -8,24 +8,6 @@ from typing import Literal
 from allhands.observe.curves import Curve
 
 Level = Literal["good", "note", "warning", "bad"]
-Kind = Literal[
-    "worse",
-    "guessing",
-    "excursion",
-    "skipped",
-    "gradients",
-    "overfitting",
-    "underfitting",
-    "diverging",
-    "numbers",
-    "validation",
-    "short",
-    "scatter",
-    "fitting",
-    "time",
-    "plan",
-]
-
 LEAST_USUAL, MOST_USUAL = 1e-5, 1e-3  # learning rates of AdamW
 _USUAL = "usual with AdamW are 1e-5 to 1e-3"
 
@@ -34,7 +16,7 @@ _USUAL = "usual with AdamW are 1e-5 to 1e-3"
 class Judgement:
     """One thing that a person should know of a run; ``kind`` is what it is about."""
 
-    kind: Kind
+    kind: str
     level: Level
     text: str
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import time
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
+
+from allhands.errors import StorageError
+from allhands.observe.lines import LineFile
 
 EVENTS_FILE = "events.jsonl"
 # Output of ranks stays in their logs: it may hold what a person does not want here.
@@ -49,57 +49,27 @@ class SupervisorEvent:
 
 
 class Journal:
-    """Appends events to ``path`` (mode 0600), each with one write, so that readers and kills see whole lines.
-
-    It never ends a run: what cannot be written is lost, with one warning.
-    """
+    """Appends events to ``path`` (mode 0600). It never ends a run: what cannot be written is lost, with one warning."""
 
     def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
-        self._warned = False
-        self._torn = False
-        self._fd = -1
+        self._lines: LineFile | None = None
         try:
-            self._open()
-        except OSError as error:
-            self._warn(error)
+            self._lines = LineFile(Path(path), "events")
+            self._lines.make_private()
+        except (OSError, StorageError) as error:
+            _log.warning("%s: no events can be written (%s); the run goes on", path, error)
 
     def write(self, event: SupervisorEvent, attempt: int) -> None:
         """Append the event; ``attempt`` counts from 1, ``time`` is Unix time in seconds."""
-        entries = ((entry.name, getattr(event, entry.name)) for entry in fields(event))
-        facts = {name: _plain(value) for name, value in entries if name not in _LEFT_OUT and value is not None}
-        record = {"time": round(time.time(), 3), "kind": event.kind, "attempt": attempt, **facts}
-        try:
-            self._append(json.dumps(record))
-        except OSError as error:
-            self._torn = True
-            self._warn(error)
+        facts = {name: value for name, value in vars(event).items() if name not in _LEFT_OUT and value is not None}
+        if self._lines is not None:
+            record = {"time": round(time.time(), 3), "kind": event.kind, "attempt": attempt, **facts}
+            self._lines.try_append(json.dumps(record, default=str))
 
     def close(self) -> None:
         """Close the file; may be called again. What is written later is lost."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def _open(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(OSError):  # another person's file
-            os.fchmod(self._fd, 0o600)
-        size = os.fstat(self._fd).st_size
-        # A kill may have cut the last line off: the next one must not be glued to it.
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-    def _append(self, line: str) -> None:
-        data = f"{chr(10) if self._torn else ''}{line}\n".encode()
-        if os.write(self._fd, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._torn = False
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("%s: no events can be written (%s); the run goes on", self._path, error.strerror or error)
+        if self._lines is not None:
+            self._lines.close()
 
 
 def read_events(path: Path | str) -> list[dict[str, Any]]:
@@ -108,26 +78,17 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
     Torn and foreign lines are skipped; without a file, or one that can be read, there are none.
     """
     file = Path(path)
-    file = file / EVENTS_FILE if file.is_dir() else file
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        text = (file / EVENTS_FILE if file.is_dir() else file).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    records = [_record(line) for line in lines]
-    return [record for record in records if record is not None]
+    return [record for line in text.split("\n") if (record := _record(line)) is not None]
 
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        record: Any = json.loads(line)
+        known = isinstance(record["kind"], str) and isinstance(record["time"], int | float)
+    except (ValueError, TypeError, LookupError, RecursionError):
         return None
-    if not isinstance(content, dict):
-        return None
-    record = cast("dict[str, Any]", content)
-    known = isinstance(record.get("kind"), str) and isinstance(record.get("time"), int | float)
     return record if known else None
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from allhands.errors import DataError
 from allhands.io.formatting import format_bytes
 from allhands.io.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, RUNS, picture
-from allhands.observe.charts import Chart, groups_of, loss_charts, time_unit
+from allhands.observe.charts import Chart, groups_of, line_width, loss_charts, time_unit
 from allhands.observe.metrics import RunHistory
 from allhands.observe.monitor.board import Board, key_of
 from allhands.observe.monitor.samples import Sample
@@ -78,18 +79,17 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
 
 def _draw_losses(axes: Axes, chart: Chart) -> None:
     several = len({line.colour for line in chart.lines}) > 1
+    widths = {line.colour: line.width for line in chart.lines if not line.faint}
     for line in chart.lines:
-        x, y = np.array(line.x), np.array([np.nan if height is None else height for height in line.y])
         look: dict[str, Any] = {"color": RUNS[line.colour % len(RUNS)], "lw": line.width}
         if line.faint:
             look |= {"lw": 0.8, "alpha": 0.4}
         elif several or line.points:
-            every = 1 if line.dashed else max(1, len(x) // _MARKS)
+            every = 1 if line.dashed else max(1, len(line.x) // _MARKS)
             look |= {"marker": MARKERS[line.colour % len(MARKERS)], "ms": 4 + 1.5 * line.width, "markevery": every}
         if line.dashed:
             look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
-        axes.plot(x, y, **look)
-    widths = {line.colour: line.width for line in chart.lines if not line.faint}
+        axes.plot(line.x, np.array(line.y, dtype=np.float64), **look)
     for x, y, colour in chart.stars:
         look = {"marker": "*", "ms": 8 + 4 * widths[colour], "mec": "white", "mew": 0.7, "zorder": 5}
         axes.plot(x, y, color=RUNS[colour % len(RUNS)], **look)
@@ -110,25 +110,29 @@ def _names(labels: Sequence[str], chart: Chart) -> list[Line2D]:
     drawn = sorted({line.colour for line in chart.lines})
     marks = MARKERS if len(drawn) > 1 else ("",)
     return [
-        Line2D([], [], color=RUNS[place % len(RUNS)], lw=3, marker=marks[place % len(marks)], ms=9, label=label)
-        for place in drawn
-        for label in [f"{labels[place]}{best.get(place, '')}"]
+        _legend(
+            f"{labels[at]}{best.get(at, '')}", color=RUNS[at % len(RUNS)], lw=3, marker=marks[at % len(marks)], ms=9
+        )
+        for at in drawn
     ]
 
 
 def _styles(chart: Chart) -> list[Line2D]:
     """What the styles of lines mean."""
     smoothed = any(line.faint for line in chart.lines)
-    looks: dict[str, dict[str, Any]] = {}
+    looks: dict[str, dict[str, Any]] = {"training, smoothed" if smoothed else "training": {"lw": 2}}
     if smoothed:
-        looks["training, as reported"] = {"lw": 0.8, "alpha": 0.6}
-    looks["training, smoothed" if smoothed else "training"] = {"lw": 2}
+        looks = {"training, as reported": {"lw": 0.8, "alpha": 0.6}, **looks}
     if chart.stars:
         looks["validation"] = {"ls": DASHED, "marker": "o", "mfc": "white"}
         looks["best validation"] = {"ls": "", "marker": "*", "ms": 12}
     looks |= {"restart": _RESTART} if chart.marks else {}
     looks |= {"skipped step": _SKIPPED} if chart.crosses else {}
-    return [Line2D([], [], color=GREY, label=label, **look) for label, look in looks.items()]
+    return [_legend(label, color=GREY, **look) for label, look in looks.items()]
+
+
+def _legend(label: str, **look: Any) -> Line2D:
+    return Line2D([], [], label=label, **look)
 
 
 # --- memory ------------------------------------------------------------------------------------------
@@ -193,12 +197,20 @@ def can_be_drawn(samples: Sequence[Sample]) -> bool:
     return max(Counter(key_of(sample) for sample in samples).values(), default=0) >= _FEWEST
 
 
+def _starts(group: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each start of a rank, or of another process."""
+    found: dict[int, list[Sample]] = {}
+    for sample in group:
+        found.setdefault(sample.pid, []).append(sample)
+    return list(found.values())
+
+
 def _held(group: Sequence[Sample], attribute: str, times: Floats) -> Floats:
     """Bytes that a rank with all its starts, or another process, holds at each time; 0 while there is none."""
     total = np.zeros_like(times)
-    for pid in dict.fromkeys(sample.pid for sample in group):
-        known = [(one.time, getattr(one, attribute) or 0) for one in group if one.pid == pid]
-        total += np.interp(times, *zip(*known, strict=True), left=0.0, right=0.0)
+    for some in _starts(group):
+        known = [getattr(one, attribute) or 0 for one in some]
+        total += np.interp(times, [one.time for one in some], known, left=0.0, right=0.0)
     return total
 
 
@@ -206,39 +218,39 @@ def _colour(group: Sequence[Sample]) -> str:
     return RANKS[(group[0].rank or 0) % len(RANKS)]
 
 
+def _area(colour: str, hatch: str, width: float) -> dict[str, Any]:
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": width}
+
+
 def _draw_processes(axes: Axes, groups: Sequence[Sequence[Sample]], times: Floats, x: Floats) -> None:
     """All processes on top of each other. The ranks are at the bottom, to be compared with their estimate."""
-    below, directors = np.zeros_like(x), 0
+    below, directors = np.zeros_like(x), cycle(DIRECTORS)
     for place, group in enumerate(groups):
-        colour, hatch = _colour(group), _HATCHES[(group[0].rank or 0) % len(_HATCHES)]
+        look = _area(_colour(group), _HATCHES[(group[0].rank or 0) % len(_HATCHES)], 0.4)
         if group[0].role != "rank":
-            colour, hatch, directors = DIRECTORS[directors % len(DIRECTORS)], "", directors + 1
+            look = _area(next(directors), "", 0.4)
         above = below + _held(group, "pss_bytes", times)
-        look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0.4}
         axes.fill_between(x, below, above, label=group[0].name if place < _MOST_STRIPS else None, **look)
         below = above
-    if estimates := [group[-1].estimated_bytes for group in groups if group[-1].estimated_bytes]:
-        axes.axhline(sum(estimates), color=GREY, ls=DASHED, label="ranks, as estimated")
+    if estimated := sum(group[-1].estimated_bytes or 0 for group in groups):
+        axes.axhline(estimated, color=GREY, ls=DASHED, label="ranks, as estimated")
 
 
 def _draw_mlx(axes: Axes, ranks: Sequence[Sequence[Sample]], times: Floats, x: Floats) -> None:
+    every = max(1, len(x) // _MARKS)
     for place, group in enumerate(ranks):
         # Earlier ones wider, so that ranks with equal needs stay visible.
-        width = 1.5 + min(2.0, 4 / len(ranks)) * (len(ranks) - 1 - place)
-        every = max(1, len(x) // _MARKS)
-        look: dict[str, Any] = {"color": _colour(group), "marker": MARKERS[place % len(MARKERS)], "mfc": "white"}
-        marked = (place * every // len(ranks), every)
+        width, colour = line_width(place, len(ranks)) - 0.5, _colour(group)
+        look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "mfc": "white", "lw": width, "color": colour}
         active, cache = (_held(group, f"mlx_{kind}_bytes", times) for kind in ("active", "cache"))
         label = group[0].name if place < _MOST_STRIPS else None
-        axes.plot(x, active, lw=width, markevery=marked, label=label, **look)
-        axes.plot(x, active + cache, lw=0.5 * width, ls=DASHED, color=_colour(group))
+        axes.plot(x, active, markevery=(place * every // len(ranks), every), label=label, **look)
+        axes.plot(x, active + cache, lw=0.5 * width, ls=DASHED, color=colour)
         if peak := max(one.mlx_peak_bytes or 0 for one in group):
-            axes.axhline(peak, color=_colour(group), lw=0.8, ls=":")
-    estimates = {group[-1].mlx_estimated_bytes for group in ranks} - {None, 0}
-    for estimate in estimates:
-        axes.axhline(estimate or 0, color=GREY, ls=_DOTTED)
+            axes.axhline(peak, color=colour, lw=0.8, ls=":")
     looks: dict[str, Any] = {"active": "-", "active and cache": DASHED, "highest active": ":"}
-    if estimates:
+    for estimate in {group[-1].mlx_estimated_bytes or 0 for group in ranks} - {0}:
+        axes.axhline(estimate, color=GREY, ls=_DOTTED)
         looks["estimated need"] = _DOTTED
     for label, look in looks.items():
         axes.plot([], [], color=GREY, ls=look, label=label)
@@ -247,19 +259,17 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Sequence[Sample]], times: Floats, x: F
 def _draw_phases(axes: Axes, strips: Sequence[Sequence[Sample]], began: float, unit_s: float) -> None:
     seen = {phase for group in strips for one in group for phase in one.phases}
     looks = PHASES | {name: (name, OTHER, "") for name in sorted(seen - PHASES.keys())}
-    for row, group in enumerate(strips):
-        for pid in dict.fromkeys(one.pid for one in group):
-            some = [one for one in group if one.pid == pid]
-            whole = np.array([sum(one.phases.values()) for one in some])
-            ends = np.array([some[0].time - whole[0], *(one.time for one in some)])
-            below = np.full(len(ends), row + 0.4)
-            for phase, (label, colour, hatch) in looks.items():
-                shares = np.array([one.phases.get(phase, 0.0) for one in some]) / np.where(whole, whole, 1.0)
-                above = below - 0.8 * np.array([shares[0], *shares])
-                if shares.any():
-                    look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0}
-                    axes.fill_between((ends - began) / unit_s, below, above, step="pre", label=label, **look)
-                below = above
+    for row, some in ((row, some) for row, group in enumerate(strips) for some in _starts(group)):
+        whole = np.array([sum(one.phases.values()) for one in some])
+        ends = np.array([some[0].time - whole[0], *(one.time for one in some)])
+        below = np.full(len(ends), row + 0.4)
+        for phase, (label, colour, hatch) in looks.items():
+            shares = np.array([one.phases.get(phase, 0.0) for one in some]) / np.where(whole, whole, 1.0)
+            above = below - 0.8 * np.array([shares[0], *shares])
+            if shares.any():
+                look = _area(colour, hatch, 0)
+                axes.fill_between((ends - began) / unit_s, below, above, step="pre", label=label, **look)
+            below = above
     axes.set_yticks(range(len(strips)), [group[0].name for group in strips])
     for label, group in zip(axes.get_yticklabels(), strips, strict=True):
         label.set_color(_colour(group))
@@ -269,7 +279,5 @@ def _draw_phases(axes: Axes, strips: Sequence[Sequence[Sample]], began: float, u
 
 def _restarts(ranks: Sequence[Sequence[Sample]]) -> list[float]:
     """When the latest attempts began, after the first."""
-    first: dict[int, float] = {}
-    for sample in (sample for group in ranks for sample in group):
-        first[sample.attempt] = min(sample.time, first.get(sample.attempt, sample.time))
-    return [time for attempt, time in first.items() if attempt > min(first)]
+    samples = sorted((sample for group in ranks for sample in group), key=lambda one: (one.attempt, -one.time))
+    return list({sample.attempt: sample.time for sample in samples}.values())[1:]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -15,6 +17,8 @@ from allhands.observe.metrics import RunHistory, RunStarted, typical
 
 _LONGEST_NAME = 30
 _NONE = "-"
+# Of a run that went on with others each number once, since all have a part in its figures.
+_RANKS = attrgetter("num_ranks")
 
 
 def names_of(runs: Sequence[RunHistory]) -> list[str]:
@@ -23,23 +27,14 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
     for run in runs:
         name = " ".join(run.name.split())
         label = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-        if run.started:
-            label += f" ({_ranks(run)} rank{'s' * (_ranks(run) != '1')})"
+        if ranks := of_starts(run, _RANKS):
+            label += f" ({ranks} rank{'s' * (ranks != '1')})"
         labels.append(label)
     count, seen = Counter(labels), Counter[str]()
     for place, label in enumerate(labels):
         seen[label] += 1
         labels[place] = f"{label} #{seen[label]}" if count[label] > 1 else label
     return labels
-
-
-def _ranks(run: RunHistory) -> str:
-    """How many there were; of a run that went on with others each number once, since all have a part in its figures."""
-    return of_starts(run, lambda start: start.num_ranks) or _NONE
-
-
-def _cores(run: RunHistory) -> str:
-    return of_starts(run, lambda start: start.cores_per_rank) or _NONE
 
 
 def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
@@ -68,8 +63,8 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
 
     See :func:`times_markdown` for what is compared.
     """
-    highest = [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]
-    measures = dict(_measures(runs)) | {"peak memory": highest}
+    labels, known = times_of(runs)
+    measures = dict(known) | {"peak memory": [_known(max(run.peaks, default=np.nan), format_bytes) for run in runs]}
     if len(set(measures["cores per rank"])) == 1:
         del measures["cores per rank"]
     table = Table(title="Training times", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -77,18 +72,14 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
     table.caption += "peak memory: of the rank that needs most"
     # Room for "1 rank)" and the like, so that only words of a long name are broken.
     table.add_column("run", overflow="fold", vertical="top", min_width=8)
-    shown = {measure: heading for measure, heading in _HEADINGS.items() if measure in measures}
-    for measure, heading in shown.items():
+    shown = [measure for measure in _HEADINGS if measure in measures]
+    for measure in shown:
         wraps = measure == "steps"  # "10000 of 20000"
-        table.add_column(heading, justify="right", no_wrap=not wraps, min_width=6 if wraps else None, vertical="top")
-    for place, label in enumerate(names_of(runs)):
+        look: dict[str, Any] = {"justify": "right", "vertical": "top"}
+        table.add_column(_HEADINGS[measure], no_wrap=not wraps, min_width=6 if wraps else None, **look)
+    for place, label in enumerate(labels):
         table.add_row(Text(label), *(measures[measure][place] for measure in shown))
     return table
-
-
-def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
-    return names_of(runs), _measures(runs)
 
 
 def times_markdown(runs: Sequence[RunHistory]) -> str:
@@ -97,56 +88,40 @@ def times_markdown(runs: Sequence[RunHistory]) -> str:
     Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
     The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
     """
-    measures = _measures(runs)
+    labels, measures = times_of(runs)
     rows = [["run", *(measure for measure, _ in measures)], ["---", *["---:"] * len(measures)]]
-    for place, label in enumerate(names_of(runs)):
-        rows.append([label.replace("|", "\\|"), *(cells[place] for _, cells in measures)])
+    for label, *cells in zip(labels, *(cells for _, cells in measures), strict=True):
+        rows.append([label.replace("|", "\\|"), *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _measures(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
+def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
     speeds = [typical(report.tokens_per_s for report in run.train) for run in runs]
-    step_s = [typical(report.step_time_s for report in run.train) for run in runs]
     first = (speeds[:1] or [0.0])[0] or np.nan
-    restarts = [len(run.restarts) for run in runs]
-    measures = [
-        ("ranks", [_ranks(run) for run in runs]),
-        ("cores per rank", [_cores(run) for run in runs]),
-        ("steps", [_steps(run) for run in runs]),
-        ("training time", [_known(_total_s(run), format_duration) for run in runs]),
-        ("seconds per step", [_known(seconds, "{:.3g}".format) for seconds in step_s]),
-        ("tokens/s", [_known(speed, format_rate) for speed in speeds]),
-        ("speed-up", [_known(speed / first, "{:.2f}x".format) for speed in speeds]),
-        ("final training loss", [_known(_last_loss(run), "{:.3f}".format) for run in runs]),
-        ("best validation loss", [_known(_best_loss(run), "{:.3f}".format) for run in runs]),
-        ("peak memory per rank", [_peak_memory(run) for run in runs]),
-    ]
-    return [*measures, *([("restarts", [str(count) for count in restarts])] if any(restarts) else [])]
+    rows = [_figures(run, speed, speed / first) for run, speed in zip(runs, speeds, strict=True)]
+    measures = [(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())]
+    return names_of(runs), [each for each in measures if each[0] != "restarts" or set(each[1]) != {"0"}]
+
+
+def _figures(run: RunHistory, speed: float, speed_up: float) -> dict[str, str]:
+    losses = [report.loss for report in run.valid if np.isfinite(report.loss)]
+    done = max([report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0)
+    total = run.started.total_steps if run.started else done
+    return {
+        "ranks": of_starts(run, _RANKS) or _NONE,
+        "cores per rank": of_starts(run, lambda start: start.cores_per_rank) or _NONE,
+        "steps": str(done) if done >= total else f"{done} of {total}",
+        "training time": _known(np.nan if run.trained_s is None else run.trained_s, format_duration),
+        "seconds per step": _known(typical(report.step_time_s for report in run.train), "{:.3g}".format),
+        "tokens/s": _known(speed, format_rate),
+        "speed-up": _known(speed_up, "{:.2f}x".format),
+        "final training loss": _known(run.train[-1].loss if run.train else np.nan, "{:.3f}".format),
+        "best validation loss": _known(min(losses, default=np.nan), "{:.3f}".format),
+        "peak memory per rank": format_memory(run.peaks) if run.peaks else _NONE,
+        "restarts": str(len(run.restarts)),
+    }
 
 
 def _known(value: float, show: Callable[[float], str]) -> str:
     return show(value) if np.isfinite(value) else _NONE
-
-
-def _steps(run: RunHistory) -> str:
-    """``600``, or ``400 of 600`` where the run is not complete."""
-    done = max([report.step for report in run.train] + ([run.ended.step] if run.ended else []), default=0)
-    total = run.started.total_steps if run.started else done
-    return str(done) if done >= total else f"{done} of {total}"
-
-
-def _total_s(run: RunHistory) -> float:
-    """The time of all starts, up to the last report where it has not ended."""
-    return np.nan if run.trained_s is None else run.trained_s
-
-
-def _last_loss(run: RunHistory) -> float:
-    return run.train[-1].loss if run.train else np.nan
-
-
-def _best_loss(run: RunHistory) -> float:
-    return min((report.loss for report in run.valid if np.isfinite(report.loss)), default=np.nan)
-
-
-def _peak_memory(run: RunHistory) -> str:
-    return format_memory(run.peaks) if run.peaks else _NONE

@@ -14,6 +14,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,22 +52,14 @@ class TrackerSink:
     """
 
     def __init__(
-        self,
-        name: str,
-        tracker: Tracker,
-        *,
-        patience_s: float = _PATIENCE_S,
-        slow_s: float = _SLOW_S,
+        self, name: str, tracker: Tracker, *, patience_s: float = _PATIENCE_S, slow_s: float = _SLOW_S
     ) -> None:
         """How long :meth:`close` waits for a service that takes no numbers, or takes them slowly, and how long one
         report may take before that is said.
         """
-        self._name = name
-        self._tracker = tracker
-        self._patience_s = patience_s
-        self._slow_s = slow_s
+        self._name, self._tracker = name, tracker
+        self._patience_s, self._slow_s = patience_s, slow_s
         self._warned = False
-        self._lock = threading.Lock()
         self._waiting: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_WAITING)
         # A daemon: what hangs in somebody else's client does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"allhands-{name}", daemon=True)
@@ -80,22 +74,18 @@ class TrackerSink:
 
     def close(self) -> None:
         end = time.monotonic() + self._patience_s
-        try:
+        with suppress(queue.Full):
             self._waiting.put(None, timeout=self._patience_s)
-        except queue.Full:
-            self._warn("it is too slow")
-            return
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             self._warn(f"it does not answer, {self._waiting.qsize()} reports are left")
 
     def _work(self) -> None:
         while (one := self._waiting.get()) is not None:
-            values, step = one
             late = threading.Timer(self._slow_s, self._warn, [f"it has not answered for {self._slow_s:g} s"])
             late.daemon = True
             late.start()
-            self._try(lambda values=values, step=step: self._tracker.log(values, step=step))
+            self._try(partial(self._tracker.log, one[0], step=one[1]))
             late.cancel()
         self._try(self._tracker.finish)
 
@@ -106,8 +96,7 @@ class TrackerSink:
             self._warn(str(error) or type(error).__name__)
 
     def _warn(self, why: str) -> None:
-        with self._lock:
-            first, self._warned = not self._warned, True
+        first, self._warned = not self._warned, True
         if first:
             _log.warning("%s takes no numbers (%s); the run goes on", self._name, without_secrets(why))
 
@@ -118,10 +107,12 @@ def tracked_values(event: Event) -> dict[str, float]:
     They are sent under the number of steps, which are optimizer updates. An iteration is a batch, of which a step may
     take several.
     """
+    count = getattr(event, "iteration", None)
+    iteration = {} if count is None else {"iteration": count}
     if isinstance(event, TrainReport):
         return {
             "train_loss": event.loss,
-            **_iteration(event),
+            **iteration,
             "learning_rate": event.learning_rate,
             "iterations_per_second": event.iterations_per_s,
             "tokens_per_second": event.trained_tokens_per_s,
@@ -132,14 +123,10 @@ def tracked_values(event: Event) -> dict[str, float]:
         }
     if isinstance(event, ValidReport):
         more = {f"val_{name}": value for name, value in event.metrics.items()}
-        return {"val_loss": event.loss, **_iteration(event), "val_time": event.duration_s, **more}
+        return {"val_loss": event.loss, **iteration, "val_time": event.duration_s, **more}
     if isinstance(event, RunEnded) and event.test_loss is not None:
         return {"test_loss": event.test_loss}
     return {}
-
-
-def _iteration(event: TrainReport | ValidReport) -> dict[str, float]:
-    return {} if event.iteration is None else {"iteration": event.iteration}
 
 
 def without_secrets(text: str) -> str:
@@ -188,8 +175,6 @@ def _start(name: str, project: str | None, directory: Path, config: Mapping[str,
     try:
         # Their clients ask a server that is down again and again: wandb for 100 seconds, MLflow for minutes.
         return _in_time(partial(_STARTERS[name], module, project, directory, dict(config)))
-    except TimeoutError:
-        why = f"it does not answer within {_PATIENCE_S:.0f} s"
     except Exception as error:  # their own classes, unknown here
         why = without_secrets(str(error)).strip().partition("\n")[0] or type(error).__name__
         if type(error).__name__ in _NOT_LOGGED_IN.get(name, ()):
@@ -213,22 +198,19 @@ def _in_time(start: Callable[[], Tracker]) -> Tracker:
     Not in the main thread for SwanLab's sake as well: there it would take Ctrl-C for itself, and could not give it
     back from the sink's thread.
     """
-    found: queue.Queue[Tracker | Exception] = queue.Queue()
+    found: Future[Tracker] = Future()
 
     def work() -> None:
         try:
-            found.put(start())
+            found.set_result(start())
         except Exception as error:
-            found.put(error)
+            found.set_exception(error)
 
     threading.Thread(target=work, name="allhands-tracker-start", daemon=True).start()
     try:
-        result = found.get(timeout=_PATIENCE_S)
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+        return found.result(_PATIENCE_S)
+    except TimeoutError:
+        raise TimeoutError(f"it does not answer within {_PATIENCE_S:.0f} s") from None
 
 
 def _wandb(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
@@ -248,39 +230,23 @@ def _trackio(module: Any, project: str | None, directory: Path, config: dict[str
 
 
 @dataclass(frozen=True)
-class _TensorBoard:
-    """A writer of event files as a :class:`Tracker`."""
+class _Numbers:
+    """A :class:`Tracker` of a client that takes one number at a time."""
 
-    writer: Any
+    add: Callable[..., object]
+    finish: Callable[[], object]
+    flush: Callable[[], object] = lambda: None
 
     def log(self, data: dict[str, Any], *, step: int) -> None:
         for name, value in data.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def finish(self) -> None:
-        self.writer.close()
+            self.add(name, value, step)
+        self.flush()
 
 
 def _tensorboard(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
     writer = module.SummaryWriter(logdir=str(directory / "tensorboard"))
     writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in config.items()))
-    return _TensorBoard(writer)
-
-
-@dataclass(frozen=True)
-class _MlFlow:
-    """MLflow's client for one run as a :class:`Tracker`; its fluent functions would be for one thread each."""
-
-    client: Any
-    run_id: str
-
-    def log(self, data: dict[str, Any], *, step: int) -> None:
-        for name, value in data.items():
-            self.client.log_metric(self.run_id, name, value, step=step)
-
-    def finish(self) -> None:
-        self.client.set_terminated(self.run_id)
+    return _Numbers(writer.add_scalar, writer.close, writer.flush)
 
 
 def _mlflow(module: Any, project: str | None, directory: Path, config: dict[str, Any]) -> Tracker:
@@ -288,13 +254,16 @@ def _mlflow(module: Any, project: str | None, directory: Path, config: dict[str,
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         place = (directory / "mlruns").resolve().as_uri()
         module.set_tracking_uri(f"sqlite:///{(directory / 'mlflow.db').resolve()}")
+    # The client for one run: its fluent functions would be for one thread each.
     client, name = module.MlflowClient(), project or _PROJECT
     known = client.get_experiment_by_name(name)
     experiment = client.create_experiment(name, artifact_location=place) if known is None else known.experiment_id
-    run = client.create_run(experiment, run_name=directory.name)
+    run = client.create_run(experiment, run_name=directory.name).info.run_id
     for key, value in config.items():
-        client.log_param(run.info.run_id, key, str(value)[:_LONGEST_PARAMETER])
-    return _MlFlow(client, run.info.run_id)
+        client.log_param(run, key, str(value)[:_LONGEST_PARAMETER])
+    return _Numbers(
+        lambda key, value, step: client.log_metric(run, key, value, step=step), lambda: client.set_terminated(run)
+    )
 
 
 _LONGEST_PARAMETER = 500  # which every store of MLflow takes

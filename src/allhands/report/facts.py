@@ -97,11 +97,8 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     facts = ReportFacts(path, history, journal=journal, notes=notes)
     facts.samples = _samples(directory, notes)
     board = Board(facts.samples)
-    facts.rows, facts.together_bytes, facts.ranks_bytes = (
-        board.rows(),
-        board.peak_together_bytes,
-        board.peak_ranks_bytes,
-    )
+    facts.rows = board.rows()
+    facts.together_bytes, facts.ranks_bytes = board.peak_together_bytes, board.peak_ranks_bytes
     verdict = verdict_of(path, history, journal, board, now)
     facts.status, facts.reason = verdict.status, verdict.reason
     facts.config = _config(directory, notes, goes_on=facts.status == "going on")
@@ -145,11 +142,7 @@ def _samples(directory: Path, notes: list[str]) -> list[Sample]:
 
 def _amiss(history: RunHistory) -> Iterator[str]:
     if places := history.unreadable:
-        lines = "1 line" if len(places) == 1 else f"{len(places)} lines"
-        found = (
-            f"is left out (line {places[0]})" if len(places) == 1 else f"are left out (the first is line {places[0]})"
-        )
-        yield f"{lines} of {METRICS_FILE} cannot be read and {found}."
+        yield f"Lines of {METRICS_FILE} that cannot be read and are left out: {len(places)} (the first is {places[0]})."
     if history.started is None and history.train:
         yield f"{METRICS_FILE} does not say how the run began: model, ranks and number of steps are not known."
     if not history.train and history.started:

@@ -13,15 +13,16 @@ from allhands.io.pictures import PHASES
 from allhands.observe.charts import Chart, Grid, loss_charts, process_memory
 from allhands.observe.course import Judgement
 from allhands.observe.judging import judge_run
-from allhands.observe.metrics import Sampled
+from allhands.observe.metrics import RunStarted
 from allhands.observe.monitor import BoardRow
 from allhands.observe.times import of_starts, times_of
-from allhands.plan.outgrown import Sign, signs_of
+from allhands.plan.outgrown import signs_of
 from allhands.report.charts import Bars, phase_bars, step_charts, step_parts
 from allhands.report.compared import unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
 from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
+from allhands.report.verdict import words_of
 
 _NONE = "–"
 _MOST_EVENTS = 100
@@ -113,20 +114,20 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
     """Two charts a row; one that would be alone in its row has all of it."""
     placed: list[Chart] = []
     beside = False  # whether the last one has room beside it
-    for chart in charts:
-        if chart.wide and beside:
+    for chart in (*charts, None):
+        if beside and (chart is None or chart.wide):
             placed[-1] = replace(placed[-1], wide=True)
-        beside = not chart.wide and not beside
-        placed.append(chart)
-    if beside:
-        placed[-1] = replace(placed[-1], wide=True)
+        if chart is not None:
+            placed.append(chart)
+            beside = not chart.wide and not beside
     return tuple(placed)
 
 
 def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     history = run.history
     found = judge_run(history, is_over=run.status != "going on")
-    found += [_judgement(sign) for sign in signs_of(history, run.samples)]
+    for sign in signs_of(history, run.samples):
+        found.append(Judgement("time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."))
     planned = comparison_of(run)
     found += plan_words(planned) if planned else []
     notes = [*run.notes, *(planned.notes if planned else ())]
@@ -141,53 +142,53 @@ def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
     return RunPart(label, str(run.path), colour, run.status, run.reason, tuple(found), tuple(notes))
 
 
-def _judgement(sign: Sign) -> Judgement:
-    return Judgement("time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}.")
-
-
 def _sections(
     labels: Sequence[str], measures: Sequence[tuple[str, list[str]]], runs: Sequence[ReportFacts]
 ) -> Iterator[Section]:
-    histories = [run.history for run in runs]
+    histories, named = [run.history for run in runs], list(zip(labels, runs, strict=True))
     many = len(runs) > 1
     caption = "speed-up: tokens/s relative to the first run; medians over the reports" if many else "figures of the run"
-    kept = [(name, cells) for name, cells in measures if many or name != "speed-up"]
-    times = Grid(caption, ("", *labels), tuple((name, *cells) for name, cells in kept))
+    kept = ((name, *cells) for name, cells in measures if many or name != "speed-up")
+    times = Grid(caption, ("", *labels), tuple(kept))
     yield Section("times", "Side by side" if many else "In figures", unlike_validations(runs), grids=(times,))
-    yield Section("loss", "Loss", _LOSS, charts=_first_wide(tuple(loss_charts(labels, histories))))
+    losses = list(loss_charts(labels, histories))
+    if losses and len(losses) != 2:
+        losses[0] = replace(losses[0], wide=True)
+    yield Section("loss", "Loss", _LOSS, charts=tuple(losses))
     charts = {one.key: one for one in step_charts(labels, histories)}
     yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
-    bars = [step_parts(labels, histories)]
-    bars += [phase_bars(label, *samples_of_starts(run), _phase) for label, run in zip(labels, runs, strict=True)]
+    bars = (
+        step_parts(labels, histories),
+        *(phase_bars(label, *samples_of_starts(run), _phase) for label, run in named),
+    )
     speed = _some(charts, "throughput", "step-time", "sent")
     yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
-    phases = [
-        chart
-        for place, (label, run) in enumerate(zip(labels, runs, strict=True))
-        for chart in phase_charts(f"phases-{place}", label, run.history, run.samples, place)
-    ]
-    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
-    drawn = _some(charts, "rank-memory")
-    for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
+    phases, drawn = list[Chart](), list(_some(charts, "rank-memory"))
+    for place, (label, run) in enumerate(named):
+        phases += phase_charts(f"phases-{place}", label, run.history, run.samples, place)
         measured = process_memory(f"memory-{place}", label, run.samples)
-        drawn += (*_some(charts, f"rank-memory-{place}"), *((measured,) if measured else ()))
-    needs = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _needs(label, run)))
-    yield Section("memory", "Memory", charts=drawn, grids=needs)
-    planned = [
-        grid
-        for label, run in zip(labels, runs, strict=True)
-        if (found := comparison_of(run))
-        for grid in planned_grids(label, found)
-    ]
-    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=tuple(planned))
-    events = tuple(grid for label, run in zip(labels, runs, strict=True) if (grid := _events(label, run)))
-    yield Section("restarts", "Starts, faults and restarts", grids=events)
-    yield Section("machines", "Model and machines", grids=(_machines(labels, runs),))
-    yield Section("data", "Data", grids=(_data(labels, runs),))
-    samples = [grid for label, run in zip(labels, runs, strict=True) if (grid := _samples(label, run.history.sampled))]
-    yield Section("samples", "Samples", "What the model wrote while it learnt.", grids=tuple(samples))
-    yield Section("answers", "Answers before and after", grids=tuple(_answers(labels, runs)))
+        drawn += [*_some(charts, f"rank-memory-{place}"), *([measured] if measured else [])]
+    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
+    yield Section("memory", "Memory", charts=tuple(drawn), grids=_grids(_needs, named))
+    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=_all_grids(planned_grids, named))
+    yield Section("restarts", "Starts, faults and restarts", grids=_grids(_events, named))
+    machines = _columns("model and machines", labels, [_machine(run) for run in runs])
+    yield Section("machines", "Model and machines", grids=(machines,))
+    yield Section("data", "Data", grids=(_columns("data", labels, [_data(run) for run in runs]),))
+    yield Section("samples", "Samples", "What the model wrote while it learnt.", grids=_grids(_samples, named))
+    yield Section("answers", "Answers before and after", grids=_all_grids(_answers, named))
     yield Section("options", "Configuration", grids=tuple(_options(labels, runs)), folded=True)
+
+
+_Named = Sequence[tuple[str, ReportFacts]]
+
+
+def _grids(make: Callable[[str, ReportFacts], Grid | None], named: _Named) -> tuple[Grid, ...]:
+    return tuple(grid for each in named if (grid := make(*each)))
+
+
+def _all_grids(make: Callable[[str, ReportFacts], Iterator[Grid]], named: _Named) -> tuple[Grid, ...]:
+    return tuple(grid for each in named for grid in make(*each))
 
 
 _LOSS = (
@@ -195,12 +196,6 @@ _LOSS = (
     "height: a restart. Drag over a chart to look closer, double-click to see all; with the keyboard, arrow keys read "
     "the values."
 )
-
-
-def _first_wide(charts: tuple[Chart, ...]) -> tuple[Chart, ...]:
-    return tuple(
-        replace(chart, wide=chart.wide or (place == 0 and len(charts) != 2)) for place, chart in enumerate(charts)
-    )
 
 
 def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
@@ -228,34 +223,28 @@ def _needs(label: str, run: ReportFacts) -> Grid | None:
     rows.append(_sum("all together" if directing else "together", run.together_bytes))
     told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
     caption = f"highest memory of the processes of {label}; together: pages that are shared counted once"
-    if run.began_before:
-        caption += "; since it was resumed last"
+    caption += "; since it was resumed last" if run.began_before else ""
     if directing:
-        caption += f"; training needs what the ranks need ({_names(directing)} only starts and watches them)"
+        names = ", ".join(row.last.name for row in directing)
+        caption += f"; training needs what the ranks need ({names} only starts and watches them)"
     return Grid(caption, ("process", "computer", *told), tuple(rows))
 
 
-def _names(rows: Sequence[BoardRow]) -> str:
-    return ", ".join(row.last.name for row in rows)
-
-
 def _need(run: ReportFacts, row: BoardRow) -> tuple[str, ...]:
-    expected = row.last.estimated_bytes or row.last.mlx_estimated_bytes
-    trained = _in_training(run, row.last.rank)
-    return (
-        row.last.name,
-        row.last.host,
-        form.format_bytes(expected) if expected else _NONE,
-        form.format_bytes(trained) if trained else _NONE,
-        f"{trained / expected:.0%}" if expected and trained else _NONE,
-        form.format_bytes(row.peak_rss_bytes),
-        form.format_bytes(row.peak_pss_bytes),
-        form.format_bytes(row.peak_mlx_bytes) if row.peak_mlx_bytes else _NONE,
-    )
+    last = row.last
+    expected = last.estimated_bytes or last.mlx_estimated_bytes or 0
+    trained = _in_training(run, last.rank)
+    share = f"{trained / expected:.0%}" if expected and trained else _NONE
+    held = (row.peak_rss_bytes, row.peak_pss_bytes, row.peak_mlx_bytes)
+    return (last.name, last.host, _bytes(expected), _bytes(trained), share, *map(_bytes, held))
 
 
 def _sum(name: str, held_bytes: int) -> tuple[str, ...]:
-    return (name, "", _NONE, _NONE, _NONE, _NONE, form.format_bytes(held_bytes), _NONE)
+    return (name, "", *[_NONE] * 4, _bytes(held_bytes), _NONE)
+
+
+def _bytes(count: int) -> str:
+    return form.format_bytes(count) if count else _NONE
 
 
 def _in_training(run: ReportFacts, rank: int | None) -> int:
@@ -269,42 +258,25 @@ def _in_training(run: ReportFacts, rank: int | None) -> int:
 
 def _events(label: str, run: ReportFacts) -> Grid | None:
     """Starts as the run wrote them down, and the supervisor's events."""
-    begun = run.history.starts[0].time if run.history.starts else None
-    rows: list[tuple[float, tuple[str, ...]]] = []
-    for start in run.history.starts:
-        place = f"from step {start.step}" if start.step else "from the beginning"
-        text = (
-            f"attempt {start.attempt}, {place}, {start.num_ranks} rank{'s' * (start.num_ranks > 1)} ({start.backend})"
-        )
-        rows.append(
-            (
-                start.time,
-                (
-                    _after(start.time, begun),
-                    "start",
-                    _NONE,
-                    f"{text}{_from(start.resumed_from)}",
-                    form.format_moment(start.time),
-                ),
-            )
-        )
-    for event in run.journal:
-        where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
-        text = str(event.get("message", ""))
-        if (error := str(event.get("error") or "")) and error not in text:
-            text += f": {error}"
-        time = float(event["time"])
-        rows.append((time, (_after(time, begun), str(event["kind"]), where or _NONE, text, form.format_moment(time))))
+    starts = run.history.starts
+    begun = starts[0].time if starts else None
+    rows: list[tuple[float, str, str, str]] = []
+    for start in starts:
+        text = f"attempt {start.attempt}, from {f'step {start.step}' if start.step else 'the beginning'}, "
+        text += f"{start.num_ranks} rank{'s' * (start.num_ranks > 1)} ({start.backend})"
+        text += f", resumed from {start.resumed_from}" if start.resumed_from else ""
+        rows.append((start.time, "start", "", text))
+    rows += [(float(event["time"]), str(event["kind"]), *words_of(event)) for event in run.journal]
     if len(rows) < 2:
         return None
     rows.sort(key=lambda row: row[0])
     left = f" (the last {_MOST_EVENTS} of {len(rows)})" if len(rows) > _MOST_EVENTS else ""
     head = ("after", "what", "where", "in words", "time (UTC)")
-    return Grid(f"{label}{left}", head, tuple(cells for _, cells in rows[-_MOST_EVENTS:]))
-
-
-def _from(checkpoint: str | None) -> str:
-    return f", resumed from {checkpoint}" if checkpoint else ""
+    cells = (
+        (_after(time, begun), kind, where or _NONE, text, form.format_moment(time))
+        for time, kind, where, text in rows[-_MOST_EVENTS:]
+    )
+    return Grid(f"{label}{left}", head, tuple(cells))
 
 
 def _after(time: float, begun: float | None) -> str:
@@ -314,44 +286,38 @@ def _after(time: float, begun: float | None) -> str:
     return f"{'-' if time < begun and away != form.format_duration(0.0) else '+'}{away}"
 
 
-def _columns(
-    caption: str,
-    labels: Sequence[str],
-    rows: Sequence[tuple[str, Callable[[ReportFacts], str]]],
-    runs: Sequence[ReportFacts],
-) -> Grid:
+def _columns(caption: str, labels: Sequence[str], columns: Sequence[Mapping[str, object]]) -> Grid:
     """One column a run; rows of which nothing is known are left out."""
-    cells = [(name, *(tell(run) or _NONE for run in runs)) for name, tell in rows]
-    return Grid(caption, ("", *labels), tuple(row for row in cells if set(row[1:]) != {_NONE}))
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = ((name, *(str(column.get(name) or "") or _NONE for column in columns)) for name in names)
+    return Grid(caption, ("", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
 
 
-def _machines(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
-    def started(tell: Callable[[Any], object]) -> Callable[[ReportFacts], str]:
-        return lambda run: of_starts(run.history, tell)
-
-    def versions(run: ReportFacts) -> str:
-        known = run.history.started.versions if run.history.started else {}
-        return ", ".join(f"{name} {version}" for name, version in known.items())
-
-    rows: list[tuple[str, Callable[[ReportFacts], str]]] = [
-        ("model", started(lambda it: it.model)),
-        ("method", started(lambda it: it.method)),
-        ("trained parameters", started(_parameters)),
-        ("batch size (all ranks)", started(lambda it: it.batch_size)),
-        ("steps", lambda run: str(run.history.started.total_steps) if run.history.started else ""),
-        ("iterations (batches)", lambda run: str((run.history.started and run.history.started.total_iterations) or "")),
-        ("ranks", started(lambda it: it.num_ranks)),
-        ("back-end", started(lambda it: it.backend if it.num_ranks > 1 else None)),
-        ("cores per rank", started(lambda it: it.cores_per_rank)),
-        ("computers", _computers),
-        ("GPU memory", _gpus),
-        ("versions", versions),
-        ("directory", lambda run: str(run.path)),
-    ]
-    return _columns("model and machines", labels, rows, runs)
+def _machine(run: ReportFacts) -> dict[str, object]:
+    """Of one run its model and machines."""
+    history, started = run.history, run.history.started
+    hosts: dict[str, list[str]] = {}
+    for row in run.rows:
+        hosts.setdefault(row.last.host, []).append(row.last.name)
+    gpus = [(row.last.name, row.last.gpu_total_bytes) for row in run.rows if row.last.gpu_total_bytes]
+    return {
+        "model": of_starts(history, lambda it: it.model),
+        "method": of_starts(history, lambda it: it.method),
+        "trained parameters": of_starts(history, _parameters),
+        "batch size (all ranks)": of_starts(history, lambda it: it.batch_size),
+        "steps": started and str(started.total_steps),
+        "iterations (batches)": started and started.total_iterations,
+        "ranks": of_starts(history, lambda it: it.num_ranks),
+        "back-end": of_starts(history, lambda it: it.backend if it.num_ranks > 1 else None),
+        "cores per rank": of_starts(history, lambda it: it.cores_per_rank),
+        "computers": "; ".join(f"{host}: {', '.join(names)}" for host, names in hosts.items()),
+        "GPU memory": "; ".join(f"{name}: {form.format_bytes(held or 0)}" for name, held in gpus),
+        "versions": started and ", ".join(f"{name} {version}" for name, version in started.versions.items()),
+        "directory": run.path,
+    }
 
 
-def _parameters(started: Any) -> str | None:
+def _parameters(started: RunStarted) -> str | None:
     if not started.total_params:
         return None
     share = 100 * started.trainable_params / started.total_params
@@ -359,79 +325,43 @@ def _parameters(started: Any) -> str | None:
     return f"{trained} of {total} ({share:.3g} %)"
 
 
-def _computers(run: ReportFacts) -> str:
-    hosts: dict[str, list[str]] = {}
-    for row in run.rows:
-        hosts.setdefault(row.last.host, []).append(row.last.name)
-    return "; ".join(f"{host}: {', '.join(names)}" for host, names in hosts.items())
+def _data(run: ReportFacts) -> dict[str, object]:
+    """Of one run its data."""
+    history, last = run.history, run.history.train[-1] if run.history.train else None
+    validated = max((one.num_tokens for one in history.valid), default=0)
+    bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
+    test_loss = history.ended.test_loss if history.ended else None
+    names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
+    prepared = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
+    examples = history.started.num_train_examples if history.started else 0
+    return {
+        "training examples": examples and f"{examples:,}",
+        "trained tokens": last and last.trained_tokens and f"{last.trained_tokens:,}",
+        "epochs": last and math.isfinite(last.epoch) and f"{last.epoch:.2f}",
+        "tokens of a validation": validated and f"{validated:,}",
+        "test loss": None if test_loss is None else f"{test_loss:.4f}",
+        "bits per byte (last)": bits and f"{bits[-1]:.3f}",
+        "prepared from": ", ".join(prepared),
+        **{name: _option(run.config.get(name)) for name in _DATA},
+    }
 
 
-def _gpus(run: ReportFacts) -> str:
-    known = [row.last for row in run.rows if row.last.gpu_total_bytes]
-    return "; ".join(f"{one.name}: {form.format_bytes(one.gpu_total_bytes or 0)}" for one in known)
-
-
-def _data(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Grid:
-    def examples(run: ReportFacts) -> str:
-        known = run.history.started.num_train_examples if run.history.started else 0
-        return f"{known:,}" if known else ""
-
-    def tokens(run: ReportFacts) -> str:
-        known = run.history.train[-1].trained_tokens if run.history.train else 0
-        return f"{known:,}" if known else ""
-
-    def epochs(run: ReportFacts) -> str:
-        known = run.history.train[-1].epoch if run.history.train else math.nan
-        return f"{known:.2f}" if math.isfinite(known) else ""
-
-    def validated(run: ReportFacts) -> str:
-        known = max((one.num_tokens for one in run.history.valid), default=0)
-        return f"{known:,}" if known else ""
-
-    def tested(run: ReportFacts) -> str:
-        known = run.history.ended.test_loss if run.history.ended else None
-        return "" if known is None else f"{known:.4f}"
-
-    def prepared(run: ReportFacts) -> str:
-        names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
-        told = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
-        return ", ".join(told)
-
-    rows: list[tuple[str, Callable[[ReportFacts], str]]] = [
-        ("training examples", examples),
-        ("trained tokens", tokens),
-        ("epochs", epochs),
-        ("tokens of a validation", validated),
-        ("test loss", tested),
-        ("bits per byte (last)", _bits),
-        ("prepared from", prepared),
-        *((name, lambda run, name=name: _option(run.config.get(name))) for name in _DATA),
-    ]
-    return _columns("data", labels, rows, runs)
-
-
-def _bits(run: ReportFacts) -> str:
-    known = [one.bits_per_byte for one in run.history.valid if one.bits_per_byte is not None]
-    return f"{known[-1]:.3f}" if known else ""
-
-
-def _samples(label: str, sampled: Sequence[Sampled]) -> Grid | None:
+def _samples(label: str, run: ReportFacts) -> Grid | None:
     """Of each prompt the first and the last text, and some between."""
     rows: list[tuple[str, ...]] = []
+    sampled = run.history.sampled
     for prompt in dict.fromkeys(one.prompt for one in sampled):
         texts = [one for one in sampled if one.prompt == prompt]
-        if len(texts) > _MOST_SAMPLES:
-            places = {round(place * (len(texts) - 1) / (_MOST_SAMPLES - 1)) for place in range(_MOST_SAMPLES)}
-            texts = [texts[place] for place in sorted(places)]
-        rows += [(str(one.step), prompt, one.text) for one in texts]
+        count = min(len(texts), _MOST_SAMPLES)
+        places = (round(place * (len(texts) - 1) / max(1, count - 1)) for place in range(count))
+        rows += [(str(texts[place].step), prompt, texts[place].text) for place in places]
     return Grid(f"samples of {label}", ("step", "prompt", "text"), tuple(rows)) if rows else None
 
 
-def _answers(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Grid]:
-    for label, run in zip(labels, runs, strict=True):
-        for one in run.answers:
-            rows = tuple(zip(one.prompts, one.before, one.after, strict=True))
-            yield Grid(f"answers of {label} ({one.file})", ("prompt", "before", "after"), rows)
+def _answers(label: str, run: ReportFacts) -> Iterator[Grid]:
+    for one in run.answers:
+        rows = tuple(zip(one.prompts, one.before, one.after, strict=True))
+        yield Grid(f"answers of {label} ({one.file})", ("prompt", "before", "after"), rows)
 
 
 def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Grid]:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from allhands.io.pictures import phase_colour
-from allhands.observe.charts import Chart, Line, chart, finite, groups_of
-from allhands.observe.metrics import RunHistory, TrainReport
-from allhands.observe.monitor import Sample
+import numpy as np
 
-# In the order of a step: as the monitor calls it, and as the page does.
-_PARTS = (("load", "data wait"), ("compute", "compute"), ("reduce", "reduce"), ("update", "update and rest"))
+from allhands.io.pictures import phase_colour
+from allhands.observe.charts import Chart, Floats, Line, chart, groups_of, line_of
+from allhands.observe.metrics import RunHistory
+from allhands.observe.monitor import Sample
+from allhands.report.charts import PARTS, parts_of, timed
+
+_PHASES = ("load", "compute", "reduce", "update")  # of the monitor, in the order of PARTS
 _MOST_RANKS = 8
 _MOST_POINTS = 60  # of the samples, so that each has many of them and is no chance
 _HEADROOM = 1.08
@@ -44,12 +46,8 @@ def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample
 
 
 def _of_reports(key: str, label: str, run: RunHistory, colour: int) -> Chart | None:
-    known = [one for one in run.train if one.compute_s > 0 and math.isfinite(one.step_time_s)]
-    if not known:
-        return None
-    x = tuple(float(one.step) for one in known)
-    columns = list(zip(*map(_parts_of, known), strict=True))
-    lines = _lines(x, columns, [one.step_time_s for one in known])
+    known = timed(run)
+    lines = _lines([(one.step, parts_of(one), one.step_time_s) for one in known])
     marks = [(float(step), colour) for step, _ in run.restarts]
     title = f"Phases of a step: rank 0 of {label}, as reported"
     made = chart(key, title, ("step", "seconds"), "seconds", lines, marks=marks, whole=True)
@@ -57,55 +55,43 @@ def _of_reports(key: str, label: str, run: RunHistory, colour: int) -> Chart | N
     return replace(made, top=_HEADROOM * highest) if made and highest > 0 else made
 
 
-def _parts_of(report: TrainReport) -> tuple[float, ...]:
-    named = (report.data_wait_s, report.compute_s, report.comm_s)
-    return (*named, max(0.0, report.step_time_s - sum(named)))
-
-
 def _of_rank(group: Sequence[Sample]) -> list[Line]:
     """The lines of one rank; none if no step of it was seen from its beginning to its end."""
     points = _merged(list(_stretches(group)))
-    if not points:
-        return []
-    x = tuple(float(step) for step, _, _ in points)
-    columns = [tuple(spent[name] / steps for _, steps, spent in points) for name, _ in _PARTS]
-    return _lines(x, columns, [sum(column) for column in zip(*columns, strict=True)])
+    return _lines([(step, tuple(spent / steps), float(sum(spent)) / steps) for step, steps, spent in points])
 
 
-def _lines(x: tuple[float, ...], columns: Sequence[Sequence[float]], whole: Sequence[float]) -> list[Line]:
+def _lines(points: Sequence[tuple[int, Sequence[float], float]]) -> list[Line]:
     """A line of each phase, and one of the whole step."""
     lines = [
-        Line(name, phase_colour(name), x, finite(column), kind="phase")
-        for (_, name), column in zip(_PARTS, columns, strict=True)
+        line_of(name, phase_colour(name), [(step, parts[place]) for step, parts, _ in points], kind="phase")
+        for place, name in enumerate(PARTS)
     ]
-    return [*lines, Line("whole step", 0, x, finite(whole), dashed=True, kind="ink")]
+    whole = [(step, seconds) for step, _, seconds in points]
+    return [*lines, line_of("whole step", 0, whole, dashed=True, kind="ink")] if points else []
 
 
-def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, dict[str, float]]]:
+def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, Floats]]:
     """Between samples at which steps had been done: the last of them, how many, and the seconds of each phase.
 
     The first step after a start counts as a phase of its own, and is left out.
     """
-    spent: dict[str, float] = dict.fromkeys((name for name, _ in _PARTS), 0.0)
+    spent = np.zeros(len(_PHASES))
     before: Sample | None = None
     for sample in group:
         if before is not None and (sample.pid != before.pid or sample.phases.get("first")):
             before = None
-        for name in spent:
-            spent[name] += sample.phases.get(name, 0.0)
+        spent = spent + [sample.phases.get(name, 0.0) for name in _PHASES]
         if sample.step is None or (before is not None and sample.step == before.step):
             continue
-        if before is not None and before.step is not None and sample.step > before.step:
-            yield sample.step, sample.step - before.step, dict(spent)
-        before, spent = sample, dict.fromkeys(spent, 0.0)
+        if before is not None and sample.step > (before.step or 0):
+            yield sample.step, sample.step - (before.step or 0), spent
+        before, spent = sample, np.zeros(len(_PHASES))
 
 
-def _merged(stretches: list[tuple[int, int, dict[str, float]]]) -> list[tuple[int, int, dict[str, float]]]:
+def _merged(stretches: list[tuple[int, int, Floats]]) -> Iterator[tuple[int, int, Floats]]:
     """At most so many points: each of several stretches that follow each other."""
     each = math.ceil(len(stretches) / _MOST_POINTS) or 1
-    merged: list[tuple[int, int, dict[str, float]]] = []
     for begin in range(0, len(stretches), each):
-        some = stretches[begin : begin + each]
-        spent = {name: sum(one[name] for _, _, one in some) for name in some[0][2]}
-        merged.append((some[-1][0], sum(steps for _, steps, _ in some), spent))
-    return merged
+        last, steps, spent = zip(*stretches[begin : begin + each], strict=True)
+        yield last[-1], sum(steps), np.sum(spent, axis=0)

@@ -10,7 +10,6 @@ from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.facts import ReportFacts
 
 _NONE = "–"
-_MARK = " *"
 _MOST = 6  # differences that are told
 PLANNED_TOLD = (
     "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
@@ -50,21 +49,21 @@ def _word(figure: Figure) -> Judgement:
     return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.{why}")
 
 
-def planned_grids(label: str, found: Comparison) -> Iterator[Grid]:
+def planned_grids(label: str, run: ReportFacts) -> Iterator[Grid]:
     """A table of the figures, and one of the options in which the run differs from its plan."""
-    if found.figures:
+    found = comparison_of(run)
+    if found and found.figures:
         marked = any(figure.marked for figure in found.figures)
-        caption = f"{label}: planned and measured" + ("; * with other options than planned" if marked else "")
+        caption = f"{label}: planned and measured" + "; * with other options than planned" * marked
         rows = tuple(_row(figure) for figure in found.figures)
         yield Grid(caption, ("", "planned", "measured", "ratio", "as planned"), rows)
-    if found.differences:
+    if found and found.differences:
         rows = tuple((one.planned, one.trained) for one in found.differences)
         yield Grid(f"{label}: other than planned", ("planned with", "trained with"), rows)
 
 
 def _row(figure: Figure) -> tuple[str, ...]:
-    shown = figure.shown(figure.planned) or _NONE, figure.shown(figure.measured) or _NONE
+    shown = (figure.of, figure.shown(figure.planned) or _NONE, figure.shown(figure.measured) or _NONE)
     if figure.ratio is None:
-        return (figure.of, *shown, _NONE, _NONE)
-    mark = _MARK if figure.marked else ""
-    return (figure.of, *shown, f"{figure.ratio:.2f}{mark}", "no" if figure.off else "yes")
+        return (*shown, _NONE, _NONE)
+    return (*shown, f"{figure.ratio:.2f}{' *' * figure.marked}", "no" if figure.off else "yes")

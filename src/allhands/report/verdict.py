@@ -83,9 +83,12 @@ def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
 
 def told(event: Mapping[str, Any]) -> str:
     """An event of the supervisor's, in words."""
-    places = [f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None]
-    text = str(event.get("message", ""))
-    detail = str(event.get("error") or "")
-    more = f": {detail}" if detail and detail not in text else ""
-    where = f" ({', '.join(places)})" if places else ""
-    return f"{text}{more}{where}"
+    where, text = words_of(event)
+    return f"{text} ({where})" if where else text
+
+
+def words_of(event: Mapping[str, Any]) -> tuple[str, str]:
+    """Where an event of the supervisor's happened, and what."""
+    where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
+    text, error = str(event.get("message", "")), str(event.get("error") or "")
+    return where, f"{text}: {error}" if error and error not in text else text

@@ -13,11 +13,12 @@ from allhands.io.files import of_peft
 from allhands.io.names import BEST, BEST_MODEL, CHECKPOINTS, CONFIG_FILE, LOGS, MODEL, MODELS_OF_A_RUN
 from allhands.io.paths import meant
 from allhands.observe.judging import harm
-from allhands.observe.metrics import METRICS_FILE, RunHistory, read_metrics
+from allhands.observe.metrics import RunHistory, read_metrics
 
 WEIGHTS_FILE = "adapters.safetensors"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _ELSE = "give the directory that allhands train wrote (--adapter-path there)"
+_OTHERWISE = f"{_ELSE}, once it has saved (--save-every); a model is for --model, data is for --data"
 _NUMBERED = f"[0-9]*_{WEIGHTS_FILE}"
 
 
@@ -27,8 +28,6 @@ def check_adapter(adapter_path: Path) -> None:
     Raises:
         ModelError: one of its two files is missing or cannot be read.
     """
-    import mlx.core as mx
-
     config, weights = adapter_path / CONFIG_FILE, adapter_path / WEIGHTS_FILE
     for file in (config, weights):
         if not file.is_file():
@@ -41,10 +40,8 @@ def check_adapter(adapter_path: Path) -> None:
         raise _torn(config, f"the file is torn: {error}") from None
     if wrong:
         raise _torn(config, f"this does not describe an adapter: {wrong}")
-    try:
-        mx.load(str(weights))
-    except (ValueError, RuntimeError, OSError) as error:
-        raise _torn(weights, f"the file is torn: {error}") from None
+    if torn := _torn_by(weights):
+        raise _torn(weights, f"the file is torn: {torn}")
 
 
 def _torn(file: Path, problem: str) -> ModelError:
@@ -58,16 +55,14 @@ def _wrong_in(described: Any) -> str | None:
     if not isinstance(described, dict):
         return "it is not an object"
     content = cast("dict[str, Any]", described)
+    settings = content.get("lora_parameters")
     if content.get("fine_tune_type", "lora") == "full":
         return None
-    settings = content.get("lora_parameters")
     if not isinstance(settings, dict):
         return "there are no lora_parameters"
     found = {**content, **cast("dict[str, Any]", settings)}
-    for name, kinds in (("num_layers", int), ("rank", int), ("scale", int | float)):
-        if not isinstance(found.get(name), kinds):
-            return f"{name} is not a number" if name in found else f"{name} is missing"
-    return None
+    wrong = (name for name in ("num_layers", "rank", "scale") if not isinstance(found.get(name), int | float))
+    return next((f"{name} is no number" for name in wrong), None)
 
 
 # --- what else there is -------------------------------------------------------------------------------
@@ -111,65 +106,40 @@ def instead_of(adapter_path: Path) -> str | None:
     for step, path in whole:
         if path.resolve() != adapter_path.resolve() and all((path / name).is_file() for name in _FILES):
             return f"the checkpoint of step {step} is whole: --adapter-path {path}"
-    numbered = [file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if _can_be_read(file)]
+    numbered = [file.name for file in sorted(run.glob(_NUMBERED), reverse=True) if not _torn_by(file)]
     if numbered and run.resolve() == adapter_path.resolve():
         return f"{numbered[0]} beside it can be read: copy it to {WEIGHTS_FILE}, with the {CONFIG_FILE} of the run"
     return None
 
 
-def _can_be_read(weights: Path) -> bool:
+def _torn_by(weights: Path) -> Exception | None:
+    """Why MLX cannot read a file."""
     import mlx.core as mx
 
     try:
         mx.load(str(weights))
-    except (ValueError, RuntimeError, OSError):
-        return False
-    return True
+    except (ValueError, RuntimeError, OSError) as error:
+        return error
+    return None
 
 
 def what_is(directory: Path) -> tuple[str, str]:
-    """What a directory without an adapter is, and what to do with it, in words."""
-    if not directory.is_dir():
-        return _no_directory(directory)
-    names = {path.name for path in directory.iterdir()}
-    if peft := of_peft(directory):
-        return "PEFT has written this", peft.partition(": ")[2]
-    if not names:
-        return "the directory is empty", _ELSE
-    if "config.json" in names:
-        hint = "give it as --model; without --adapter-path it is used as it is (a fused model has its adapter in it)"
-        return "this is a model, not an adapter", hint
-    # Before its checkpoints, which hold no adapter either.
-    if models := [directory / name for name in (MODEL, BEST_MODEL) if (directory / name / "config.json").is_file()]:
-        best = f" (the last; the best: {models[1]})" if models[1:] else ""
-        return "this is a run of pre-training", f"its models need no adapter: --model {models[0]}{best}"
-    if used := instead_of(directory):
-        return "the last weights are not here" if METRICS_FILE in names else "this is a part of a run", used
-    if names & {METRICS_FILE, LOGS, CHECKPOINTS}:
-        return "this run has not saved any weights", "train until it saves (--save-every), or give another run"
-    if data := sorted(name for name in names if name.endswith((".jsonl", ".csv", ".parquet"))):
-        return f"this is data ({data[0]}), not an adapter", f"data is for --data; {_ELSE}"
-    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
-        return f"this is an export for other programs ({ggufs[0]})", _ELSE
-    return _other(directory)
-
-
-def _no_directory(directory: Path) -> tuple[str, str]:
+    """What there is where an adapter was looked for, and what to do, in words."""
     if not directory.exists():
         return "there is no such directory", meant(directory, _ELSE)
-    beside = directory.parent
-    if (beside / CONFIG_FILE).is_file() and (beside / WEIGHTS_FILE).is_file():
-        return "this is a file, not a directory", f"give the directory that it is in: --adapter-path {beside}"
-    return "this is a file, not a directory", _ELSE
-
-
-def _other(directory: Path) -> tuple[str, str]:
-    """Of a directory that says nothing itself: whether there are adapters one level below."""
-    found = [path for path in sorted(directory.iterdir()) if (path / WEIGHTS_FILE).is_file()]
-    if found:
-        more = f" (or {len(found) - 1} more in it)" if found[1:] else ""
-        return "the directory holds others", f"give one of those in it: --adapter-path {found[0]}{more}"
-    return "there is no adapter in it", _ELSE
+    if not directory.is_dir():
+        hint = f"give the directory that it is in: --adapter-path {directory.parent}"
+        return "this is a file, not a directory", hint
+    names = sorted(path.name for path in directory.iterdir())
+    shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    # A run of pre-training has models; they come before its checkpoints, which hold no adapter either.
+    inside = [f"--model {path.parent}" for path in sorted(directory.glob("*/config.json"), reverse=True)]
+    inside += [f"--adapter-path {path.parent}" for path in sorted(directory.glob(f"*/{WEIGHTS_FILE}"))]
+    if peft := of_peft(directory):
+        hint = peft.partition(": ")[2]
+    else:
+        hint = f"give one of those in it: {inside[0]}" if inside else instead_of(directory) or _OTHERWISE
+    return f"the directory holds {shown or 'nothing'}", hint
 
 
 # --- what became of the run ---------------------------------------------------------------------------
@@ -206,9 +176,7 @@ def _step_of(weights: Path, history: RunHistory) -> int | None:
 def _until(history: RunHistory, step: int | None) -> RunHistory:
     if step is None:
         return history
-    return replace(
-        history,
-        train=[one for one in history.train if one.step <= step],
-        valid=[one for one in history.valid if one.step <= step],
-        skipped=[one for one in history.skipped if one.step <= step],
-    )
+    kept: dict[str, Any] = {
+        name: [one for one in getattr(history, name) if one.step <= step] for name in ("train", "valid", "skipped")
+    }
+    return replace(history, **kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -153,17 +153,8 @@ def open_data(
                 _builder(source, identity, rendering, partial(progress, split)),
                 patience_s=0.0 if leads else PATIENCE_S,
             )
-        notes.extend(f"{split}: {note}" for note in source.notes())
-        notes.extend(_data_notes(split, stored[split], config))
-    if config.train and config.val_batches != 0 and "valid" not in stored:
-        notes.append(f"no valid.jsonl: training goes on without validation{_misnamed(config)}")
-    notes.extend([*_held_out(config, stored), *_few_validation(config, stored)])
-    packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
-    if packing is not None and "train" in stored:
-        notes.extend(_short_of_a_row(stored["train"].tokens, packing.block))
-    elif config.train and "train" in stored and (count := len(stored["train"].tokens)) < config.batch_size:
-        of = f"{counted(count, 'example')} {'is' if count == 1 else 'are'}"
-        notes.append(f"train: {of} less than a batch of {config.batch_size}: each step trains on all")
+        notes += [f"{split}: {note}" for note in source.notes()]
+    notes += _notes(config, stored)
     _check_chat_template(config, stored)
     stops = _stop_tokens(tokenizer.tokenizer, stored)
     if stops and config.train:
@@ -171,6 +162,7 @@ def open_data(
             f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
             "stop there all the same, and fuse and export write it into eos_token_id"
         )
+    packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
     dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
     return Datasets(stored, packing, tuple(notes), dated, tokenizer.template, stops)
 
@@ -320,31 +312,29 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
     return build
 
 
-def _misnamed(config: TrainConfig) -> str:
-    """That there is a file which may be the validation set under another name."""
-    folder = Path(config.data)
-    return " (there is an eval.jsonl: call it valid.jsonl)" if (folder / "eval.jsonl").is_file() else ""
-
-
-def _held_out(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
-    """That much of the data is never trained on, which happens where there is little of it."""
-    if not config.train or not {"train", "valid"} <= stored.keys():
-        return []
-    held, trained = (stored[split].report.num_examples for split in ("valid", "train"))
-    if held < LARGE_PART * (held + trained):
-        return []
-    part = "half of all examples" if held == trained else f"{held:,} of {held + trained:,} examples"
-    return [f"{part} are validation, and never trained on"]
-
-
-def _few_validation(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> list[str]:
-    """That the loss of the validation set is about few examples."""
-    if not config.train or config.val_batches == 0 or "valid" not in stored:
-        return []
-    held = stored["valid"].report.num_examples
-    if not 0 < held < ENOUGH_VALIDATION:
-        return []
-    return [f"valid: {held} example{'s' * (held > 1)}: their loss says little about others"]
+def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[str]:
+    """What a person should know of the splits: each by itself, and beside each other."""
+    for split, one in stored.items():
+        yield from _data_notes(split, one, config)
+    if not config.train or "train" not in stored:
+        return
+    trained, tokens = stored["train"].report.num_examples, stored["train"].tokens
+    held = stored["valid"].report.num_examples if "valid" in stored else None
+    if config.val_batches != 0 and held is None:
+        misnamed = (Path(config.data) / "eval.jsonl").is_file()
+        more = " (there is an eval.jsonl: call it valid.jsonl)" if misnamed else ""
+        yield f"no valid.jsonl: training goes on without validation{more}"
+    if held is not None and held >= LARGE_PART * (held + trained):
+        yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
+    if config.val_batches != 0 and 0 < (held or 0) < ENOUGH_VALIDATION:
+        yield f"valid: {counted(held or 0, 'example')}: their loss says little about others"
+    # A row's targets are one token further on.
+    count, what, least = len(tokens), "example", config.batch_size - 1
+    if config.packing:
+        count, what, least = len(tokens.tokens), "token", config.max_seq_length
+    if count <= least:
+        whole = "row" if config.packing else "batch"
+        yield f"train: {counted(count, what)}, less than a {whole}: each step trains on all"
 
 
 def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
@@ -364,43 +354,26 @@ def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: 
     return notes
 
 
-def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> list[str]:
+def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> Iterator[str]:
     report, limit = stored.report, config.max_seq_length
-    notes: list[str] = []
+    of = counted(report.num_examples, "example")
     if stored.built and report.build_s >= _TOLD_FROM_S:
-        notes.append(
-            f"{split}: {counted(report.num_examples, 'example')} tokenised in {format_duration(report.build_s)} "
-            f"({format_count(report.num_tokens)} tokens), kept for the next run in {stored.path}"
-        )
+        told = f"{format_duration(report.build_s)} ({format_count(report.num_tokens)} tokens)"
+        yield f"{split}: {of} tokenised in {told}, kept for the next run in {stored.path}"
     if report.num_texts and config.mask_prompt and config.train_on != "all":
-        notes.append(
-            f"{split}: {report.num_texts} of {report.num_records} records are plain texts, which have no prompt: "
-            "all of their tokens are trained"
-        )
+        told = f"{report.num_texts} of {report.num_records} records are plain texts, which have no prompt"
+        yield f"{split}: {told}: all of their tokens are trained"
     if report.num_truncated:
-        of = counted(report.num_examples, "example")
-        notes.append(
-            f"{split}: {report.num_truncated} of {of} are longer than {limit} tokens and were cut "
-            f"({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
-        )
+        told = f"{report.num_truncated} of {of} are longer than {limit} tokens and were cut"
+        yield f"{split}: {told} ({report.num_truncated_tokens} tokens lost); --max-seq-length changes the limit"
     if report.num_dropped:
         first, dropped = _first(report.dropped, report.num_dropped), counted(report.num_dropped, "example")
-        notes.append(f"{split}: {dropped} left out, no token of them is trained: {first}")
+        yield f"{split}: {dropped} left out, no token of them is trained: {first}"
     for part in report.left_out:
         message, remedy = words_of(part.code, part.sample)
         said = f"{split}: {part.count} of {counted(report.num_records, 'example')}: {message}"
-        notes.append(f"{said} ({_first(part.places, part.count)}); what to do: {remedy}")
-    return notes
-
-
-def _short_of_a_row(tokens: TokenSet, block: int) -> list[str]:
-    """That there is so little text that each step trains on all of it."""
-    count = len(tokens.tokens)
-    if count - 1 >= block:  # a row's targets are one token further on
-        return []
-    return [f"train: the whole text is {count} tokens, less than one row of {block}: each step trains on all of it"]
+        yield f"{said} ({_first(part.places, part.count)}); what to do: {remedy}"
 
 
 def _first(places: Sequence[str], count: int) -> str:
-    shown = places[:3]
-    return ", ".join(shown) + (", ..." if count > len(shown) else "")
+    return ", ".join(places[:3]) + ", ..." * (count > 3)

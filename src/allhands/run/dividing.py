@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.nn as nn
 import psutil
-from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from numpy.typing import NDArray
 
@@ -26,7 +25,7 @@ from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
-from allhands.run.expecting import Device
+from allhands.run.expecting import Device, in_half
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import (
     ON_CPU,
@@ -306,13 +305,9 @@ def _work(
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=True,
-        masters=accelerator.kind == "cuda" and config.master_weights and _in_half(divided.model),
+        masters=accelerator.kind == "cuda" and config.master_weights and in_half(divided.model),
     )
     return work, batches
-
-
-def _in_half(model: nn.Module) -> bool:
-    return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
 
 def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
@@ -357,8 +352,7 @@ def _multiplied(module: nn.Module, active: int | None) -> float:
 
 
 def _trained(module: nn.Module) -> int:
-    arrays: Any = tree_flatten(module.trainable_parameters())
-    return sum(array.nbytes for _, array in arrays)
+    return sum(array.nbytes for _, array in flatten(module.trainable_parameters()))
 
 
 def _widths(divided: Divided) -> tuple[int, int] | None:

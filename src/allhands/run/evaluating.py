@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from allhands.config.eval_schema import EvalConfig
+from allhands.data.tokens import Windows
 from allhands.errors import DataError
 from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
@@ -57,7 +58,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     start = Path(config.adapter_path) / "adapters.safetensors" if config.adapter_path else None
     surroundings = replace(surroundings, mesh=piped(config, surroundings.mesh))
     ready = prepare(config, surroundings, Path(config.adapter_path), start)
-    windows = {"train": ready.data.train, "valid": ready.data.valid, "test": ready.data.test}[config.split]
+    windows: Windows | None = getattr(ready.data, config.split)
     if windows is None or not len(windows):
         raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
@@ -78,17 +79,11 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         loss, num_tokens, _ = evaluator()
     finally:
         surroundings.beat("end", 0)
-    ratio, num_examples = ready.data.stored[config.split].report.tokens_per_byte, None
+    report = ready.data.stored[config.split].report
+    ratio, num_examples = report.tokens_per_byte, None if config.packing else evaluator.num_windows
     if evaluator.num_windows == len(windows):
-        num_examples = ready.data.stored[config.split].report.num_examples
-    elif not config.packing:
-        num_examples = evaluator.num_windows
-    return Evaluation(
-        loss=loss,
-        perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=None if ratio is None else loss / math.log(2) * ratio,
-        num_tokens=num_tokens,
-        num_examples=num_examples,
-        num_ranks=surroundings.mesh.size,
-        notes=tuple(note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note),
-    )
+        num_examples = report.num_examples
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    notes = tuple(note for note in (ready.accelerator.warning, *ready.data.notes, *ready.notes) if note)
+    bits = None if ratio is None else loss / math.log(2) * ratio
+    return Evaluation(loss, perplexity, bits, num_tokens, num_examples, surroundings.mesh.size, notes)

@@ -64,6 +64,10 @@ class Device:
             whole = min(whole, memory_limit() or whole)
         return int(_USABLE[kind] * whole) // (1 if kind == "cuda" else self.mesh.local_size)
 
+    def holds(self, num_bytes: int) -> bool:
+        """Whether there is room for so much; how much there is is not always known."""
+        return num_bytes <= self.room or not self.room
+
 
 def expected_bytes(
     config: TrainConfig,
@@ -72,17 +76,8 @@ def expected_bytes(
     device: Device,
     stages: Sequence[Stage] = (),
 ) -> int | None:
-    """The process's peak in training; ``None`` where that is not known: on Macs, and for other kinds of models.
-
-    On an NVIDIA GPU it is what the rank needs of MLX's memory there.
-
-    Args:
-        largest: as :meth:`allhands.data.loader.Loader.largest` has it.
-        stages: this rank's, where it has no more of the model.
-    """
-    if device.accelerator.kind == "metal":
-        return None
-    return estimated_bytes(config, loaded, largest, device, stages)
+    """As :func:`estimated_bytes`; ``None`` also on Macs, whose memory was not compared with it."""
+    return None if device.accelerator.kind == "metal" else estimated_bytes(config, loaded, largest, device, stages)
 
 
 def estimated_bytes(
@@ -93,9 +88,13 @@ def estimated_bytes(
     stages: Sequence[Stage] = (),
     weights_bytes: int | None = None,
 ) -> int | None:
-    """As :func:`expected_bytes`; for a Mac, whose memory was not compared with this, what an NVIDIA GPU needs.
+    """The process's peak in training; ``None`` where that is not known, for other kinds of models.
+
+    On a GPU it is what the rank needs of MLX's memory on one of NVIDIA's.
 
     Args:
+        largest: as :meth:`allhands.data.loader.Loader.largest` has it.
+        stages: this rank's, where it has no more of the model.
         weights_bytes: of all weights, where they will be held in another way than now.
     """
     accelerator, present_bytes = device.accelerator, device.present_bytes
@@ -105,7 +104,7 @@ def estimated_bytes(
     if blocks is None or not tokens:
         return None
     model: Any = loaded.model
-    trained, word = _bytes(model.trainable_parameters()), 2 if _in_half(model) else 4
+    trained, word = _bytes(model.trainable_parameters()), 2 if in_half(model) else 4
     through = blocks.layers - len(native.before_training(model))
     if stages:
         through = _trained_through(model, stages)
@@ -120,7 +119,7 @@ def estimated_bytes(
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
-        masters=accelerator.kind == "cuda" and config.master_weights and _in_half(model),
+        masters=accelerator.kind == "cuda" and config.master_weights and in_half(model),
         packed=_packed(config, device.mesh, word),
         alive=_alive(config, device.mesh, cuts, len(stages), native=native_way),
         has_head=not stages or any(stage.blocks.is_last for stage in stages),
@@ -171,14 +170,14 @@ def roomy_form_fits(
         needed = estimated_bytes(config, loaded, largest, device, stages, held)
     if needed is None:
         needed = present + held - mx.get_active_memory()
-    return needed <= device.room or not device.room
+    return device.holds(needed)
 
 
 def dense_form_fits(model: Any, device: Device) -> bool:
     """Whether this rank can hold quantised weights dense on a CPU, to answer; asked as :func:`roomy_form_fits` is."""
     dense = bytes_of_form(model, "dense")
     needed = device.present_bytes - mx.get_cache_memory() + dense - mx.get_active_memory() + ANSWERING_BYTES
-    return needed <= device.room or not device.room
+    return device.holds(needed)
 
 
 def packed_note(room: int) -> str:
@@ -233,7 +232,7 @@ def held_by(sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], i
     return sizing
 
 
-def _in_half(model: Any) -> bool:
+def in_half(model: Any) -> bool:
     """Whether what is trained has two bytes a number."""
     return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
@@ -249,11 +248,11 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
         ModelError: they are.
     """
     needed = all_bytes(path)
-    room = Device(accelerator, mesh, 0).room
-    if needed <= room or not room:  # how much there is is not always known
+    device = Device(accelerator, mesh, 0)
+    if device.holds(needed):
         return
     raise ModelError(
-        f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(room)} of memory",
+        f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
         where=str(path),
         hint="divide the model among computers: --strategy pipeline with a second computer (--hosts), or quantise it",
     )

@@ -30,24 +30,35 @@ def choices(
     divided: bool,
 ) -> list[str]:
     """One line for each thing that the options leave open, or that follows from the device."""
+    status = preload_blas() if accelerator.kind == "cpu" else None
+    lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
+    step = "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
+    if accelerator.runs_natively(config.compile):
+        step = "eager (best on this processor)"
+    chunked = "chunked over the vocabulary, at the trained tokens only"
     found = {
         "device": f"{accelerator.kind} ({accelerator.name}), {accelerator.cores} cores",
-        "matrix products": _products(accelerator),
-        "backend": _backend(config, communicator),
-        "micro-batches": _sizing(config, sizing),
-        "step": _step(accelerator, config, compiled),
-        "loss": _loss(model),
-        "all-reduce": _all_reduce(config, communicator),
-        "gradients on the way": _carried(config, communicator, model),
-        "optimizer": _optimizer(communicator, divided),
+        "matrix products": f"{status.state} ({status.reason})" if status else "on the GPU",
+        "micro-batches": f"at most {sizing.max_tokens} tokens ({_how(config.micro_batch_tokens)}), {lengths}",
+        "step": step,
+        "loss": chunked if split(model) else "over all logits (this architecture scales, caps or shifts them)",
     }
-    if config.sync_every > 1:
+    if communicator.size > 1:
+        how = _how(None if config.backend == "auto" else config.backend)
+        calls = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
         # In rounds the changes of weights travel, which are packed as gradients are.
-        found["changes on the way"] = found.pop("gradients on the way")
-        found["rounds"] = _rounds(config)
-    elif config.sync_delay:
-        found["gradients on the way"] += "; while the next step is computed, which updates by them"
+        travels = "changes" if config.sync_every > 1 else "gradients"
+        found |= {
+            "backend": f"{communicator.backend}, {communicator.size} ranks ({how})",
+            "all-reduce": f"{calls}, {communicator.told}" if isinstance(communicator, ByComputer) else calls,
+            f"{travels} on the way": _carried(config, communicator, model),
+            "optimizer": f"each rank updates about 1/{communicator.size}" if divided else "on every rank whole",
+        }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
+
+
+def _how(asked: object) -> str:
+    return "asked for" if asked else "by the device, the launcher, or what is here"
 
 
 def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> list[str]:
@@ -62,37 +73,8 @@ def kernel_choices(kernels: KernelForms, tokens: int, *, quantised: bool) -> lis
     return [f"chosen: {name}: {form} ({reason})" for name, form, reason in told]
 
 
-def _optimizer(communicator: Communicator, divided: bool) -> str:
-    if divided:
-        return f"each rank keeps and updates about 1/{communicator.size} of its state"
-    return "on every rank whole" if communicator.size > 1 else "whole"
-
-
-def _products(accelerator: Accelerator) -> str:
-    if accelerator.kind != "cpu":
-        return "on the GPU"
-    status = preload_blas()
-    return f"{status.state} ({status.reason})"
-
-
-def _all_reduce(config: TrainConfig, communicator: Communicator) -> str:
-    told = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
-    return f"{told}, {communicator.told}" if isinstance(communicator, ByComputer) else told
-
-
-def _rounds(config: TrainConfig) -> str:
-    told = f"of {config.sync_every} steps, then the mean of the ranks' changes"
-    if config.outer_lr != 1.0 or config.outer_momentum:
-        told += f" times {config.outer_lr:g}, with momentum {config.outer_momentum:g}"
-    if config.sync_fragments > 1:
-        told += f"; in {config.sync_fragments} parts, in turn"
-    return told + (f"; on their way for {config.sync_delay} steps, which do not wait" if config.sync_delay else "")
-
-
 def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str:
     """In which form, and by which way."""
-    if communicator.size == 1:
-        return "none (one process)"
     if config.compress == "none":
         return "as they are added up"
     codec, arrays = CODECS[config.compress], trained_weights(model).values()
@@ -108,28 +90,3 @@ _ROUTES = {
     "pass": "each rank packs the sum of its part and its neighbour's, and passes it on",
     "sum": "the back-end adds up numbers of two bytes",
 }
-
-
-def _backend(config: TrainConfig, communicator: Communicator) -> str:
-    if communicator.size == 1:
-        return "none (one process)"
-    how = "asked for" if config.backend != "auto" else "best of those here, or the launcher's"
-    return f"{communicator.backend}, {communicator.size} ranks ({how})"
-
-
-def _sizing(config: TrainConfig, sizing: Sizing) -> str:
-    how = "asked for" if config.micro_batch_tokens else "by the device"
-    lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
-    return f"at most {sizing.max_tokens} tokens ({how}), {lengths}"
-
-
-def _step(accelerator: Accelerator, config: TrainConfig, compiled: bool) -> str:
-    if accelerator.runs_natively(config.compile):
-        return "eager (best on this processor)"
-    return "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
-
-
-def _loss(model: Any) -> str:
-    if split(model) is None:
-        return "over all logits (this architecture scales, caps or shifts them)"
-    return "chunked over the vocabulary, at the trained tokens only"

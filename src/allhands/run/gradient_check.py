@@ -430,47 +430,35 @@ def remember(path: Path, verdict: GradientVerdict) -> None:
         write_whole(path, lambda draft: draft.write_text(content), private=True)
 
 
-class StartCheck:
-    """The check of a training before its first step: made once for each kind of step, and remembered."""
+def start_check(
+    config: TrainConfig,
+    loaded: LoadedModel,
+    accelerator: Accelerator,
+    kernels: KernelForms,
+    data: Datasets,
+    say: Callable[[str], None],
+) -> Callable[[DropoutKeys | None], list[str]] | None:
+    """The check before the first step of a training: made once for each kind of step, and remembered.
 
-    def __init__(self, check: GradientCheck, memory: Path, *, cpu_native: bool, name: str) -> None:
-        self._check, self._memory = check, memory
-        self._cpu_native, self._name = cpu_native, name
+    Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours with it, tells what a
+    person should know, and raises ModelError where they differ; ``None`` where no check is wanted or needed.
+    """
+    if not config.train or data.train is None or config.gradient_check == "off":
+        return None
+    longest = int(data.train.work.max()) + 1
+    memory = memory_of(config, loaded.config, accelerator, kernels, longest)
+    if config.gradient_check == "auto" and memory.is_file():
+        return None
+    if accelerator.kind != "cpu":  # where kernels may have to be built for it
+        say("comparing the first gradient with that of mlx_lm's own model, once for each kind of step")
+    check = GradientCheck(loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token)
 
-    @classmethod
-    def begun(
-        cls,
-        config: TrainConfig,
-        loaded: LoadedModel,
-        accelerator: Accelerator,
-        kernels: KernelForms,
-        data: Datasets,
-        say: Callable[[str], None],
-    ) -> StartCheck | None:
-        """Compute mlx_lm's part while ``loaded`` is as mlx_lm made it; ``None`` where no check is wanted or needed."""
-        windows = data.train
-        if not config.train or windows is None or config.gradient_check == "off":
-            return None
-        longest = int(windows.work.max()) + 1
-        memory = memory_of(config, loaded.config, accelerator, kernels, longest)
-        if config.gradient_check == "auto" and memory.is_file():
-            return None
-        if accelerator.kind != "cpu":  # where kernels may have to be built for it
-            say("comparing the first gradient with that of mlx_lm's own model, once for each kind of step")
-        check = GradientCheck(
-            loaded.model, accelerator, loaded.config, longest=longest, largest_token=data.largest_token
-        )
+    def finish(dropout: DropoutKeys | None) -> list[str]:
         cpu_native = accelerator.runs_natively(config.compile)
-        return cls(check, memory, cpu_native=cpu_native, name=str(loaded.path))
-
-    def finish(self, model: nn.Module, dropout: DropoutKeys | None) -> list[str]:
-        """Compare with ours; returns what a person should know.
-
-        Raises:
-            ModelError: they differ, or ours cannot be computed.
-        """
-        verdict = self._check.compare(model, cpu_native=self._cpu_native, dropout=dropout)
-        verdict.raise_if_wrong(self._name)
+        verdict = check.compare(loaded.model, cpu_native=cpu_native, dropout=dropout)
+        verdict.raise_if_wrong(str(loaded.path))
         if verdict.is_complete:
-            remember(self._memory, verdict)
+            remember(memory, verdict)
         return list(verdict.notes)
+
+    return finish

@@ -70,10 +70,10 @@ from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open
 from allhands.run.dividing import Divided, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
-from allhands.run.gradient_check import StartCheck
+from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
+from allhands.run.padding import padding_told
 from allhands.run.piping import divides, kept_of
-from allhands.run.unlearned import padding_told, unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
@@ -156,7 +156,6 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
-    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += padding_told(model, data)
     if start is not None and divides(config):
         load_trained(model, start, new=fresh is not None, tested=not config.train)
@@ -286,7 +285,7 @@ def _passes_checked(
 
     # A part of a model has no loss by itself.
     leads = surroundings.mesh.local_rank == 0 and not divides(config)
-    check = StartCheck.begun(config, loaded, accelerator, kernels, data, say) if leads else None
+    check = start_check(config, loaded, accelerator, kernels, data, say) if leads else None
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if accelerator.kind == "cpu" and is_quantized(loaded.model):
@@ -296,7 +295,7 @@ def _passes_checked(
             notes.append(packed_note(device.room))
     applied = apply_passes(loaded.model, context)
     if check is not None:
-        notes += check.finish(loaded.model, dropout_keys_of(loaded.model))
+        notes += check(dropout_keys_of(loaded.model))
     return context, applied
 
 

@@ -9,8 +9,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from allhands.checkpoints.place import require_place_of_run
 from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
@@ -27,7 +25,7 @@ from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsErr
 from allhands.io.files import claimed
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import number
-from allhands.model.adapters import adapter_config, trained_weights
+from allhands.model.adapters import adapter_config
 from allhands.model.beyond import limits_told, use_of
 from allhands.model.fresh import ModelFiles
 from allhands.model.tokenizer import positions_of
@@ -46,7 +44,7 @@ from allhands.run.balancing import SHARES, cut_alike, make_balance, require_time
 from allhands.run.context import RunContext
 from allhands.run.datasets import size_notes
 from allhands.run.dividing import STAGES
-from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, scarce
+from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import LoopParts, train_loop
 from allhands.run.outputs import Outputs, copies_of
@@ -148,24 +146,21 @@ class _Session:
 
     def execute(self) -> FinetuneResult:
         try:
-            return self._execute()
+            planned = self._planned() if self.config.train else None
+            with self.outputs.claim(), self.outputs.sinks() as sink:
+                ended = self._train(sink, *planned) if planned else RunEnded(0, "finished", 0.0)
+                try:
+                    if self.config.test:
+                        ended = replace(ended, test_loss=self._test(ended.step))
+                finally:
+                    self.surroundings.beat("end", ended.step)
+                    sink.emit(ended)
         except (Interrupted, NumericsError):
             # Raised on all ranks. The curves show what happened; a second failure must not hide the first.
             with suppress(AllhandsError):
                 self.outputs.plot()
             barrier(self.ready.communicator)
             raise
-
-    def _execute(self) -> FinetuneResult:
-        planned = self._planned() if self.config.train else None
-        with self.outputs.claim(), self.outputs.sinks() as sink:
-            ended = self._train(sink, *planned) if planned else RunEnded(0, "finished", 0.0)
-            try:
-                if self.config.test:
-                    ended = replace(ended, test_loss=self._test(ended.step))
-            finally:
-                self.surroundings.beat("end", ended.step)
-                sink.emit(ended)
         return FinetuneResult(self.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
@@ -174,7 +169,7 @@ class _Session:
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
         # Raises where one is asked for and cannot be.
-        self._codec(self._strategy(masters=self._in_half and self.config.master_weights))
+        self._codec(self._strategy(masters=in_half(self.ready.loaded.model) and self.config.master_weights))
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -183,8 +178,8 @@ class _Session:
         compiled = compiles(config, total, self.ready.loaded.model)
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
         sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
+        device = Device(ready.accelerator, self.mesh, self.observer.resident())
         if tokens is None and self.mesh.size > 1:
-            device = Device(ready.accelerator, self.mesh, self.observer.resident())
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
         saved = {} if ready.restored is None else ready.restored.state
@@ -193,7 +188,7 @@ class _Session:
         weights = balance.weights(state.iteration)
         how: Any = {"alike": cut_alike(ready.communicator, sizing), "cut_of": balance.cut}
         loader = Loader(windows, order, sizing, self.mesh.data_rank, weights, **how)
-        self._expect(largest := loader.largest())
+        self._expect(largest := loader.largest(), device)
         step = self._step(optimizer, state, compiled)
         require_timed(balance, config, step.strategy)
         self._restore_optimizer(optimizer, step)
@@ -207,17 +202,15 @@ class _Session:
         if state.iteration >= total:
             at = f"step {state.step} (iteration {state.iteration} of {total})"
             self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}"])
-        begin = replace(state)
+        begin, stored = replace(state), ready.data.stored.get("valid")
 
         def load(iteration: int) -> list[MicroBatch]:
             done = (iteration - begin.iteration) // config.grad_accumulation_steps
             inject_fault("load", begin.step + done, self.mesh.rank)
             return loader.load(iteration)
 
-        def waits(seconds: float) -> None:
-            self.surroundings.waits(state.step, seconds)
-
-        prefetched = Prefetcher(load, end=total, waits=waits)
+        waits = self.surroundings.waits
+        prefetched = Prefetcher(load, end=total, waits=lambda seconds: waits(state.step, seconds))
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
             parts = LoopParts(
                 config=config,
@@ -239,7 +232,7 @@ class _Session:
                 learning_rate=lambda: number(optimizer.learning_rate),
                 total=total,
                 sample=self._sampler(),
-                tokens_per_byte=self._tokens_per_byte(),
+                tokens_per_byte=stored.report.tokens_per_byte if stored and config.packing else None,
                 copies=self.outputs.copies,
                 balance=balance,
             )
@@ -265,10 +258,6 @@ class _Session:
             beat=lambda step: self.surroundings.beat("validate", step),
         )
 
-    def _tokens_per_byte(self) -> float | None:
-        stored = self.ready.data.stored.get("valid")
-        return stored.report.tokens_per_byte if stored and self.config.packing else None
-
     def _model_files(self) -> ModelFiles | None:
         """What makes a directory with the trained weights a model, where they are not a change to another one."""
         fresh = pretraining(self.config)
@@ -283,13 +272,7 @@ class _Session:
         config, restored = self.config, self.ready.restored
         state = LoopState() if restored is None else LoopState.from_json(restored.state)
         updates = state.steps_in_all(total, config.grad_accumulation_steps)
-        return make_optimizer(config, updates, half=self._in_half), state
-
-    @property
-    def _in_half(self) -> bool:
-        """Whether something is trained that has two bytes a number."""
-        trained = trained_weights(self.ready.loaded.model)
-        return any(array.dtype in (mx.bfloat16, mx.float16) for array in trained.values())
+        return make_optimizer(config, updates, half=in_half(self.ready.loaded.model)), state
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
@@ -323,9 +306,10 @@ class _Session:
             first = state.step == start and phase != "reduce"
             self.surroundings.beat("first" if first else phase, state.step)
 
+        hook = gradient_hook(self.callbacks, self.ready.loaded.model)
         rules = Rules(
             max_grad_norm=config.max_grad_norm,
-            after_backward=self._after_backward(state),
+            after_backward=None if hook is None else lambda gradients: hook(state.step, gradients),
             inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
         strategy = self._strategy(masters=optimizer.masters)
@@ -366,16 +350,14 @@ class _Session:
     def _codec(self, strategy: str) -> Codec | None:
         return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)
 
-    def _expect(self, largest: tuple[int, int]) -> None:
+    def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
-        ready, present = self.ready, self.observer.resident()
-        device = Device(ready.accelerator, self.mesh, present)
-        expected = expected_bytes(self.config, ready.loaded, largest, device, ready.stages)
+        on_cpu = device.accelerator.cpu_native
+        expected = expected_bytes(self.config, self.ready.loaded, largest, device, self.ready.stages)
         if expected is None:
             return
-        self.observer.expect(expected, arrays=not ready.accelerator.cpu_native)
-        note = scarce(expected, present, self.mesh.local_size) if ready.accelerator.cpu_native else None
-        if note:
+        self.observer.expect(expected, arrays=not on_cpu)
+        if on_cpu and (note := scarce(expected, device.present_bytes, self.mesh.local_size)):
             self.outputs.say([f"note: {note}"])
         elif self.config.log_level == "verbose":
             self.outputs.say([f"expected: at most {format_bytes(expected)} of memory for this process"])
@@ -405,8 +387,19 @@ class _Session:
             ranks_here=self.mesh.local_size,
         )
 
+        assert ready.data.train is not None
+        rows, metrics = len(ready.data.train), self.directory / METRICS_FILE
+
         def described(state: LoopState) -> dict[str, Any]:
-            return {**self._described(state), SHARES: balance.to_json(state.iteration)}
+            """Where the run stands, as JSON values."""
+            epoch = state.iteration * self.config.batch_size / rows
+            written = metrics.stat().st_size if metrics.exists() else 0
+            return {
+                **state.to_json(),
+                "epoch": epoch,
+                "metrics_bytes": written,
+                SHARES: balance.to_json(state.iteration),
+            }
 
         return saving(ready.communicator, self._save_plan(), held, described, keeps=ready.keeps_files)
 
@@ -428,16 +421,6 @@ class _Session:
             room=self.outputs.room if self.outputs.copies.keeps else lambda: None,
         )
 
-    def _described(self, state: LoopState) -> dict[str, Any]:
-        """Where the run stands, as JSON values."""
-        windows, metrics = self.ready.data.train, self.directory / METRICS_FILE
-        assert windows is not None
-        return {
-            **state.to_json(),
-            "epoch": state.iteration * self.config.batch_size / len(windows),
-            "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0,
-        }
-
     def _constants(self) -> dict[str, Any]:
         """What every checkpoint of this start says besides."""
         ready = self.ready
@@ -455,10 +438,6 @@ class _Session:
             "kernels": ready.kernels.recorded(),
             **({STAGES: list(ready.split)} if ready.split else {}),
         }
-
-    def _after_backward(self, state: LoopState) -> Callable[[Any], Any] | None:
-        hook = gradient_hook(self.callbacks, self.ready.loaded.model)
-        return None if hook is None else lambda gradients: hook(state.step, gradients)
 
     def _evaluator(
         self, windows: Windows | None, num_batches: int, weights: Callable[[], tuple[float, ...]] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from allhands.errors import CheckpointError
@@ -99,16 +99,11 @@ class LoopState:
         Raises:
             CheckpointError: a key is missing.
         """
+        plain = {entry.name for entry in fields(cls)} - {"best_loss", "window", "before_s", "began"}
         try:
             return cls(
-                step=values["step"],
-                iteration=values["iteration"],
-                trained_tokens=values["trained_tokens"],
+                **{name: values[name] for name in plain},
                 best_loss=math.inf if values["best_loss"] is None else values["best_loss"],
-                best_step=values["best_step"],
-                stale_validations=values["stale_validations"],
-                validation_due=values["validation_due"],
-                skipped_in_row=values["skipped_in_row"],
                 window=ReportWindow(**values["window"]),
                 before_s=values.get("elapsed_s", 0.0),  # earlier versions did not write it
             )

@@ -25,26 +25,27 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
+    name, hint = config.strategy, f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
+    where = f"--strategy {name}"
     if config.sync_every > 1:
-        if problem := STRATEGIES["local"].unfit(wanted):
-            hint = "leave it out" + (", or --no-master-weights in its place" if wanted.masters else "")
-            raise ConfigError(problem, where=f"--sync-every {config.sync_every}", hint=hint)
-        return "local"
-    if config.sync_delay:
-        if problem := STRATEGIES["delayed"].unfit(wanted):
-            raise ConfigError(problem, where=f"--sync-delay {config.sync_delay}", hint="leave one of the two out")
-        return "delayed"
-    if communicator.size == 1:
+        name, where, hint = (
+            "local",
+            f"--sync-every {config.sync_every}",
+            "leave it out" + ", or --no-master-weights in its place" * wanted.masters,
+        )
+    elif config.sync_delay:
+        name, where, hint = "delayed", f"--sync-delay {config.sync_delay}", "leave one of the two out"
+    elif communicator.size == 1:
         return "data"
-    if config.strategy == "auto":
+    elif name == "auto":
         trained = sum(array.size for array in trained_weights(model).values())
         divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, wanted.masters)
         return "zero1" if divided else "data"
-    if problem := STRATEGIES[config.strategy].unfit(wanted):
-        alike = ", ".join(ELEMENTWISE)
-        hint = "add --compile on" if wanted.cpu_native else f"leave it out, or take one of {alike}"
-        raise ConfigError(problem, where=f"--strategy {config.strategy}", hint=hint)
-    return config.strategy
+    elif wanted.cpu_native:
+        hint = "add --compile on"
+    if problem := STRATEGIES[name].unfit(wanted):
+        raise ConfigError(problem, where=where, hint=hint)
+    return name
 
 
 def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:

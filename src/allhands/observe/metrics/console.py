@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,7 +19,6 @@ from rich.text import Text
 
 from allhands.io.formatting import (
     counted,
-    format_bytes,
     format_count,
     format_duration,
     format_memory,
@@ -27,10 +26,9 @@ from allhands.io.formatting import (
     format_shares,
     format_size,
 )
-from allhands.io.terminal import broken, print_line, row_width
+from allhands.io.terminal import print_line, row_width
 from allhands.observe.metrics.events import (
     Event,
-    Logged,
     RunEnded,
     RunStarted,
     Sampled,
@@ -102,47 +100,35 @@ class ConsoleSink:
                 live.stop()
 
     def _show(self, event: Event) -> None:
+        board = self._board
         match event:
             case RunStarted():
-                self._board.total, self._board.start = event.total_steps, event.step
+                board.total, board.start = event.total_steps, event.step
                 self._before_s = event.elapsed_s
                 self._pace.clear()
                 self._print(*started_lines(event))
             case TrainReport():
-                self._board.train, self._board.left_s = event, self._left_s(event)
+                board.train, board.left_s = event, self._left_s(event)
                 width = row_width(self._console)
-                self._print(train_line(event, self._board.total, self._board.left_s, width, short=self._short))
+                self._print(train_line(event, board.total, board.left_s, width, short=self._short))
                 if self._profile:
                     self._print(profile_line(event))
             case ValidReport():
-                self._board.valid = event
-                self._board.best = event if event.best else self._board.best or event
+                board.valid, board.best = event, event if event.best else board.best or event
                 self._print(valid_line(event))
-            case SavedReport():
-                self._print(f"step {event.step}  saved {event.path}")
-            case StepSkipped():
-                self._print(skipped_line(event))
-            case SharesChanged():
-                self._print(shares_line(event))
-            case Sampled():
-                self._print(sampled_line(event))
-            case Logged():
-                pass  # a program of one's own shows what it likes
-            case Warned():
-                self._print(f"{'note' if event.over else 'warning'}: {event.message}")
             case RunEnded():
                 self.close()
                 self._print(ended_line(event, self._before_s))
-        if self._live_wanted and self._live is None and not isinstance(event, RunEnded):
-            self._live = Live(console=self._console, get_renderable=self._draw_board, transient=True)
+                return
+            case _:
+                self._print(*(line(event) for kind, line in _LINES.items() if isinstance(event, kind)))
+        if self._live_wanted and self._live is None:
+            self._live = Live(console=self._console, get_renderable=self._board.render, transient=True)
             self._live.start()
 
     def _print(self, *lines: str) -> None:
         for line in lines:
             print_line(self._console, line)
-
-    def _draw_board(self) -> RenderableType:
-        return self._board.render(self._console.width)
 
     def _left_s(self, report: TrainReport) -> float:
         """Time left at the pace of the last reports; validation and saving between them are counted."""
@@ -165,18 +151,16 @@ class _Board:
     best: ValidReport | None = None
     spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
 
-    def render(self, width: int | None = None) -> RenderableType:
-        """What is shown in a terminal of ``width``; ``None``: all that is known."""
+    def render(self) -> RenderableType:
+        """What is known so far."""
         step = self.train.step if self.train else self.start
         left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
-        columns = Column(), Column(ratio=1, min_width=8), Column(no_wrap=True)
-        bar = Table.grid(*columns, padding=(0, 1), expand=True)
+        bar = Table.grid(Column(), Column(ratio=1, min_width=8), Column(no_wrap=True), padding=(0, 1), expand=True)
         progress = ProgressBar(total=max(self.total, 1), completed=step)
         bar.add_row(self.spinner, progress, f"step {step}/{self.total}  {left}")
-        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines(width))
-        return Group(bar, *lines)
+        return Group(bar, *(Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines()))
 
-    def _lines(self, width: int | None) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
         report, valid, best = self.train, self.valid, self.best
         if report:
             yield f"loss {report.loss:.3f}  learning rate {report.learning_rate:.1e}"
@@ -184,11 +168,8 @@ class _Board:
             mark = "best" if valid is best else f"best {best.loss:.3f} at step {best.step}"
             yield f"validation loss {valid.loss:.3f} ({mark})"
         if report:
-            memory = ", ".join(format_bytes(peak) for peak in report.peak_memory_bytes)
-            line = f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank "
-            # Of many ranks the range: a list that is cut off would end in half a number.
-            fits = width is None or len(line) + len(memory) <= width
-            yield line + (memory if fits else format_memory(report.peak_memory_bytes))
+            memory = format_memory(report.peak_memory_bytes)
+            yield f"tokens/s {format_rate(report.tokens_per_s)}  peak memory per rank {memory}"
 
 
 def started_lines(started: RunStarted) -> list[str]:
@@ -227,60 +208,35 @@ def banner(started: RunStarted) -> list[str]:
     ]
 
 
-# A line of progress, the fullest first: with the rate of trained tokens or without, which peaks, long words for a wait.
-_FORMS = (
-    (True, "range", True),
-    (False, "range", True),
-    (False, "range", False),
-    (False, "highest", False),
-    (False, "", False),
-)
-
-
 def train_line(
     report: TrainReport, total_steps: int, left_s: float, width: int | None = None, *, short: bool = False
 ) -> str:
     """One line a report; with several ranks, ``peak`` is the range over them.
 
-    The rate of trained tokens is told where it is another one than that of all tokens.
-
     Args:
-        width: of the terminal, for the fullest line that takes as few rows as it can; ``None``: the fullest.
-        short: whether it has the highest peak alone, or the wait for data.
+        width: of the terminal, for the fullest line that is one row of it; ``None``: the fullest.
+        short: whether something stands before the line: it has the highest peak alone, or the wait for data.
     """
-    forms = _FORMS
-    if short:
-        forms = _FORMS[4:] if _waiting(report) else _FORMS[3:]
-    lines = [_train_line(report, f"step {report.step}/{total_steps}", left_s, *form) for form in forms]
-    if width is None:
-        return lines[0]
-    heights = [len(broken(line, width).splitlines()) for line in lines]
-    return lines[heights.index(min(heights))]
+    rate, trained = format_rate(report.tokens_per_s), format_rate(report.trained_tokens_per_s)
+    waiting, peaks = _waiting(report), report.peak_memory_bytes
+    brief = waiting.replace("waits for data", "data wait").removesuffix(" of the time")
+    loss = f"loss {report.loss:.3f}{_further(report.metrics)}  lr {report.learning_rate:.1e}"
+    head = f"step {report.step}/{total_steps}  {loss}  tokens/s {rate}"
+    peak, left = f"  peak {format_memory(peaks)}", f"  left {format_duration(left_s)}"
+    more = "" if trained == rate else f" (trained {trained})"
+    lines = [f"{head}{more}{peak}{left}{waiting}", f"{head}{peak}{left}{brief}"]
+    lines += [f"{head}  peak {format_memory(peaks and (max(peaks),))}{left}{brief}", f"{head}{left}{brief}"]
+    lines = lines[3 if waiting else 2 :] if short else lines
+    return next((line for line in lines if width is None or len(line) < width), lines[-1])
 
 
-def _train_line(report: TrainReport, step: str, left_s: float, trained: bool, peaks: str, words: bool) -> str:
-    rate, trained_rate = format_rate(report.tokens_per_s), format_rate(report.trained_tokens_per_s)
-    if trained and trained_rate != rate:
-        rate += f" (trained {trained_rate})"
-    waiting = _waiting(report)
-    if not words:
-        waiting = waiting.replace("waits for data", "data wait").removesuffix(" of the time")
-    memory = (
-        report.peak_memory_bytes if peaks == "range" else report.peak_memory_bytes and (max(report.peak_memory_bytes),)
-    )
-    peak = f"  peak {format_memory(memory)}" if peaks else ""
-    more = "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
-    loss = f"loss {report.loss:.3f}{more}  lr {report.learning_rate:.1e}"
-    return f"{step}  {loss}  tokens/s {rate}{peak}  left {format_duration(left_s)}{waiting}"
+def _further(metrics: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {value:.3f}" for name, value in metrics.items())
 
 
 def profile_line(report: TrainReport) -> str:
     """What the time of a step goes into, on rank 0: of several batches, if gradients are accumulated."""
-    parts = {
-        "compute": report.compute_s,
-        "communication": report.comm_s,
-        "data": report.data_wait_s,
-    }
+    parts = {"compute": report.compute_s, "communication": report.comm_s, "data": report.data_wait_s}
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
     told = ", ".join(f"{name} {1e3 * seconds:.1f} ms ({seconds / whole:.0%})" for name, seconds in parts.items())
@@ -296,8 +252,7 @@ def _waiting(report: TrainReport) -> str:
 
 def valid_line(report: ValidReport) -> str:
     """One line a validation."""
-    loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}"
-    loss += "".join(f"  {name} {value:.3f}" for name, value in report.metrics.items())
+    loss = f"validation loss {report.loss:.3f}{' (best)' if report.best else ''}{_further(report.metrics)}"
     if report.bits_per_byte is not None:
         loss += f"  {report.bits_per_byte:.3f} bits per byte"
     return f"step {report.step}  {loss}  {format_duration(report.duration_s)}"
@@ -312,13 +267,10 @@ def sampled_line(sampled: Sampled) -> str:
 def skipped_line(skipped: StepSkipped) -> str:
     """Which step changed nothing, why, and the examples that may be the cause; the first few of many."""
     text = f"step {skipped.step}  skipped: {skipped.reason}"
-    if not skipped.examples:
-        return text
-    places = [f" at {where}" for where in skipped.where[:_SHOWN_EXAMPLES]]
-    shown = [f"{n}{place}" for n, place in zip_longest(skipped.examples[:_SHOWN_EXAMPLES], places, fillvalue="")]
-    more = len(skipped.examples) - _SHOWN_EXAMPLES
-    plural = "s" * (len(skipped.examples) > 1)
-    return f"{text} (training example{plural} {', '.join(shown)}{f' and {more} more' if more > 0 else ''})"
+    found = list(zip_longest(skipped.examples, (f" at {where}" for where in skipped.where), fillvalue=""))
+    shown = ", ".join(f"{example}{place}" for example, place in found[:_SHOWN_EXAMPLES])
+    more = f" and {len(found) - _SHOWN_EXAMPLES} more" if len(found) > _SHOWN_EXAMPLES else ""
+    return f"{text} (training example{'s' * (len(found) > 1)} {shown}{more})" if found else text
 
 
 def shares_line(changed: SharesChanged) -> str:
@@ -345,3 +297,13 @@ def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
     if ended.test_loss is not None:
         text += f"  test loss {ended.test_loss:.3f}"
     return text
+
+
+# What a person's own program logs it shows as it likes.
+_LINES: dict[type, Callable[[Any], str]] = {
+    SavedReport: lambda saved: f"step {saved.step}  saved {saved.path}",
+    StepSkipped: skipped_line,
+    SharesChanged: shares_line,
+    Sampled: sampled_line,
+    Warned: lambda warned: f"{'note' if warned.over else 'warning'}: {warned.message}",
+}

@@ -89,13 +89,11 @@ def read_metrics(path: Path | str) -> RunHistory:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        if not file.exists() and (file.parent / PLAN_FILE).is_file():
-            hint = f"train it first, with --adapter-path {file.parent}"
-            raise DataError("planned, nothing trained yet", where=str(file.parent), hint=hint) from error
+        if (file.parent / PLAN_FILE).is_file():
+            hint = f"it is planned, and nothing trained yet: train it with --adapter-path {file.parent}"
         raise DataError(f"no metrics: {error.strerror or error}", where=str(file), hint=meant(path, hint)) from error
-    lines = text.split("\n")
-    decoded = [decode_event(line) for line in lines]
-    events = [event for event in decoded if event is not None]
+    decoded = [(line, decode_event(line)) for line in text.split("\n")]
+    events = [event for _, event in decoded if event is not None]
     if not events:
         raise DataError("this file holds no training metrics", where=str(file), hint=hint)
     history = _replay(events, name=file.resolve().parent.name)
@@ -103,8 +101,8 @@ def read_metrics(path: Path | str) -> RunHistory:
         # A copy of a run is called by its own directory: by the name that the file remembers, both would be the same.
         history.name = file.resolve().parent.name or history.name
     # What follows the last end of a line is empty, or a line that a kill tore or that is still being written.
-    ended = list(zip(lines, decoded, strict=True))[:-1]
-    history.unreadable = [place for place, (line, event) in enumerate(ended, 1) if event is None and is_damaged(line)]
+    told = enumerate(decoded[:-1], 1)
+    history.unreadable = [place for place, (line, event) in told if event is None and is_damaged(line)]
     return history
 
 
@@ -124,17 +122,7 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
     before_s = 0.0
     for event in events:
         if isinstance(event, RunStarted):
-            goes_on = event.step > 0 or event.attempt > 1
-            reported = [one.peak_memory_bytes for one in kept.values() if isinstance(one, TrainReport)]
-            history.lost_peaks = _highest([history.lost_peaks, *reported]) if goes_on else []
-            kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
-            # The checkpoint knows better than the last report before it; the clock never goes back.
-            times = (entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport))
-            before_s = max([event.elapsed_s, *times])
-            history.restarts = [*history.restarts, (event.step, before_s)] if goes_on else []
-            history.starts = [*(history.starts if goes_on else []), event]
-            # What is still wrong will be told again.
-            history.warned = [one for one in history.warned if not one.about] if goes_on else []
+            kept, before_s = _go_on(history, event, kept)
             history.name, history.started, history.ended = event.name or name, event, None
         elif isinstance(event, RunEnded):
             history.ended = replace(event, total_time_s=event.total_time_s + before_s)
@@ -147,16 +135,41 @@ def _replay(events: Iterable[Event], name: str) -> RunHistory:
         elif not isinstance(event, Logged):
             # Twice only where the line of the start between them is lost: what was trained later is in the weights.
             kept[_key(event)] = _later(event, before_s)
-    entries = sorted(kept.values(), key=lambda entry: entry.step)
-    history.train = [entry for entry in entries if isinstance(entry, TrainReport)]
-    history.valid = [entry for entry in entries if isinstance(entry, ValidReport)]
-    history.saved = [entry for entry in entries if isinstance(entry, SavedReport)]
-    history.skipped = [entry for entry in entries if isinstance(entry, StepSkipped)]
-    history.shares = [entry for entry in entries if isinstance(entry, SharesChanged)]
-    history.sampled = [entry for entry in entries if isinstance(entry, Sampled)]
+    for entry in sorted(kept.values(), key=lambda entry: entry.step):
+        getattr(history, _LISTS[type(entry)]).append(entry)
     return history
 
 
+_Kept: TypeAlias = "dict[_Key, StepReport]"
+
+
+def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, float]:
+    """What a start makes of what was there: the entries that it leaves, and the seconds before it."""
+    goes_on = event.step > 0 or event.attempt > 1
+    if not goes_on:
+        history.lost_peaks, history.restarts, history.starts, history.warned = [], [], [event], []
+        return {}, event.elapsed_s
+    reported = (one.peak_memory_bytes for one in kept.values() if isinstance(one, TrainReport))
+    history.lost_peaks = _highest([history.lost_peaks, *reported])
+    kept = {key: entry for key, entry in kept.items() if entry.step <= event.step and event.step}
+    # The checkpoint knows better than the last report before it; the clock never goes back.
+    times = (entry.elapsed_s for entry in kept.values() if isinstance(entry, TrainReport | ValidReport))
+    before_s = max([event.elapsed_s, *times])
+    history.restarts.append((event.step, before_s))
+    history.starts.append(event)
+    # What is still wrong will be told again.
+    history.warned = [one for one in history.warned if not one.about]
+    return kept, before_s
+
+
+_LISTS: dict[type[StepReport], str] = {
+    TrainReport: "train",
+    ValidReport: "valid",
+    SavedReport: "saved",
+    StepSkipped: "skipped",
+    SharesChanged: "shares",
+    Sampled: "sampled",
+}
 _Key: TypeAlias = tuple[type[StepReport], int, str | None]
 
 

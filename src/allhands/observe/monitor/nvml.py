@@ -10,7 +10,6 @@ import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 _LIBRARY = "libnvidia-ml.so.1"
 
@@ -21,15 +20,6 @@ class _Memory(ctypes.Structure):
 
 class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """Bytes in use by whichever process and in all, and the share of the last moment in which it computed."""
-
-    used_bytes: int
-    total_bytes: int
-    load: float
 
 
 class Gpu:
@@ -49,8 +39,10 @@ class Gpu:
         else:
             self._do("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(first.encode()), ctypes.byref(self._device))
 
-    def read(self) -> GpuReading:
-        """Return how it is now; where its load is not told (parts of a GPU) that is 0.
+    def read(self) -> dict[str, int | float]:
+        """Return bytes in use by whichever process and in all, and the share of the last moment in which it computed.
+
+        Where its load is not told (parts of a GPU) that is 0.
 
         Raises:
             OSError: the driver does not answer.
@@ -59,7 +51,8 @@ class Gpu:
         self._do("nvmlDeviceGetMemoryInfo", self._device, ctypes.byref(memory))
         with suppress(OSError):
             self._do("nvmlDeviceGetUtilizationRates", self._device, ctypes.byref(load))
-        return GpuReading(int(memory.used), int(memory.total), int(load.gpu) / 100)
+        used, total = int(memory.used), int(memory.total)
+        return {"gpu_used_bytes": used, "gpu_total_bytes": total, "gpu_load": int(load.gpu) / 100}
 
     def _do(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from allhands.observe.monitor.nvml import Gpu, GpuReading
+from allhands.observe.monitor.nvml import Gpu
 
 # Reading the proportional share walks all pages: it may take this part of the time, and no more; ten times as much when
 # the process has grown or shrunk by such a part, because what was read before is wrong then.
@@ -85,29 +87,18 @@ def _counters() -> dict[str, tuple[int, int]]:
 class OwnGpu:
     """The NVIDIA GPU on which MLX computes in this process, if it does."""
 
-    def __init__(self) -> None:
-        self._gpu: Gpu | None = None
-        self._sought = False
+    @cached_property
+    def _gpu(self) -> Gpu | None:
+        mx: Any = sys.modules.get("mlx.core")
+        if sys.platform != "linux" or mx is None or mx.default_device().type != mx.DeviceType.gpu:
+            return None
+        with suppress(OSError):
+            return Gpu()
+        return None
 
     def read(self) -> dict[str, int | float]:
         """Return what a sample says of it; nothing without one."""
-        if not self._sought:
-            self._sought = True
-            self._gpu = _find_gpu()
-        if self._gpu is None:
-            return {}
-        try:
-            seen: GpuReading = self._gpu.read()
-        except OSError:
-            return {}
-        return {"gpu_used_bytes": seen.used_bytes, "gpu_total_bytes": seen.total_bytes, "gpu_load": seen.load}
-
-
-def _find_gpu() -> Gpu | None:
-    mx: Any = sys.modules.get("mlx.core")
-    if sys.platform != "linux" or mx is None or mx.default_device().type != mx.DeviceType.gpu:
-        return None
-    try:
-        return Gpu()
-    except OSError:
-        return None
+        with suppress(OSError):
+            if self._gpu is not None:
+                return self._gpu.read()
+        return {}

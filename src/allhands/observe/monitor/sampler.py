@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import psutil
 
-from allhands.io.files import make_directory, private_opener
+from allhands.observe.lines import LineFile
 from allhands.observe.monitor.process import NetworkTraffic, OwnGpu, ProportionalMemory, began_at
 from allhands.observe.monitor.samples import Role, Sample, encode_sample
 from allhands.runtime.memory import mlx_memory, peak_rss_bytes
@@ -89,7 +89,7 @@ class ProcessSampler:
         self._host = socket.gethostname()
         self._waiting: deque[Sample] = deque(maxlen=_THIN_AFTER)
         self._lock = threading.Lock()
-        self._fd = -1
+        self._lines: LineFile | None = None
         self._told = False
         self._ended = threading.Event()
         self._process = psutil.Process()
@@ -131,16 +131,12 @@ class ProcessSampler:
         if not self._every_s:
             return
         try:
-            make_directory(file.parent, private=True)
             with self._lock:
-                self._fd = private_opener(str(file), os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+                self._lines = LineFile(file, "samples")
                 if run is not None:
                     self._identity = replace(self._identity, run=run)
-                size = os.fstat(self._fd).st_size
-                if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                    os.write(self._fd, b"\n")  # a kill has left half a line
                 while self._waiting:
-                    self._append(replace(self._waiting.popleft(), run=self._identity.run))
+                    self._lines.append(encode_sample(replace(self._waiting.popleft(), run=self._identity.run)))
         except Exception as error:
             self._tell(error)
 
@@ -155,9 +151,9 @@ class ProcessSampler:
         except Exception as error:
             self._tell(error)
         with self._lock, suppress(OSError):
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
+            if self._lines is not None:
+                self._lines.close()
+            self._lines = None
 
     def sample(self, *, last: bool = False) -> Sample:
         """Return how this process is now; loads and phases are counted since the call before.
@@ -215,13 +211,10 @@ class ProcessSampler:
 
     def _keep(self, sample: Sample) -> None:
         with self._lock:
-            if self._fd < 0:
+            if self._lines is None:
                 self._waiting.append(sample)
             else:
-                self._append(sample)
-
-    def _append(self, sample: Sample) -> None:
-        os.write(self._fd, f"{encode_sample(sample)}\n".encode())
+                self._lines.append(encode_sample(sample))
 
     def _busy_cores(self) -> float:
         before, (now, spent) = self._cpu, (time.monotonic(), time.process_time())

@@ -7,14 +7,18 @@ What changes anything, the stop button, needs a header that no other web page ca
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+from markupsafe import escape
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -23,9 +27,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from allhands.errors import AllhandsError
+from allhands.errors import AllhandsError, DataError
 from allhands.report.dashboard.runs import (
-    Judged,
     ask_to_stop,
     facts_of,
     find_runs,
@@ -44,7 +47,13 @@ _POLICY = (
     "default-src 'none'; img-src data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_ASSETS = {
+_HEADERS = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+_ASSETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "style.css": ("text/css", ("uplot/uPlot.min.css", "report.css", "dashboard.css")),
     "script.js": ("text/javascript", ("uplot/uPlot.iife.min.js", "charts.js", "dashboard.js")),
 }
@@ -68,13 +77,22 @@ def make_app(settings: Settings) -> Starlette:
     routes = [
         Route("/", partial(_index, settings)),
         Route("/assets/{name}", _asset),
-        Route("/api/runs", partial(_runs, settings, Judged())),
+        Route("/api/runs", partial(_runs, settings)),
         Route("/api/page", partial(_page, settings)),
         Route("/api/log", partial(_log, settings)),
         Route("/api/stop", partial(_stop, settings), methods=["POST"]),
     ]
     guard = [Middleware(_Guard, settings.guard)]
     return Starlette(routes=routes, middleware=guard, exception_handlers={AllhandsError: _told})
+
+
+def run(app: ASGIApp, listener: socket.socket) -> None:
+    """Answer requests until a signal; those under way have two seconds then."""
+    quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False, "ws": "none"}
+    config = uvicorn.Config(app, timeout_graceful_shutdown=2, http="h11", lifespan="off", **quiet)
+    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the signal again.
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 class _Guard:
@@ -84,83 +102,59 @@ class _Guard:
         self._app, self._guard = app, guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begun = False
 
         async def answered(message: Any) -> None:
             nonlocal begun
             begun = True
-            await _with_headers(send, message)
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
 
         try:
             await (self._refusal(Request(scope)) or self._app)(scope, receive, answered)
         except Exception as error:
             print(f"allhands: error: a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if not begun:
-                failed = JSONResponse({"error": "the dashboard could not answer this request"}, status_code=500)
-                await failed(scope, receive, answered)
+                await _failure("the dashboard could not answer this request", 500)(scope, receive, answered)
 
     def _refusal(self, request: Request) -> Response | None:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
-        refusal = self._guard.refusal(request.method, headers)
-        if refusal is not None:
-            return PlainTextResponse(f"{refusal.message}\n", status_code=refusal.status)
-        if self._guard.knows_token(headers):
+        if refusal := self._guard.refusal(request.method, headers):
+            return PlainTextResponse(f"{refusal.message}\n", refusal.status)
+        given = request.query_params.get("token", "")
+        if self._guard.knows_token(headers) or self._guard.is_token(request.cookies.get(_COOKIE, "")):
             return None
-        given = request.query_params.get("token")
-        if given is not None and self._guard.is_token(given):
+        if self._guard.is_token(given):
             # Not to be left in the address, from which it gets into histories and logs.
-            answer = RedirectResponse("/", status_code=303)
+            answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
             return answer
-        if self._guard.is_token(request.cookies.get(_COOKIE, "")):
-            return None
-        return PlainTextResponse("the token is missing or wrong: open the address that was printed\n", status_code=403)
+        return PlainTextResponse("the token is missing or wrong: open the address that was printed\n", 403)
 
 
-async def _with_headers(send: Send, message: Any) -> None:
-    if message["type"] == "http.response.start":
-        added = {
-            "content-security-policy": _POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-store",
-        }
-        message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in added.items())]
-    await send(message)
+def _failure(told: object, status: int) -> Response:
+    return JSONResponse({"error": str(told)}, status)
 
 
 async def _told(_request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
-
-
-Answer = Callable[[Request], Awaitable[Response]]
+    return _failure(error, 404)
 
 
 async def _index(settings: Settings, _request: Request) -> Response:
-    return HTMLResponse(asset("dashboard.html").replace("ROOT", _escaped(settings.root.resolve().name)))
-
-
-def _escaped(text: str) -> str:
-    from markupsafe import escape
-
-    return str(escape(text))
+    return HTMLResponse(asset("dashboard.html").replace("ROOT", str(escape(settings.root.resolve().name))))
 
 
 async def _asset(request: Request) -> Response:
-    found = _ASSETS.get(request.path_params["name"])
-    if found is None:
-        return PlainTextResponse("there is no such file\n", status_code=404)
-    kind, names = found
-    more = [colour_sheet()] if kind == "text/css" else []
-    return Response("\n".join([*map(asset, names), *more]), media_type=kind)
+    kind, names = _ASSETS.get(request.path_params["name"], ("", ()))
+    if not names:
+        return PlainTextResponse("there is no such file\n", 404)
+    return Response("\n".join([*map(asset, names), *[colour_sheet()] * (kind == "text/css")]), media_type=kind)
 
 
-async def _runs(settings: Settings, judged: Judged, _request: Request) -> Response:
+async def _runs(settings: Settings, _request: Request) -> Response:
     def look() -> list[Any]:
-        found = (summary_of(name, directory, judged) for name, directory in find_runs(settings.root).items())
+        found = (summary_of(name, directory) for name, directory in find_runs(settings.root).items())
         return [asdict(one) for one in found if one is not None]
 
     return _json(await run_in_threadpool(look))
@@ -171,39 +165,39 @@ async def _page(settings: Settings, request: Request) -> Response:
 
     def look() -> dict[str, Any]:
         known = find_runs(settings.root)
-        chosen = {name: known[name] for name in names if name in known}
-        if not chosen:
+        facts = {name: facts_of(known[name]) for name in dict.fromkeys(names) if name in known}
+        if not facts:
             return {"runs": [], "charts": {}, "html": "", "sections": []}
-        facts = {name: facts_of(directory) for name, directory in chosen.items()}
-        page = make_page(list(facts.values()), now=None)
+        page, now = make_page(list(facts.values())), time.time()
         html, charts = page_parts(page)
-        now = time.time()
         runs = [
-            {"name": name, "processes": processes_of(one, now), "logs": logs_of(chosen[name])}
+            {"name": name, "processes": processes_of(one, now), "logs": logs_of(known[name])}
             for name, one in facts.items()
         ]
-        sections = [{"key": "words", "short": "Words"}]
-        sections += [{"key": section.key, "short": section.short} for section in page.sections]
-        return {"runs": runs, "charts": charts, "html": html, "sections": sections}
+        sections = [("words", "Words"), *((section.key, section.short) for section in page.sections)]
+        told = [{"key": key, "short": short} for key, short in sections]
+        return {"runs": runs, "charts": charts, "html": html, "sections": told}
 
     return _json(await run_in_threadpool(look))
 
 
-async def _log(settings: Settings, request: Request) -> Response:
-    name, log = request.query_params.get("run", ""), request.query_params.get("log", "")
-    directory = find_runs(settings.root).get(name)
+def _named(settings: Settings, request: Request) -> Path:
+    """The directory of the run that a request names."""
+    directory = find_runs(settings.root).get(request.query_params.get("run", ""))
     if directory is None:
-        return JSONResponse({"error": "there is no such run"}, status_code=404)
-    return _json({"text": await run_in_threadpool(tail_of, directory, log)})
+        raise DataError("there is no such run")
+    return directory
+
+
+async def _log(settings: Settings, request: Request) -> Response:
+    directory = _named(settings, request)
+    return _json({"text": await run_in_threadpool(tail_of, directory, request.query_params.get("log", ""))})
 
 
 async def _stop(settings: Settings, request: Request) -> Response:
     if request.headers.get(_HEADER) != "stop":
-        return JSONResponse({"error": "only the dashboard's own page may ask for this"}, status_code=403)
-    directory = find_runs(settings.root).get(request.query_params.get("run", ""))
-    if directory is None:
-        return JSONResponse({"error": "there is no such run"}, status_code=404)
-    return _json({"told": await run_in_threadpool(ask_to_stop, directory)})
+        return _failure("only the dashboard's own page may ask for this", 403)
+    return _json({"told": await run_in_threadpool(ask_to_stop, _named(settings, request))})
 
 
 def _json(value: Any) -> Response:
@@ -213,7 +207,7 @@ def _json(value: Any) -> Response:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+        return value if isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -18,7 +18,7 @@ from allhands.io.formatting import format_bytes
 from allhands.io.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
 from allhands.observe.journal import read_events
 from allhands.observe.judging import harm
-from allhands.observe.metrics import METRICS_FILE, RunHistory
+from allhands.observe.metrics import METRICS_FILE
 from allhands.observe.monitor.board import Board, BoardRow, gone_here
 from allhands.report.facts import ReportFacts, read_facts
 
@@ -88,41 +88,15 @@ def facts_of(directory: Path) -> ReportFacts:
     return read_facts(directory, read_events(directory) or read_events(directory / LOGS))
 
 
-class Judged:
-    """What is bad about the curves of runs, in a few words; judged again only when a file has changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
-
-    def of(self, directory: Path, history: RunHistory) -> str:
-        """Of the history in ``directory``; empty if nothing is bad."""
-        try:
-            status = (directory / METRICS_FILE).stat()
-        except OSError:
-            return _bad_of(history)
-        state = status.st_mtime_ns, status.st_size, status.st_ino
-        if self._known.get(directory, (None, ""))[0] != state:
-            self._known[directory] = state, _bad_of(history)
-        return self._known[directory][1]
-
-
-def _bad_of(history: RunHistory) -> str:
-    bad = [one.text for one in harm(history) if one.level == "bad"]
-    return bad[0].partition(":")[0] if bad else ""
-
-
-def summary_of(name: str, directory: Path, judged: Judged | None = None) -> Summary | None:
-    """The run in one line; ``None`` if it cannot be read at all.
-
-    Args:
-        judged: what was found before of the same runs.
-    """
+def summary_of(name: str, directory: Path) -> Summary | None:
+    """The run in one line; ``None`` if it cannot be read at all."""
     try:
         facts = facts_of(directory)
     except AllhandsError:
         return None
     history = facts.history
     started, last, ended = history.started, history.train[-1] if history.train else None, history.ended
+    bad = [one.text for one in harm(history) if one.level == "bad"]
     return Summary(
         name=name,
         status=facts.status,
@@ -135,7 +109,7 @@ def summary_of(name: str, directory: Path, judged: Judged | None = None) -> Summ
         trained_s=history.trained_s,
         memory_bytes=facts.together_bytes,
         can_stop=facts.status == "going on" and head_of(facts) is not None,
-        harm=(judged or Judged()).of(directory, history),
+        harm=bad[0].partition(":")[0] if bad else "",
     )
 
 
@@ -205,16 +179,14 @@ def ask_to_stop(directory: Path) -> str:
     Raises:
         DataError: it does not go on, or not on this computer.
     """
-    process = head_of(facts_of(directory))
+    process, hint = head_of(facts_of(directory)), "stop it where it was started, with Ctrl-C"
     if process is None:
-        hint = "stop it where it was started, with Ctrl-C"
         raise DataError("no process of this run lives on this computer", where=str(directory), hint=hint)
     try:
         process.send_signal(signal.SIGTERM)  # to nobody who has got its number by now
     except (psutil.Error, OSError) as error:
-        hint = "stop it where it was started, with Ctrl-C"
-        reason = error.strerror if isinstance(error, OSError) else "it has just ended, or is another user's"
-        raise DataError(f"it cannot be asked: {reason}", where=str(directory), hint=hint) from None
+        reason = f"it cannot be asked ({error}): it has just ended, or is another user's"
+        raise DataError(reason, where=str(directory), hint=hint) from None
     return f"asked process {process.pid} to save and stop at {time.strftime('%H:%M:%S')}"
 
 
