@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -212,6 +213,7 @@ def impatient(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ser
     """A server in this process, whose times are short."""
     monkeypatch.setattr(handler, "HEAD_S", 1.0)
     monkeypatch.setattr(handler, "BODY_S", 1.0)
+    monkeypatch.setattr(serving, "_MOST_CONNECTIONS", 8)
     kept: list[serving._Server] = []
     begin = serving._Server.__init__
 
@@ -253,6 +255,34 @@ def test_slow_callers_are_sent_away_as_a_whole_and_hold_up_nobody(impatient: Ser
         assert parsed(received(client))[0] == 408
         client.close()
     assert time.monotonic() - begun < 8
+
+
+def test_however_many_wait_one_that_asks_is_answered(impatient: Served) -> None:
+    idle: list[socket.socket] = []
+    for _ in range(40):
+        idle.append(impatient.connect())
+        idle[-1].sendall(b"GET /")
+    begun = time.monotonic()
+    assert impatient.ask("POST", ROUTES[0][1], CHAT)[0] == 200
+    assert time.monotonic() - begun < 5
+    for client in idle:
+        client.close()
+
+
+def test_where_all_wait_for_answers_another_is_told_so(impatient: Served) -> None:
+    never = {"logit_bias": {"2": -100}}  # the token at which it would end
+    endless = json.dumps({**CHAT, **never, "max_tokens": 10**6, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(endless)}\r\n\r\n"
+    busy: list[socket.socket] = []
+    for _ in range(8):
+        busy.append(impatient.connect())
+        busy[-1].sendall(head.encode() + endless)
+        assert busy[-1].recv(12) == b"HTTP/1.0 200"
+    assert parsed(impatient.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 503
+    for client in busy:
+        client.close()
+    time.sleep(1)
+    assert impatient.ask("GET", "/health")[0] == 200
 
 
 def test_a_model_that_failed_begins_anew(impatient: Served, capfd: pytest.CaptureFixture[str]) -> None:

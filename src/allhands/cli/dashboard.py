@@ -10,7 +10,8 @@ from allhands.cli.verbs_runs import Dashboard
 from allhands.errors import DataError
 from allhands.io.paths import meant
 from allhands.io.terminal import tell
-from allhands.report.dashboard.app import Settings, make_app, run
+from allhands.report.dashboard.app import Settings, make_app
+from allhands.report.dashboard.serving import run
 from allhands.runtime.http_guard import listen
 
 

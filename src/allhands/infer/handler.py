@@ -125,6 +125,8 @@ class Handler(APIHandler):
         if self.command != "OPTIONS" and not self.server.guard.knows_token(self.headers.items()):
             told = "the token is missing or wrong: send the one that was printed (Authorization: Bearer, or api_key)"
             raise Refused(told, 401, "invalid_api_key")
+        if self.command != "POST":
+            self.server.has_asked(self.connection)
         return True
 
     # --- what is asked for ----------------------------------------------------------------------------
@@ -270,6 +272,7 @@ class Handler(APIHandler):
         self.connection.settimeout(_WRITE_S)
         if len(raw) < length:
             raise Refused(f"the body ends after {len(raw)} of {length} bytes")
+        self.server.has_asked(self.connection)
         return raw
 
     # --- how it is answered ---------------------------------------------------------------------------

@@ -35,6 +35,12 @@ from allhands.run.adapter_files import check_adapter
 from allhands.runtime.accelerator import detect
 from allhands.runtime.http_guard import Guard, Listening
 
+_MOST_CONNECTIONS = 128
+_BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    b'{"error": {"message": "too many requests wait for an answer", "type": "server_error", "param": null, '
+    b'"code": null}}'
+)
 _LINGER_S = 2.0  # for what a refused client still sends; closed before that, it may not see the answer
 
 
@@ -52,7 +58,10 @@ class ServeOptions:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection."""
+    """A thread for each connection, and not too many of them.
+
+    Callers that never finish their request make room, the one that began first before others.
+    """
 
     def __init__(self, listening: Listening, provider: Provider, served: Served) -> None:
         super().__init__(("", 0), Handler, bind_and_activate=False)  # type: ignore[arg-type]
@@ -63,16 +72,20 @@ class _Server(ThreadingHTTPServer):
         self.served = served
         self._provider = provider
         self._fingerprint = get_system_fingerprint()
-        self._generator = Generator(self._provider)
+        self._generator = self._new_generator()
         self._lock = threading.Lock()
+        self._reading: dict[socket.socket, bool] = {}  # of each connection whether its request is still awaited
 
     # --- the model ------------------------------------------------------------------------------------
+
+    def _new_generator(self) -> Generator:
+        return Generator(self._provider)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer; by a new generator if one has failed, as where memory was too small for some prompt."""
         with self._lock:
             if not self._generator.is_healthy:
-                self._generator = Generator(self._provider)
+                self._generator = self._new_generator()
         Handler(self._generator, request, client_address, self, system_fingerprint=self._fingerprint)
 
     def stop(self) -> None:
@@ -82,8 +95,30 @@ class _Server(ThreadingHTTPServer):
 
     # --- connections ----------------------------------------------------------------------------------
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a connection, if need be in place of one that has not asked yet."""
+        with self._lock:
+            if len(self._reading) >= _MOST_CONNECTIONS:
+                slowest = next((one for one, reading in self._reading.items() if reading), request)
+                self._reading.pop(slowest, None)
+                with suppress(OSError):
+                    if slowest is request:
+                        request.sendall(_BUSY)
+                    slowest.shutdown(socket.SHUT_RDWR)
+            self._reading[request] = True
+        super().process_request(request, client_address)
+
+    def has_asked(self, request: socket.socket) -> None:
+        """Its request is complete: it keeps its place."""
+        with self._lock:
+            if request in self._reading:
+                self._reading[request] = False
+
     def shutdown_request(self, request: Any) -> None:
         """Close, after what the client still sends: it would not see the answer otherwise."""
+        with self._lock:
+            if request in self._reading:
+                self._reading[request] = True
         with suppress(OSError):
             request.shutdown(socket.SHUT_WR)
             until = time.monotonic() + _LINGER_S
@@ -91,6 +126,8 @@ class _Server(ThreadingHTTPServer):
                 request.settimeout(left)
                 if not request.recv(65536):
                     break
+        with self._lock:
+            self._reading.pop(request, None)
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -7,17 +7,14 @@ What changes anything, the stop button, needs a header that no other web page ca
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from markupsafe import escape
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -84,15 +81,6 @@ def make_app(settings: Settings) -> Starlette:
     ]
     guard = [Middleware(_Guard, settings.guard)]
     return Starlette(routes=routes, middleware=guard, exception_handlers={AllhandsError: _told})
-
-
-def run(app: ASGIApp, listener: socket.socket) -> None:
-    """Answer requests until a signal; those under way have two seconds then."""
-    quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False, "ws": "none"}
-    config = uvicorn.Config(app, timeout_graceful_shutdown=2, http="h11", lifespan="off", **quiet)
-    # Either signal is how it is meant to end; uvicorn ends its work, and then sends itself the signal again.
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
 
 
 class _Guard:
