@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from allhands.cluster import ssh
 from allhands.cluster.hosts import Host, read_hostfile
@@ -50,6 +51,26 @@ class Roster:
     edition: int = 0
     troubles: Mapping[str, SshTrouble] = field(default_factory=dict[str, SshTrouble], hash=False)
     possible: int | None = None
+
+
+class Members(Protocol):
+    """The computers of a job."""
+
+    def roster(self) -> Roster:
+        """Find out who can take part now; takes seconds if computers have to be asked."""
+        ...
+
+    def leave_out(self, seats: Iterable[str]) -> None:
+        """Do without these from now on, until a person changes the list of computers."""
+        ...
+
+    def changed(self, current: Sequence[Place]) -> str | None:
+        """Return why the ranks should regroup: more could take part than those of ``current``. Returns at once."""
+        ...
+
+    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
+        """Return the computers that would then be there besides those of ``current``."""
+        ...
 
 
 class LocalMembers:
@@ -328,6 +349,3 @@ class HostfileMembers:
 
 def _seats(places: Iterable[Place]) -> tuple[str, ...]:
     return tuple(place.name for place in places for _ in range(place.num_ranks))
-
-
-Members = LocalMembers | HostfileMembers

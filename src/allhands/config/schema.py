@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     PrivateAttr,
     ValidationError,
@@ -32,20 +33,16 @@ from allhands.errors import ConfigError
 from allhands.io.paths import local_path
 
 # What --report-to knows, and the package that each needs.
-TRACKERS: dict[str, str] = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "swanlab": "swanlab",
-}
+TRACKERS = {"tensorboard": "tensorboardX"} | {name: name for name in ("wandb", "mlflow", "trackio", "swanlab")}
 # Compiling a step of SmolLM-135M for an H200 costs 19 s where its kernels were never built, less than one where they
 # are in the cache, and saves 10 to 14 ms of 62 a step: it pays from 1,500 batches the first time, and from 100 later.
 COMPILE_FROM_BATCHES = 400
 
 
-class _Strict(BaseModel, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True):
-    """Options that are validated when the first are made, so that help does not wait for it."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

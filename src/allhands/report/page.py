@@ -170,7 +170,7 @@ def _sections(
         drawn += [*_some(charts, f"rank-memory-{place}"), *([measured] if measured else [])]
     yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
     yield Section("memory", "Memory", charts=tuple(drawn), grids=_grids(_needs, named))
-    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=_all_grids(planned_grids, named))
+    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=_all_grids(_planned, named))
     yield Section("restarts", "Starts, faults and restarts", grids=_grids(_events, named))
     machines = _columns("model and machines", labels, [_machine(run) for run in runs])
     yield Section("machines", "Model and machines", grids=(machines,))
@@ -185,6 +185,10 @@ _Named = Sequence[tuple[str, ReportFacts]]
 
 def _grids(make: Callable[[str, ReportFacts], Grid | None], named: _Named) -> tuple[Grid, ...]:
     return tuple(grid for each in named if (grid := make(*each)))
+
+
+def _planned(label: str, run: ReportFacts) -> Iterator[Grid]:
+    return planned_grids(label, comparison_of(run))
 
 
 def _all_grids(make: Callable[[str, ReportFacts], Iterator[Grid]], named: _Named) -> tuple[Grid, ...]:

@@ -49,9 +49,8 @@ def _word(figure: Figure) -> Judgement:
     return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.{why}")
 
 
-def planned_grids(label: str, run: ReportFacts) -> Iterator[Grid]:
+def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
     """A table of the figures, and one of the options in which the run differs from its plan."""
-    found = comparison_of(run)
     if found and found.figures:
         marked = any(figure.marked for figure in found.figures)
         caption = f"{label}: planned and measured" + "; * with other options than planned" * marked

@@ -148,7 +148,8 @@ def _absent(cluster: Cluster, role: str, source: str) -> Iterator[Found]:
     absent = [host.name for host, tree in copies if tree.error is None and tree.path is None]
     if len(absent) < len(copies):
         later = " yet, and would fetch it when training starts" if fetched else ""
-        yield from ((name, severity, f"it does not have the {role} {source}{later}", sync) for name in absent)
+        for name in absent:
+            yield name, severity, f"it does not have the {role} {source}{later}", sync
         return
     message, remedy = f"no computer has the {role} {source}", f"ls -ld {shlex.quote(source)}"
     if fetched:
