@@ -209,7 +209,7 @@ def test_a_batch_script_without_srun_is_one_process_and_says_so(
     command = " ".join([*ALLHANDS, "train", *options(bench, trial.out)])
     number = alone_here.submit("-n", "2", "--output", log, "--wrap", command, env={"TMPDIR": str(trial.temporary)})
     alone_here.wait_for(number, "COMPLETED", 60.0)
-    assert "allhands: note: the job has 2 tasks, and this is a shell or a script, not one of them" in log.read_text()
+    assert "allhands: note: the job has 2 tasks, and this shell or script is not one of them" in log.read_text()
     assert read_run(trial.out).losses == one.losses
 
 

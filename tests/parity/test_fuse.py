@@ -222,9 +222,9 @@ def test_a_gguf_of_a_quantised_model_is_refused_before_any_work(tmp_path: Path) 
         ("[1]", "it is not an object"),
         ("{}", "there are no lora_parameters"),
         ('{"lora_parameters": 3, "num_layers": 2}', "there are no lora_parameters"),
-        ('{"lora_parameters": {"rank": 4, "scale": 2.5}}', "num_layers is missing"),
-        ('{"lora_parameters": {"rank": "a", "scale": 2.5}, "num_layers": 2}', "rank is not a number"),
-        ('{"lora_parameters": {"rank": 4}, "num_layers": 2}', "scale is missing"),
+        ('{"lora_parameters": {"rank": 4, "scale": 2.5}}', "num_layers is no number"),
+        ('{"lora_parameters": {"rank": "a", "scale": 2.5}, "num_layers": 2}', "rank is no number"),
+        ('{"lora_parameters": {"rank": 4}, "num_layers": 2}', "scale is no number"),
     ],
 )
 def test_a_description_that_is_none_is_found_before_a_model_is_loaded(

@@ -148,7 +148,7 @@ def test_keys_at_a_terminal_mean_what_they_mean_in_one_process(place: Path) -> N
             session.type("What is dew?\n")
             session.until("dew?")  # as the terminal echoes it
             session.until("\n")
-            time.sleep(0.5)
+            session.until("\x1c")  # the answer, which does not end by itself, has begun
             session.type("\x03")
             session.until("(stopped)")
             session.until(">> ")

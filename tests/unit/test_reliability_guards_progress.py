@@ -182,6 +182,9 @@ class _Freezing:
         self.clock, self.phase, self.stops = clock, phase, stops
         self.killed, self.asked = False, 0
 
+    def places(self) -> str:
+        return ""
+
     def stopped(self, rank: int) -> bool:
         self.asked += 1
         return rank == 1 and any(begin <= self.clock.now < end for begin, end in self.stops)

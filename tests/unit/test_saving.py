@@ -72,19 +72,24 @@ def test_what_is_there_with_the_same_weights_stays(keep_last: int, tmp_path: Pat
     assert all(stamps(tmp_path)[name] != before[name] for name in before)
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        "checkpoints/step-0000005/optimizer.safetensors",
-        *("0000010_adapters.safetensors", "adapters.safetensors", "adapter_config.json"),
-    ],
-)
-def test_where_something_is_missing_all_is_written(lost: str, tmp_path: Path) -> None:
+LOST = {
+    "checkpoints/step-0000005/optimizer.safetensors": {"checkpoints/step-0000005"},
+    "0000010_adapters.safetensors": {"0000010_adapters.safetensors"},
+    "adapters.safetensors": {"adapters.safetensors", "adapter_config.json"},
+    "adapter_config.json": {"adapters.safetensors", "adapter_config.json"},
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_is_missing_is_written_and_nothing_else(lost: str, tmp_path: Path) -> None:
     save(tmp_path, "last")
     before = stamps(tmp_path)
     (tmp_path / lost).unlink()
     assert len(save(tmp_path, "same")) == 1
-    assert stamps(tmp_path).keys() == before.keys()
+    after = stamps(tmp_path)
+    assert after.keys() == before.keys()
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {name for name in before if any(name.startswith(one) for one in LOST[lost])}
     found = open_checkpoint(checkpoint_path(tmp_path, 5))
     assert (found.step, found.iteration) == (5, 10)
 

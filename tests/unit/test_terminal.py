@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from command_line import call_allhands
 from rich.console import Console
-from rich.table import Table
 from test_metrics import ENDED, STARTED, train, valid
 
 from allhands.cluster.mpi import find_mpi, usable_mpi
@@ -178,16 +177,12 @@ def test_a_file_is_as_wide_as_any_file_whatever_window_is_open(monkeypatch: pyte
 
 
 def test_a_table_loses_columns_and_no_figures() -> None:
-    table = Table(pad_edge=False)
-    for name in ("run", "loss", "tokens/s", "memory"):
-        table.add_column(name, no_wrap=True)
-    table.add_row("first of them", "2.345", "123456", "612 MB")
+    heads, row = ("run", "loss", "tokens/s", "memory"), ("first of them", "2.345", "123456", "612 MB")
     for width in range(25, 60):
         out = io.StringIO()
-        print_table(console_for(out, {}, width=width), table, ("memory", "tokens/s"))
+        print_table(console_for(out, {}, width=width), heads, [row], ("memory", "tokens/s"))
         assert "2.345" in out.getvalue(), width
         assert "…" not in out.getvalue(), width
-    assert len(table.columns) == 4
 
 
 # --- the command in a terminal ---------------------------------------------------------------------------

@@ -185,10 +185,15 @@ class Saver(Generic[P]):
         """What has been written, or could not be, since the last call."""
         if wait_for_all:
             wait([future for _, future in self._pending])
-        # In order: one that ends meanwhile is told the next time, after those before it.
+        # Each is looked at once: one that ends meanwhile is told the next time.
+        waiting: list[tuple[int, Future[SavedReport | None]]] = []
         done: list[Future[SavedReport | None]] = []
-        while self._pending and self._pending[0][1].done():
-            done.append(self._pending.pop(0)[1])
+        for entry in self._pending:
+            if entry[1].done():
+                done.append(entry[1])
+            else:
+                waiting.append(entry)
+        self._pending = waiting
         troubles = [self._troubles.popleft() for _ in range(len(self._troubles))]
         outcomes = (_outcome(future) for future in done)
         return [*troubles, *(outcome for outcome in outcomes if outcome is not None)]
@@ -216,9 +221,10 @@ class Saver(Generic[P]):
             if not self._has_room:
                 self._plan.room()
                 self._has_room = True
-            if request.kind == "same" and self._is_there(request):
+            there = self._there(request) if request.kind == "same" else frozenset[Path]()
+            if there == self._wanted(request):
                 return None
-            return self._write_best(request) if request.kind == "best" else self._write_last(request)
+            return self._write_best(request) if request.kind == "best" else self._write_last(request, there)
         except OSError as error:
             raise storage_error_of(error, self._plan.directory) from error
 
@@ -239,23 +245,34 @@ class Saver(Generic[P]):
     def _numbered(self, request: _Request) -> Path:
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
 
-    def _is_there(self, request: _Request) -> bool:
-        """Whether the checkpoint and the adapter with these weights lie in their places already, whole."""
-        plan, digest = self._plan, hashlib.sha256()
-        files = [plan.directory / WEIGHTS_FILE, *([self._numbered(request)] if plan.numbered else [])]
-        beside = [CONFIG_FILE, *([] if plan.chat_template is None else [TEMPLATE_FILE])]
-        if plan.model is not None or not all((plan.directory / name).exists() for name in beside):
-            return False
+    def _wanted(self, request: _Request) -> frozenset[Path]:
+        """What there should be after a save of the last weights: the checkpoint, and files beside it."""
+        plan = self._plan
+        checkpoint = [checkpoint_path(plan.directory, request.step)] if plan.keep_last else []
+        numbered = [self._numbered(request)] if plan.numbered else []
+        if plan.model is not None:
+            return frozenset([*checkpoint, *numbered, plan.directory / MODEL])
+        template = [plan.directory / TEMPLATE_FILE] if plan.chat_template is not None else []
+        own = plan.directory / CONFIG_FILE, plan.directory / WEIGHTS_FILE
+        return frozenset([*checkpoint, *numbered, *template, *own])
+
+    def _there(self, request: _Request) -> frozenset[Path]:
+        """What of it lies in its place already, whole, with these weights."""
+        digest = hashlib.sha256()
         for piece in safetensors_pieces(self._all_weights(request)):
             digest.update(piece)
-        plan.busy()
-        try:
-            sums = {sum_of(file) for file in files}
-            if plan.keep_last:
-                sums.add(open_checkpoint(checkpoint_path(plan.directory, request.step)).files[WEIGHTS_FILE].sha256)
-        except (CheckpointError, KeyError):  # something is missing, damaged, or something else
-            return False
-        return sums == {digest.hexdigest()}
+        weights = digest.hexdigest()
+
+        def same(path: Path) -> bool:
+            self._plan.busy()
+            try:
+                if path.is_dir():
+                    return open_checkpoint(path).files[WEIGHTS_FILE].sha256 == weights
+                return path.exists() if path.name in (CONFIG_FILE, TEMPLATE_FILE) else sum_of(path) == weights
+            except (CheckpointError, KeyError):  # it is missing, damaged, or something else
+                return False
+
+        return frozenset(path for path in self._wanted(request) if same(path))
 
     def _write_best(self, request: _Request) -> Path:
         target = self._plan.directory / BEST
@@ -265,13 +282,13 @@ class Saver(Generic[P]):
             return self._plan.directory / BEST_MODEL
         return target / WEIGHTS_FILE
 
-    def _write_last(self, request: _Request) -> Path:
+    def _write_last(self, request: _Request, there: frozenset[Path]) -> Path:
         """The checkpoint, room for the next one, then the copies that mlx_lm and people look for."""
         plan = self._plan
         inject_fault("save", request.step, plan.rank)
         make_directory(plan.directory, private=True)
         written, target = None, checkpoint_path(plan.directory, request.step)
-        if request.kind != "suspect" and plan.keep_last:
+        if request.kind != "suspect" and plan.keep_last and target not in there:
             failure: StorageError | OSError | None = None
             try:
                 written = self._checkpoint(target, request)
@@ -281,43 +298,47 @@ class Saver(Generic[P]):
                 # Also where it could not be written: what need not be kept may be what fills the disk.
                 self._prune(request, written)
             if failure is not None:
-                raise self._without_checkpoint(request, failure) from failure
+                raise self._without_checkpoint(request, there, failure) from failure
         inject_fault("save", request.step, plan.rank)
         try:
-            return self._write_copies(request)
+            return self._write_copies(request, there)
         except (AllhandsError, OSError) as error:
-            if written is None:
+            if written is None and target not in there:
                 raise
             told = error if isinstance(error, AllhandsError) else storage_error(plan.directory, error)
             raise CopyError(told.message, where=told.where, hint=told.hint) from error
 
-    def _without_checkpoint(self, request: _Request, error: StorageError | OSError) -> StorageError:
+    def _without_checkpoint(
+        self, request: _Request, there: frozenset[Path], error: StorageError | OSError
+    ) -> StorageError:
         """The error, which says whether the weights could be written: they take a part of a checkpoint's room."""
         told = error if isinstance(error, StorageError) else storage_error_of(error, self._plan.directory)
         try:
-            path = self._write_copies(request, numbered=False)
+            path = self._write_copies(request, there | {self._numbered(request)})
         except (AllhandsError, OSError):
             return told
         hint = f"{told.hint}; the weights of step {request.step} are in {path}, without what is needed to go on"
         return StorageError(told.message, where=told.where, hint=hint)
 
-    def _write_copies(self, request: _Request, *, numbered: bool = True) -> Path:
+    def _write_copies(self, request: _Request, there: frozenset[Path]) -> Path:
         """The weights under their iteration's number and, unless they are suspect, as the adapter to use."""
         plan, weights = self._plan, self._all_weights(request)
-        if request.kind == "suspect" or (plan.numbered and numbered):
-            write_whole(self._numbered(request), lambda draft: _write_tensors(draft, weights), private=True)
+        numbered = self._numbered(request)
+        if request.kind == "suspect" or (plan.numbered and numbered not in there):
+            write_whole(numbered, lambda draft: _write_tensors(draft, weights), private=True)
         if request.kind == "suspect":
-            return self._numbered(request)
+            return numbered
         inject_fault("save", request.step, plan.rank)
         if plan.model is not None:
             plan.model.write(plan.directory / MODEL, self._weights(request))
             inject_fault("save", request.step, plan.rank)
             return plan.directory / MODEL
-        adapter = plan.directory / WEIGHTS_FILE
-        # The configuration is written with the weights, not before: until then what is there may be another run's.
-        save_adapter_config(plan.adapter_config, plan.directory)
-        save_template(plan.chat_template, plan.directory)
-        write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
+        adapter, config = plan.directory / WEIGHTS_FILE, plan.directory / CONFIG_FILE
+        if not there >= {adapter, config}:
+            # The configuration is written with the weights, not before: until then what is there may be another run's.
+            save_adapter_config(plan.adapter_config, plan.directory)
+            save_template(plan.chat_template, plan.directory)
+            write_whole(adapter, lambda draft: _write_tensors(draft, weights), private=True)
         inject_fault("save", request.step, plan.rank)
         return adapter
 

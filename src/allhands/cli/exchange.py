@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from allhands.cli.answering import tell_harm
 from allhands.cli.export_models import export_model
 from allhands.cli.verbs_models import Export, Format, Import, Target
@@ -122,6 +120,8 @@ def import_adapter(asked: Import) -> None:
             raise ModelError(
                 error.message.replace(str(staged), str(asked.path)), where=str(asked.path), hint=hint
             ) from None
+        import mlx.core as mx
+
         found = dict(flatten(loaded.model.parameters()))
         for name, value in made.weights.items():
             if name not in found or not mx.array_equal(found[name], value):
@@ -156,6 +156,8 @@ def _read(directory: Path, weights: str, config: str) -> Adapter:
             raise ModelError(
                 f"{name} is missing{there}", where=str(directory), hint=meant(directory, "give an adapter's directory")
             )
+    import mlx.core as mx
+
     try:
         described = json.loads((directory / config).read_text(encoding="utf-8"))
         if not isinstance(described, dict):
@@ -181,6 +183,8 @@ def _write(
     ``template``: the file with the chat template that goes with them, if there is one. ``private``: for its owner
     alone, as a run is; else with the modes of every export.
     """
+    import mlx.core as mx
+
     with staging(out, private=private) as staged:
         write_whole(
             staged / weights,

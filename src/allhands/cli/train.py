@@ -13,9 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from allhands.checkpoints import find, find_latest, run_name
 from allhands.checkpoints.place import require_place_of_run
@@ -34,12 +32,13 @@ from allhands.errors import AllhandsError, ConfigError, Regroup
 from allhands.io.paths import written
 from allhands.io.terminal import print_line, progress_console, tell, tell_lost_words
 from allhands.observe.journal import EVENTS_FILE, Journal, read_events
-from allhands.observe.judging import harm
-from allhands.observe.metrics.history import read_metrics
 from allhands.runtime import faults
 from allhands.runtime.blas import available_cores, limit_cores, preload_blas
 from allhands.runtime.jit_cache import publish
 from allhands.runtime.without_torch import leave_torch_out
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOG_DIRECTORY = "logs"
 HOSTS_FILE = "hosts.txt"
@@ -336,6 +335,10 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 def tell_troubles(directory: Path) -> None:
     """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
+    # A supervisor needs none of it, and starts sooner.
+    from allhands.observe.judging import harm
+    from allhands.observe.metrics.history import read_metrics
+
     with suppress(AllhandsError, OSError):
         for one in harm(read_metrics(directory)):
             tell(f"allhands: warning: {one.text}")

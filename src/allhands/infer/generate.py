@@ -25,7 +25,7 @@ from allhands.model.quantized import is_quantized
 from allhands.model.tokenizer import positions_of
 from allhands.run.adapter_files import check_adapter
 from allhands.run.expecting import Device, dense_form_fits, packed_note, require_room_for_weights
-from allhands.runtime.accelerator import detect, peak_memory_bytes
+from allhands.runtime.accelerator import Accelerator, detect, peak_memory_bytes
 
 ALONE = Mesh()
 
@@ -179,14 +179,14 @@ def stream_answer(
     max_tokens = room_for_answer(len(tokens), positions_of(loaded.config), max_tokens)
     mx.random.seed(sampling.seed)
     sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
-    model = cast("Any", loaded.model)
+    model, accelerator = cast("Any", loaded.model), detect()
     for part in stream_generate(model, loaded.tokenizer, list(tokens), max_tokens=max_tokens, sampler=sampler):
-        yield part.text, _speed(part)
+        yield part.text, _speed(part, accelerator)
 
 
-def _speed(told: Any) -> Speed:
+def _speed(told: Any, accelerator: Accelerator) -> Speed:
     figures = (told.prompt_tokens, told.prompt_tps, told.generation_tokens, told.generation_tps)
-    return Speed(*figures, peak_memory_bytes(detect()))
+    return Speed(*figures, peak_memory_bytes(accelerator))
 
 
 def answer_all(
@@ -205,4 +205,4 @@ def answer_all(
     sizes: dict[str, Any] = {"completion_batch_size": batch_size, "prefill_batch_size": batch_size}
     with wired_limit(model, cast("Any", [generation_stream])):
         response = batch_generate(model, cast("Any", loaded.tokenizer), batch, max_tokens=room, **sizes)
-    return [text.strip() for text in response.texts], _speed(response.stats)
+    return [text.strip() for text in response.texts], _speed(response.stats, detect())

@@ -245,4 +245,5 @@ def _unread(path: Path, error: Exception) -> ModelError:
     elif isinstance(error, StrictDataclassError):
         hint = "correct that value in config.json, or fetch it of a conversion that Transformers can read"
     said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
-    return ModelError(f"the tokenizer cannot be loaded: {said}", where=str(path), hint=hint)
+    where = path / "config.json" if isinstance(error, StrictDataclassError) else path
+    return ModelError(f"the tokenizer cannot be loaded: {said}", where=str(where), hint=hint)

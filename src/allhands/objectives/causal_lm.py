@@ -80,7 +80,8 @@ def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFu
 
 def _plain_loss(model: Any, *batch: mx.array) -> mx.array:
     inputs, positions, targets, *documents = batch
-    logits = model(inputs, **_kept_apart(len(model.layers), documents))
+    more = _kept_apart(len(model.layers), documents) if documents else {}  # not every model tells its layers
+    logits = model(inputs, **more)
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
 
 

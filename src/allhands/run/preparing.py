@@ -74,6 +74,7 @@ from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
 from allhands.run.piping import divides, kept_of
+from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
@@ -156,6 +157,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
+    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += padding_told(model, data)
     if start is not None and divides(config):
         load_trained(model, start, new=fresh is not None, tested=not config.train)
