@@ -347,6 +347,8 @@ def tell_troubles(directory: Path) -> None:
 def _console(tagged: bool) -> Console:
     """Where progress goes."""
     if tagged:
+        from rich.console import Console
+
         return Console(highlight=False, force_terminal=False, width=_LOG_WIDTH)
     return progress_console(sys.stdout, highlight=False)
 
