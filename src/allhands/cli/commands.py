@@ -36,25 +36,25 @@ allhands pretrain -n 2 -c stories.yaml --epochs 2 --resume auto
 # Of each verb the class of its options in verbs_*.py, module and function of its work, which is imported when the verb
 # is called, and its line of the overview, for which nothing is imported.
 _VERBS = {
-    "plan": ("runs.Plan plan:plan", "Tell what a training takes, and if more computers help."),
-    "launch": ("training.Launch launch:launch", "Start a program of your own on every rank, and keep it going."),
+    "plan": ("runs.Plan plan:plan", "Predict a training's time and memory, on one computer or more."),
+    "launch": ("training.Launch launch:launch", "Run your own program on every rank; restart it after faults."),
     "generate": ("models.Generate generate:generate", "Ask a model, with or without a trained adapter."),
     "compare": ("models.Compare compare:compare", "Answer held-out prompts before and after training."),
     "plot": ("runs.Plot plot:plot", "Draw the loss curves of runs on one graph; print their times."),
     "monitor": ("runs.Monitor monitor:monitor", "Show memory, load and phases of a run's processes, live."),
-    "demo": ("runs.Demo demo:demo", "A small model learns to talk like a pirate: the whole road."),
+    "demo": ("runs.Demo demo:demo", "Teach a small model to talk like a pirate, from start to end."),
     "report": ("runs.Report report:report", "Write a page about a run, or several compared."),
     "dashboard": ("runs.Dashboard dashboard:dashboard", "Show runs in the browser while they go on."),
     "chat": ("models.Chat chat:chat", "Talk with a model, with or without a trained adapter."),
-    "eval": ("training.Eval evaluate:evaluate", "Loss and perplexity of a model on a part of the data."),
+    "eval": ("training.Eval evaluate:evaluate", "Measure loss and perplexity of a model on a split of the data."),
     "serve": ("models.Serve serve:serve", "Answer requests to a model over HTTP, as OpenAI does."),
     "fuse": ("models.Fuse fuse:fuse", "Merge a trained adapter into its model."),
-    "export": ("models.Export exchange:export_adapter", "Write what was trained for other programs."),
-    "import": ("models.Import exchange:import_adapter", "Take an adapter that another program has trained."),
-    "upload": ("models.Upload upload:upload", "Put a model or an adapter on the Hugging Face Hub."),
-    "container": ("runs.Container container:container", "Train as the program of a container image."),
+    "export": ("models.Export exchange:export_adapter", "Export an adapter or a model for other programs."),
+    "import": ("models.Import exchange:import_adapter", "Import an adapter that another program has trained."),
+    "upload": ("models.Upload upload:upload", "Upload a model or an adapter to the Hugging Face Hub."),
+    "container": ("runs.Container container:container", "Train in a container, on SageMaker, Vertex AI or Kubernetes."),
     "env": ("runs.Env env:show_environment", "Show the launcher of this process, and its settings."),
-    "version": ("runs.Version env:version", "Versions of allhands and of what it stands on."),
+    "version": ("runs.Version env:version", "Show the versions of allhands and its packages."),
 }
 _GROUPS = {
     "model": (
@@ -70,7 +70,7 @@ _GROUPS = {
         },
     ),
     "tokenizer": (
-        "Make tokenizers, and see how they cut texts.",
+        "Train tokenizers, and show how they split texts.",
         {"train": "data.TokenizerTrain tokenizer:train", "show": "data.TokenizerShow tokenizer:show"},
     ),
     "checkpoint": (
@@ -82,7 +82,7 @@ _GROUPS = {
         },
     ),
     "cluster": (
-        "Several computers: check, prepare and measure them.",
+        "Check, prepare and measure several computers.",
         {
             "init": "cluster.ClusterInit cluster_init:cluster_init",
             "sync": "cluster.ClusterSync cluster_sync:sync",

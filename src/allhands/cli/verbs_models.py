@@ -231,7 +231,7 @@ class Fuse(NamedTuple):
 
 
 class Export(NamedTuple):
-    """Write what was trained for other programs.
+    """Export an adapter or a model for other programs.
 
     peft: LoRA and DoRA adapters for PyTorch, as PeftModel.from_pretrained, vLLM and others read them. hf: the model
     with the adapter merged, as transformers loads it. gguf: the same as one file for llama.cpp and LM Studio. ollama:
@@ -256,7 +256,7 @@ class Export(NamedTuple):
 
 
 class Import(NamedTuple):
-    """Take an adapter that another program has trained.
+    """Import an adapter that another program has trained.
 
     peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
     """
@@ -272,7 +272,7 @@ class Import(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """Put a model or an adapter on the Hugging Face Hub.
+    """Upload a model or an adapter to the Hugging Face Hub.
 
     The one command that sends anything away. Checkpoints and logs of a run are left out. `hf auth login` comes first.
     """

@@ -32,7 +32,7 @@ Inspected = Annotated[
 
 
 class Plan(NamedTuple):
-    """Tell what a training takes, and if more computers help.
+    """Predict a training's time and memory, on one computer or more.
 
     Will it fit, how long will it take on one computer and on several, what does it cost, and what to do.
 
@@ -123,7 +123,7 @@ class Dashboard(NamedTuple):
 
 
 class Demo(NamedTuple):
-    """A small model learns to talk like a pirate: the whole road.
+    """Teach a small model to talk like a pirate, from start to end.
 
     It is trained on one process and on two, and asked before and after.
     """
@@ -172,11 +172,11 @@ class Env(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Versions of allhands and of what it stands on."""
+    """Show the versions of allhands and its packages."""
 
 
 class Container(NamedTuple):
-    """Train as the program of a container image.
+    """Train in a container, on SageMaker, Vertex AI or Kubernetes.
 
     Reads what SageMaker, Vertex AI or Kubernetes hand to it, and leaves the model where they look for it.
     """

@@ -38,7 +38,7 @@ def _said(name: str) -> str:
 
 
 class Launch(NamedTuple):
-    """Start a program of your own on every rank, and keep it going.
+    """Run your own program on every rank; restart it after faults.
 
     For example: allhands launch -n 2 -- python my_script.py --my-option
     """
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
 
 
 class Eval(NamedTuple):
-    """Loss and perplexity of a model on a part of the data.
+    """Measure loss and perplexity of a model on a split of the data.
 
     The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
     """
