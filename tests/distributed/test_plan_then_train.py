@@ -48,7 +48,7 @@ def test_planned_trained_and_told(tmp_path: Path) -> None:
     shown = rows[f"memory of a rank at its peak ({memory.name})"]
     assert shown[:2] == [f"{memory.rank_bytes / 1e6:.0f} MB", f"{peak / 1e6:.0f} MB"]
     assert float(shown[2]) == pytest.approx(peak / memory.rank_bytes, abs=0.006)
-    # Of so small a model most is what a process takes by itself, and the one that plans has more modules.
+    # 1.21 was measured for this tiny model, of which most is what a process takes by itself: the plan says too much.
     assert memory.rank_bytes == pytest.approx(peak, rel=0.25)
     assert {"a step", "all steps", "time to the start"} <= rows.keys()
     assert all(float(rows[name][2]) > 0 for name in ("a step", "all steps", "time to the start"))
