@@ -157,6 +157,8 @@ def test_open_mpi_over_pmix_ends_well(
     alone_here: Slurm, trial: Trial, bench: Bench, one: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that ends without MPI's finalizer is a failure for it, and the others are killed."""
+    # Slurm's PMIx hides that both ranks share a computer, so they talk over TCP. Other tests' interfaces come and go.
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "lo")
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # rank 0 has to look for fonts before it can draw: seconds
     job = finish(srun(alone_here, trial, "train", *options(bench, trial.out), flags=("--mpi=pmix",)))
     assert "ranks       2 (mpi)" in job.out

@@ -241,8 +241,10 @@ def _no_number(text: str) -> Any:
 
 
 def _is_deep(value: Any, left: int) -> bool:
-    inside: Any = value.values() if isinstance(value, dict) else value
-    return left == 0 or any(_is_deep(one, left - 1) for one in inside if isinstance(one, dict | list))
+    if not isinstance(value, dict | list):
+        return False
+    inside = cast("list[Any]", list(value.values()) if isinstance(value, dict) else value)
+    return left == 0 or any(_is_deep(one, left - 1) for one in inside)
 
 
 def _check_model(given: dict[str, Any], served: Served) -> None:
