@@ -18,7 +18,7 @@ from allhands.observe.metrics.events import encode_event
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
 from allhands.plan.job import Job, Prices
-from allhands.plan.links import Link, Measured, link_of
+from allhands.plan.links import ExchangeTimes, Link, Measured, link_of
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel, enough, fitted, laws, predict
@@ -316,6 +316,20 @@ def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
     fits = [look_ahead(job(numbers=(1, 2), usable_bytes=enough_for_one, **kind)).memory[place].fits for kind in kinds]
     assert fits == [True, True, False]
     assert [one.memory[place].flags for one in (apart, together)] == ["--hostfile hosts.json", "-n 2"]
+
+
+def test_a_process_has_room_for_the_back_end_that_was_measured() -> None:
+    def exchange(link: ExchangeTimes) -> float:
+        """Bytes of a rank of two beyond its arrays and its buckets, against one rank with the same arrays."""
+        work = Work("full", 8, 16, 25_000_000, 25_000_000, "adamw", batch_tokens=16)
+        found = look_ahead(job(numbers=(1, 2), present_bytes=100_000_000, link=link, work=work)).memory
+        one, two = next(way for way in found if way.ranks == 1), next(way for way in found if way.ranks == 2)
+        assert {name: size for name, size in one.parts.items() if name != "buckets"}.items() <= two.parts.items()
+        return two.rank_bytes - one.rank_bytes - two.parts["buckets"]
+
+    measured = {name: exchange(Measured(2, lambda size: 1e-3 + size / 1e9, name=name)) for name in ("ring", "mpi")}
+    assert measured == {"ring": 34_000_000, "mpi": 12_000_000}
+    assert exchange(link_of("10GbE")) == measured["ring"], "computers that are only described"
 
 
 def test_processes_that_share_a_computer_are_held_to_one_that_has_all_of_it() -> None:

@@ -72,7 +72,7 @@ def measured(
 
 def test_one_process_with_all_cores_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found, made = measured(monkeypatch, {(8, 1): [0.7], (4, 1): [0.36], (8, None): [0.39]})
-    assert made.asked == [(8, 1), (4, 1), (8, None)], "whatever each of several ranks has"
+    assert made.asked == [(4, 1), (8, 1), (8, None)], "whatever each of several ranks has"
     assert found.whole_s == pytest.approx(0.39)
     assert found.points == (pytest.approx((800, 0.7)), pytest.approx((400, 0.36)))
     assert (found.doubt, made.said) == ("", [])

@@ -163,7 +163,8 @@ class _Seen:
 
 def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool) -> _Seen:
     sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
-    runs = tuple(_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes)
+    # Half of the batch first: the first process of new data makes their tokens, which takes memory and time to start.
+    runs = tuple(_run(config, size, timeout_s, on_gpu=on_gpu) for size in reversed(sizes))[::-1]
     points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
     others, whole_s = max(run.others for run in runs), None
     if with_all_cores:

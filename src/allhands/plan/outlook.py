@@ -17,7 +17,7 @@ from allhands.plan.links import Link, faster_than
 from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, cheapest, those_told, ways_of_one, ways_of_team
-from allhands.run.training_memory import RING_BYTES, Memory, Work, of_process
+from allhands.run.training_memory import Memory, Work, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _MOST = 1024  # computers that are looked at
@@ -307,7 +307,7 @@ class _Planner:
             # Of a process on a CPU everything counts, and the exchange's buckets beside it.
             buckets = way.parts["buckets"]
             memory = Memory(0, 0, arrays - buckets, 0, 0, beside=here.beside)
-            return of_process(memory, job.present_bytes, 0) + buckets + (RING_BYTES if way.ranks > 1 else 0)
+            return of_process(memory, job.present_bytes, 0) + buckets + (job.backend_bytes if way.ranks > 1 else 0)
 
         return [self._held_to(way.with_bytes(partial(whole, way)), team) for way in found]
 
