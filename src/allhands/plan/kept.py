@@ -77,7 +77,6 @@ class KeptMemory:
     ranks: int
     rank_bytes: _Bytes
     flags: str
-    built: bool = True
 
 
 @dataclass(frozen=True)

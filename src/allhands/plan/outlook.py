@@ -16,8 +16,8 @@ from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
 from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, cheapest, those_told, ways_of_one, ways_of_team
-from allhands.run.training_memory import Memory, Work, of_process
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, Setting, Way, all_ways, cheapest, those_told
+from allhands.run.training_memory import Memory, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _MOST = 1024  # computers that are looked at
@@ -210,7 +210,7 @@ class _Planner:
 
     def _able(self) -> Callable[[Computer], bool]:
         """Return a test if a computer holds its share of a batch that is divided among all, in any way."""
-        ways = [way for way in self._ways(self.job.computers) if way.built and self._is_open(way.flags)]
+        ways = [way for way in self._ways(self.job.computers) if self._is_open(way.flags)]
         places = {each: place for place, each in enumerate(self.job.computers)}
         return lambda each: not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
 
@@ -275,41 +275,30 @@ class _Planner:
             return []
         blocks, work = job.blocks, job.work
 
-        def of(work: Work) -> Memory:
-            return job.of(blocks, work)
-
-        if len(team) == 1:
-            found = ways_of_one(work, of, quantised=job.quantised)
-        else:
-            rows = job.batch_rows
-            # No rank gets a part of a row.
-            shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
-            found = ways_of_team(
-                work,
-                blocks,
-                shares,
-                min(job.step.bucket_bytes, job.step.gradient_bytes),
-                of,
-                quantised=job.quantised,
-                together=job.together,
-                divides=not job.present_bytes,
-                scatters=job.step.overlapped,
-                rounds=job.rounds,
-            )
         # What was seen beyond what is computed is taken to be needed in every other way, too. The steps that were made
         # may not have met the largest batch, so that less than was computed proves nothing.
-        here = of(work)
-        more = max(0, job.needed_bytes - here.arrays)
+        more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
 
-        def whole(way: Way, arrays: int) -> int:
+        def needed(memory: Memory, ranks: int) -> int:
             if not job.present_bytes:
-                return arrays + more
-            # Of a process on a CPU everything counts, and the exchange's buckets beside it.
-            buckets = way.parts["buckets"]
-            memory = Memory(0, 0, arrays - buckets, 0, 0, beside=here.beside)
-            return of_process(memory, job.present_bytes, 0) + buckets + (job.backend_bytes if way.ranks > 1 else 0)
+                return memory.arrays + more
+            # Of a process on a CPU everything counts.
+            return of_process(memory, job.present_bytes, 0) + (job.backend_bytes if ranks > 1 else 0)
 
-        return [self._held_to(way.with_bytes(partial(whole, way)), team) for way in found]
+        setting = Setting(
+            of=partial(job.of, blocks),
+            needed=needed,
+            quantised=job.quantised,
+            bucket_bytes=min(job.step.bucket_bytes, job.step.gradient_bytes),
+            together=job.together,
+            divides=not job.present_bytes,
+            scatters=job.step.overlapped,
+            rounds=job.rounds,
+        )
+        rows = job.batch_rows
+        # No rank gets a part of a row.
+        shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
+        return [self._held_to(way, team) for way in all_ways(work, shares, setting)]
 
     def _held_to(self, way: Way, team: Team) -> Way:
         if self.job.shares:
@@ -319,7 +308,7 @@ class _Planner:
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
         """Tell the computers that cannot take part, each with the least that its share takes and what it has."""
-        ways = [way for way in ways if way.built and self._is_open(way.flags)]
+        ways = [way for way in ways if self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
             return ()
         found: dict[str, None] = {}
