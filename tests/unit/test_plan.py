@@ -109,7 +109,6 @@ def test_without_an_exchange_it_is_amdahls_law() -> None:
     for ranks in (1, 2, 4, 8):
         found = predict(STEP, FREE, [1.0] * ranks)
         assert found.speed_up == pytest.approx(laws(0.1, ranks)["amdahl"])
-        assert found.scaled == pytest.approx(ranks)
     assert laws(0.1, 4) == pytest.approx({"amdahl": 1 / (0.1 + 0.225), "gustafson": 3.7})
 
 

@@ -214,7 +214,7 @@ class _Compared:
         """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has it."""
         options, config = self.plan.options, self.config
         ways = [way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags]
-        same = list(_OF_LENGTH)
+        same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
             choice = config.get("strategy", options.get("strategy"))
             # As auto decides, for trainings that are large enough.

@@ -59,7 +59,6 @@ class Outlook:
         memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for each line.
         alone: the computer that is meant by one.
         alone_s: seconds of the training on it, by a process that has all of it.
-        advised: of the lines the number of computers that is advised; 1 where none of several is.
         lighter: what sends less, on as many computers as the last line has, where the link is slow.
         pipelines: the model's blocks divided among several computers, where it does not fit one.
     """
@@ -71,9 +70,13 @@ class Outlook:
     advice: Advice
     alone: Computer
     alone_s: float
-    advised: int = 1
     lighter: tuple[Lighter, ...] = ()
     pipelines: tuple[Pipelined, ...] = ()
+
+    @property
+    def advised(self) -> int:
+        """The number of computers that is advised: one of the lines'."""
+        return self.advice.machines
 
     def line(self, machines: int) -> OutlookLine:
         """Return the line of so many computers."""
@@ -87,20 +90,16 @@ class Outlook:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes."""
-        step = asdict(self.job.step)
+        job, step = self.job, self.job.step
         return {
-            "steps": self.job.steps,
-            "start_s": self.job.start_s,
-            "first_s": self.job.first_s,
-            "one_process_s": self.job.whole_s,
-            "validations": self.job.validations,
-            "validation_s": self.job.validation_s,
-            "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
-            "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
-            "usable_bytes": largest(self.job.computers).usable_bytes,
-            "computers": [computer.as_json() for computer in self.job.computers],
+            **{name: getattr(job, name) for name in ("steps", "start_s", "first_s", "validations", "validation_s")},
+            "one_process_s": job.whole_s,
+            "step": {**asdict(step), "alone_s": step.alone_s, "serial_fraction": step.serial_fraction},
+            "link": None if job.link is None else getattr(job.link, "name", "measured"),
+            "usable_bytes": largest(job.computers).usable_bytes,
+            "computers": [asdict(computer) for computer in job.computers],
             "alone_s": self.alone_s,
-            "doubt": self.job.doubt or None,
+            "doubt": job.doubt or None,
             "machines": [
                 {**asdict(line), "prediction": {**asdict(line.prediction), "efficiency": line.prediction.efficiency}}
                 for line in self.lines
@@ -163,7 +162,6 @@ class _Planner:
             advice=advice,
             alone=self.first,
             alone_s=self.alone_s,
-            advised=_advised(advice, situation),
             lighter=tuple(lighter),
             pipelines=tuple(pipelines),
         )
@@ -352,15 +350,3 @@ def _best(offers: Sequence[Offer], enough: int) -> Offer | None:
     if found:
         return max(found, key=lambda each: each.machines)
     return min(offers, key=lambda each: each.training_s, default=None)
-
-
-def _advised(advice: Advice, situation: Situation) -> int:
-    """Return the number of computers that is advised."""
-    taken: Offer | Pipelined | None = None
-    if advice.outcome in ("data parallel", "divide the optimizer"):
-        taken = situation.offer
-    elif advice.outcome == "accumulate":
-        taken = situation.larger or situation.offer
-    elif advice.outcome == "pipeline":
-        taken = situation.pipeline
-    return 1 if taken is None else taken.machines

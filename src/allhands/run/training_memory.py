@@ -14,8 +14,8 @@ from typing import Any
 
 from allhands.parallel.costs import Memory, Method, Work
 
-# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two neighbours. MPI: its
-# libraries, and memory that the processes of a computer share.
+# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two neighbours. MPI:
+# its libraries, and memory that the processes of a computer share.
 BACKEND_BYTES = {"ring": 34_000_000, "mpi": 12_000_000}
 # Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where rows have all lengths.
 KEPT_BYTES = 67_000_000
