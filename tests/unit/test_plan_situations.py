@@ -14,7 +14,7 @@ from PIL import Image
 from allhands.cli import plan_noise
 from allhands.cli.plan_noise import LoadWatch, busy, contradiction
 from allhands.plan import chart
-from allhands.plan.chart import draw_chart, told_of
+from allhands.plan.chart import bars_of, draw_chart, told_of
 from allhands.plan.computers import Computer, listed
 from allhands.plan.devices import device_of
 from allhands.plan.job import Job
@@ -266,12 +266,23 @@ def test_the_picture_names_training_computers_and_link(tmp_path: Path) -> None:
     told = "\n".join(told_of(found))
     assert "LoRA of mistral" in told
     assert all(name in told for name in (*PAIR, "thunderbolt4"))
+    bars = bars_of(found)
+    assert [(seconds, taken) for _, seconds, taken in bars] == [
+        (line.training_s, line.machines == found.advised) for line in found.lines
+    ]
     with Image.open(draw_chart(found, tmp_path / "chart.png")) as image:
         assert image.width < 1000, "its letters can be read where it is shown 390 pixels wide"
         blue = sum(count for count, colour in image.convert("RGB").getcolors(1 << 20) if colour == (0, 114, 178))
     assert blue > 1000, "the path stands out"
     doubtful = planned(PAIR, doubt="this computer is busy")
+    assert not any(taken for _, _, taken in bars_of(doubtful))
     assert "busy" in "\n".join(told_of(doubtful))
+
+
+def test_many_computers_have_few_bars() -> None:
+    found = planned(("M1 Pro 32GB",) * 100, rows=1024)
+    assert len(bars_of(found)) <= 10
+    assert found.advised in [line.machines for line in found.lines]
 
 
 # --- the command --------------------------------------------------------------------------------------

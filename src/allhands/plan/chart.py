@@ -1,4 +1,4 @@
-"""The chart of questions as a picture, with the path that was taken, above it what it is about.
+"""The chart of questions as a picture, with the path that was taken, above it the times that it is about.
 
 It is narrow and its letters are large, so that it can be read on a telephone.
 """
@@ -14,7 +14,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from allhands.io.formatting import format_duration
 from allhands.io.pictures import GREY, picture
+from allhands.observe.charts import time_unit
 from allhands.plan import advice as chart
 from allhands.plan.advice import Advice, Outcome
 from allhands.plan.computers import names
@@ -63,6 +65,8 @@ _WIDTH, _MARGIN = 6.2, 0.15
 _LEFT, _RIGHT, _BETWEEN = 2.2, 5.15, 4.03
 _LINE, _PAD, _GAP = 0.19, 0.11, 0.34
 _FONT, _DPI = 10.5, 150
+_MOST_BARS = 8
+_BAR = 0.34
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,11 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
     title = outlook.advice.title
     heading = textwrap.wrap(f"Is distributing worth it? {title[0].upper()}{title[1:]}", 50)
     told = [line for text in told_of(outlook) for line in textwrap.wrap(text, 76) or [""]]
+    bars = bars_of(outlook)
     top = _MARGIN + 0.26 * len(heading)
     below = top + _LINE * len(told) + _PAD
-    nodes, high = _placed(outlook.advice, below + _PAD)
+    panel = 0.0 if len(bars) < 2 else _BAR * len(bars) + 0.75
+    nodes, high = _placed(outlook.advice, below + panel + _PAD)
     with picture(out, (_WIDTH, high), dpi=_DPI) as figure:
         figure.set_layout_engine("none")
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -110,6 +116,10 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
         axes.set(xlim=(0.0, _WIDTH), ylim=(high, 0.0))
         axes.text(_MARGIN, _MARGIN, "\n".join(heading), fontsize=13, fontweight="bold", va="top")
         axes.text(_MARGIN, top, "\n".join(told), fontsize=_FONT - 0.5, va="top", color=GREY)
+        if panel:
+            left = 1.9 / _WIDTH
+            place = (left, 1.0 - (below + panel - 0.55) / high, 0.94 - left, (panel - 0.65) / high)
+            _draw_bars(figure.add_axes(place), bars)
         _draw_path(axes, outlook.advice, nodes)
     return out
 
@@ -130,6 +140,53 @@ def told_of(outlook: Outlook) -> list[str]:
     if outlook.advised > 1 and len({each.name for each in job.computers}) > 1:
         told.append(f"Advised: {outlook.line(outlook.advised).computers}")
     return [*told, *([f"Not to be relied on: {job.doubt}"] if job.doubt else [])]
+
+
+# --- times --------------------------------------------------------------------------------------------
+
+
+def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
+    """Name, seconds of the whole training, and whether it is what is advised."""
+    job = outlook.job
+    one, several = ("process", "processes") if job.together else ("machine", "machines")
+    several_advised = outlook.advised > 1
+    decided = not job.doubt and outlook.advice.outcome != "framework"
+    found: list[tuple[str, float, bool]] = []
+    if job.whole_s is not None:
+        found.append((f"1 {one}, all cores", outlook.alone_s, decided and not several_advised))
+    chosen = [line.machines for line in outlook.lines]
+    if len(chosen) > _MOST_BARS:
+        powers = [number for number in chosen if number & (number - 1) == 0 or number == outlook.advised]
+        chosen = powers[-_MOST_BARS + 1 :]
+        chosen = sorted({1, *chosen, outlook.advised})
+    for number in chosen:
+        alone = number == 1
+        if alone and job.whole_s is not None:
+            name, taken = f"1 {one}, a share", False
+        else:
+            name, taken = f"{number} {one if alone else several}", decided and number == outlook.advised
+        line = outlook.line(number)
+        large = line.fits is False and not taken
+        found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))
+    return found
+
+
+def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
+    most = max(seconds for _, seconds, _ in bars)
+    unit, size = time_unit(most)
+    places = range(len(bars))
+    colours = [_TAKEN if taken else "#BDBDBD" for _, _, taken in bars]
+    axes.barh(places, [seconds / size for _, seconds, _ in bars], color=colours, height=0.7)
+    axes.set_yticks(places, [name for name, _, _ in bars], fontsize=_FONT - 1)
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, 1.25 * most / size)
+    axes.tick_params(axis="x", labelsize=_FONT - 1)
+    axes.tick_params(axis="y", length=0, colors="black")
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"time of the whole training in {unit}", fontsize=_FONT - 0.5)
+    for place, (_, seconds, taken) in enumerate(bars):
+        look: dict[str, Any] = {"va": "center", "fontsize": _FONT - 1, "fontweight": "bold" if taken else "normal"}
+        axes.text(seconds / size, place, f" {format_duration(seconds)}", **look)
 
 
 # --- questions ----------------------------------------------------------------------------------------
