@@ -146,7 +146,7 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
 
 
 class _Screen:
-    """What became of the rows, for a terminal of 80 columns."""
+    """Print the outcome for a terminal of 80 columns."""
 
     def __init__(self, console: Console, outcome: PrepareOutcome) -> None:
         self._console = console
@@ -268,7 +268,7 @@ class _Screen:
             )
 
     def _whole_texts(self, flags: DataPrepare) -> bool:
-        """Whether a text file may have become a single row."""
+        """Return True if a text file may have become a single row."""
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 

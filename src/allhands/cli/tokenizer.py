@@ -58,7 +58,7 @@ def bracketed(pieces: Sequence[str]) -> str:
 
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
-    """What was made, in words."""
+    """Describe a tokenizer that was made."""
     fewer = f" of {wanted} asked for: the text has no more to join" if report.vocabulary < wanted else ""
     documents = f"{report.documents} text{'s' * (report.documents != 1)} of {format_size(report.num_bytes)}"
     measured = "too little text to measure bytes per token on"

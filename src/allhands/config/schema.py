@@ -405,11 +405,11 @@ class TrainConfig(_Strict):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was given and has no effect, as in mlx_lm, for people."""
+        """Notes for people on options without effect, as in mlx_lm."""
         return self._notes
 
     def batches(self, per_epoch: int) -> int:
-        """Of the whole training, where an epoch has so many."""
+        """Return the batches of the whole training, with ``per_epoch`` batches an epoch."""
         if self.iters is None and self.epochs:
             # A part of a batch counts whole, but not what multiplication rounds up.
             return math.ceil(round(self.epochs * per_epoch, 6))
@@ -422,7 +422,7 @@ class TrainConfig(_Strict):
         return found
 
     def shared_values(self) -> dict[str, Any]:
-        """What all ranks must agree on, as plain JSON values."""
+        """Return the options that all ranks must agree on, as plain JSON values."""
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""What training would see of a data set, before a run is spent on it: counts, losses, padding, and what ruins runs.
+"""Check of a data set before a run is spent on it: counts, losses, padding, and faults that ruin runs.
 
 Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is applied here, so
 that what it takes away can be counted.
@@ -69,7 +69,7 @@ class CheckOptions:
 
     @property
     def masks(self) -> bool:
-        """Whether prompts are kept from the loss."""
+        """True if prompts are kept from the loss."""
         return self.mask_prompt and self.train_on != "all"
 
     @property
@@ -128,7 +128,7 @@ class SplitReport:
 
     @property
     def trained_share(self) -> float:
-        """Of the tokens, those that are trained, 0 to 1."""
+        """Share of the tokens that is trained, 0 to 1."""
         return self.trained.total / self.tokens if self.tokens else 0.0
 
 
@@ -194,11 +194,11 @@ class Examiner:
 
     @cached_property
     def opening(self) -> str:
-        """What the chat template writes after the header of an answer that is asked for, and of a trained one not."""
+        """Text that the chat template writes after the header of a generated answer only, not of a trained one."""
         return openings(ChatTemplate(self.tokenizer, datetime.now()))[1] if has_chat_template(self.tokenizer) else ""
 
     def opens_otherwise(self, record: Record) -> bool:
-        """Whether the last answer is written otherwise than the template makes generated ones begin."""
+        """Return True if the last answer does not begin as the template makes generated ones begin."""
         answer = next((message for message in reversed(record.turns) if message["role"] == "assistant"), None)
         if not self.opening or answer is None or any(isinstance(answer.get(key), str) for key in REASONING_KEYS):
             return False
@@ -211,7 +211,7 @@ class Examiner:
 
 
 def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[DataFinding]:
-    """Whether an answer begins in generation as it did in training.
+    """Compare the beginning of an answer in generation with that in training.
 
     Args:
         reports: of the data, whose answers may begin with what the template writes in generation only.
@@ -256,7 +256,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
 
 @dataclass
 class _Hits:
-    """How often something was found, and where first."""
+    """Count of a finding, with its first places."""
 
     count: int = 0
     places: list[str] = field(default_factory=list[str])
@@ -386,7 +386,7 @@ class _Tally:
         )
 
     def findings(self) -> Iterator[DataFinding]:
-        """What there is to say about the split."""
+        """Findings about the split."""
         for code, reasons in self._errors.items():
             yield from self._reasons(code, "ruins", reasons)
         yield from self._reasons("suspicious-rows", "note", self._warnings)

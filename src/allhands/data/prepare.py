@@ -199,7 +199,7 @@ def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOpti
 
 
 def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool) -> Iterator[str]:
-    """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
+    """Notes on decisions that a person may not expect. ``alone``: no row belongs to another."""
     options = intake.options
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"

@@ -111,7 +111,7 @@ class Renderer:
         return result
 
     def render_many(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
-        """What :meth:`render` returns or raises for each record, in order; encoded on all cores."""
+        """Result or error of :meth:`render` for each record, in order; encoded on all cores."""
         results: list[Rendered | AllhandsError] = []
         for start in range(0, len(records), _BATCH):
             results += self._render_batch(records[start : start + _BATCH])
@@ -212,7 +212,7 @@ class Renderer:
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether conversations can be rendered for this tokenizer."""
+    """Return True if conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
 
@@ -223,7 +223,7 @@ def _conversation(record: Record) -> tuple[list[Message], int]:
 
 
 def is_untrained(message: Message) -> bool:
-    """Whether the message says of itself that it is not trained."""
+    """Return True if the message says of itself that it is not trained."""
     return any(message.get(key, 1) == 0 for key in _WEIGHTS)
 
 
@@ -273,12 +273,12 @@ class Written:
     keeps_words: bool
 
     def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
-        """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
+        """Classify the lost parts, if the messages ``trained`` are targets; ``messages`` as the record has them."""
         return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
 
 
 def rendering_options() -> frozenset[str]:
-    """What transformers' rendering takes besides a template's own variables."""
+    """Names of the arguments that transformers' rendering takes besides a template's own variables."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -295,7 +295,7 @@ class ChatTemplate:
 
     @cached_property
     def answers(self) -> AnswerFinder:
-        """Where in the template's output the answers are."""
+        """Search for answers in the template's output."""
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
         return AnswerFinder(self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added))
 
@@ -316,7 +316,7 @@ class ChatTemplate:
             ) from error
 
     def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
-        """What to do about a conversation that the template rejects."""
+        """Advise on a conversation that the template rejects."""
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
             # Else it is something else, or more than that.
             with suppress(Exception):
@@ -329,7 +329,7 @@ class ChatTemplate:
         return f"{want} give another template ({OPTION}) or model"
 
     def _writes(self, messages: Sequence[Message]) -> bool:
-        """Whether a word that only the probe has is in the rendered conversation."""
+        """Return True if the rendered conversation holds a word that only the probe has."""
         try:
             return _THOUGHT in self.text(messages, None)
         except DataError:
@@ -337,7 +337,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether a system message reaches the model."""
+        """True if a system message reaches the model."""
         words = zip(("system", "user", "assistant"), (_THOUGHT, "a", "b"), strict=True)
         return self._writes([{"role": role, "content": content} for role, content in words])
 
@@ -390,7 +390,7 @@ class ChatTemplate:
 
     @cached_property
     def _keeps_thinking(self) -> bool:
-        """Whether thinking in the words of the last answer stays."""
+        """True if thinking in the words of the last answer stays."""
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         return self._writes([{"role": "user", "content": "a"}, answer])
 

@@ -1,4 +1,4 @@
-"""What people name on the command line, as sources of rows: files, directories, datasets of the Hugging Face Hub."""
+"""Sources of rows that people name on the command line: files, directories, datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How sources are found and read.
+    """Options of finding and reading sources.
 
     Attributes:
         documents: what one document of a plain text file is, see :class:`ReadOptions`.
