@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from allhands.data.duplicates import normalise
 from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
-from allhands.data.records import MISSING, ColumnNames, Record, reach
+from allhands.data.parts import MISSING, ColumnNames, reach
+from allhands.data.records import Record
 from allhands.data.rows import Row, RowProblem
-from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
+from allhands.data.shapes import Example, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, SplitShare, hash64
 from allhands.data.spool import Spool
@@ -161,7 +162,7 @@ class Intake:
         if self.options.merge_system:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
-        line, text = json_line(example, where), example.texts()
+        line, text = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n", example.texts()
         content, length = hash64(line), len(text)
         if self._measure is not None:
             measured = self._measure(_measured(example, row))
