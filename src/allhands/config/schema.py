@@ -161,7 +161,9 @@ class TrainConfig(_Strict):
     data: LocalPath = Field(
         "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
     )
-    fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
+    fine_tune_type: Literal["lora", "dora", "full"] = Field(
+        "lora", description="Adapters (lora, dora), or all weights (full)."
+    )
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
     optimizer_config: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Keyword arguments by optimizer name (JSON)."
@@ -264,7 +266,9 @@ class TrainConfig(_Strict):
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field(
+        "auto", description="Library by which processes exchange arrays."
+    )
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
         None,
@@ -275,8 +279,8 @@ class TrainConfig(_Strict):
     )
     strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
         "auto",
-        description="How ranks divide the work: data, zero1 (the optimizer's state divided) or pipeline (each has some "
-        "of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
+        description="Division of the work over ranks: data, zero1 (the optimizer's state divided) or pipeline (each "
+        "has some of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
     )
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
@@ -326,7 +330,7 @@ class TrainConfig(_Strict):
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
     )
     sample_prompts: list[str] | None = Field(
-        None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
+        None, description='Texts that the model goes on from as it learns (JSON): ["Once upon a time"].'
     )
     sample_every: int | None = Field(
         None, ge=1, description="Iterations (batches) between samples. [with each validation]"
