@@ -76,6 +76,7 @@ class Renderer:
     no prompt, so that all of it is a target in any case.
 
     A chat template that writes the current date writes that of ``moment``, by default of when this was made.
+    Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class Renderer:
         tokenizer: Tokenizer,
         *,
         mask_prompt: bool,
-        max_seq_length: int,
+        max_seq_length: int | None,
         train_on: TrainOn = "assistant",
         moment: datetime | None = None,
     ) -> None:
-        if max_seq_length < 2:
+        if max_seq_length is not None and max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -182,21 +183,22 @@ class Renderer:
         return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
-        conversation, first_answer = _conversation(record)
-        written = template.written(conversation, record.tools)
+        written = template.written(record.turns, record.tools)
         messages, dates = written.messages, template.dates_in(written.text)
-        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
-        if not self._masked:
-            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            missing = written.unheard(conversation, answers)
-            return Draft(written.text, framed=False, spans=None, dates=dates, unheard=missing)
-        weights = [_weight(message, i) for i, message in enumerate(messages)]
-        wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        missing = written.unheard(conversation, wanted)
+        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._masked:
+            # Answers in the prompt of a completion are not trained.
+            asked = 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
+            wanted = [i for i in wanted if i >= asked]
+            weights = [_weight(message, i) for i, message in enumerate(messages)]
+            wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
+        missing = unheard(written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words)
+        spans = None
         try:
-            spans = template.answers.spans(written.text, messages, written.tools, wanted)
+            if self._masked:
+                spans = template.answers.spans(written.text, messages, written.tools, wanted)
         except DataError as error:
-            # What cannot be found because it is not there has a better remedy.
+            # An answer that the template leaves out has a better remedy than one that is not found.
             gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
             if gone:
                 words, error.hint = words_of(gone)
@@ -206,20 +208,15 @@ class Renderer:
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
-        limit = self._max_seq_length
-        cut = max(0, len(mask) - limit)
-        return Rendered(encoded.tokens[:limit], mask[:limit], cut, dates=draft.dates, unheard=draft.unheard)
+        tokens = encoded.tokens[: self._max_seq_length]
+        cut = len(mask) - len(tokens)
+        return Rendered(tokens, mask[: len(tokens)], cut, dates=draft.dates, unheard=draft.unheard)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
     """Return True if conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
-
-
-def _conversation(record: Record) -> tuple[list[Message], int]:
-    """The messages of a chat or completion, and the index from which assistant messages are answers."""
-    return record.turns, 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
 
 
 def is_untrained(message: Message) -> bool:
@@ -271,10 +268,6 @@ class Written:
     parts: list[Part]
     lost: list[Part]
     keeps_words: bool
-
-    def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
-        """Classify the lost parts, if the messages ``trained`` are targets; ``messages`` as the record has them."""
-        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
 
 
 def rendering_options() -> frozenset[str]:

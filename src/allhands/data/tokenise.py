@@ -77,7 +77,7 @@ class Rendering:
     def renderer(self) -> Renderer:
         """The renderer that does it."""
         options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
-        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length or 1 << 40, **options)
+        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length, **options)
 
     @property
     def masks(self) -> bool:
