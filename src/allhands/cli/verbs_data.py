@@ -66,7 +66,7 @@ class DataPrepare(NamedTuple):
         bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
     ] = True
     dedupe: Annotated[
-        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
+        str, typer.Option("--dedupe", metavar="off|exact|near", help="Repeated rows to drop; all are reported.")
     ] = "off"
     near_threshold: Annotated[
         float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
@@ -76,7 +76,7 @@ class DataPrepare(NamedTuple):
     documents: Annotated[
         str,
         typer.Option(
-            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
+            "--documents", metavar="HOW", help="Cut of a text file: file, line, blank-line or a string."
         ),
     ] = "auto"
     hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None

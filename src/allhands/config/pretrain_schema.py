@@ -36,12 +36,13 @@ class PretrainConfig(TrainConfig):
         None, ge=2, description="Longest text in tokens, and a row's, unless --max-seq-length is less."
     )
     rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
-    tied: bool | None = Field(None, description="Whether the output layer is the embedding.")
+    tied: bool | None = Field(None, description="The output layer is the embedding.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
     experts_per_token: int | None = Field(None, ge=0, description="Experts that compute a token (mixtral).")
     router_aux_loss: float = Field(0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32."
+        "auto",
+        description="Type of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32.",
     )
     # As everybody pre-trains: see docs/pretraining.md.
     adapter_path: LocalPath = Field(
@@ -78,7 +79,7 @@ class PretrainConfig(TrainConfig):
     packing: bool = Field(True, description="Join all texts and cut them into rows of --max-seq-length.")
     sample_prompts: list[str] | None = Field(
         default_factory=lambda: ["Once upon a time"],
-        description="Have the model go on from these texts as it learns (JSON).",
+        description="Texts that the model goes on from as it learns (JSON).",
     )
 
     @model_validator(mode="before")

@@ -161,7 +161,9 @@ class TrainConfig(_Strict):
     data: LocalPath = Field(
         "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
     )
-    fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
+    fine_tune_type: Literal["lora", "dora", "full"] = Field(
+        "lora", description="Adapters (lora, dora), or all weights (full)."
+    )
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
     optimizer_config: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Keyword arguments by optimizer name (JSON)."
@@ -264,7 +266,9 @@ class TrainConfig(_Strict):
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field(
+        "auto", description="Library by which processes exchange arrays."
+    )
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
         None,
@@ -275,8 +279,8 @@ class TrainConfig(_Strict):
     )
     strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
         "auto",
-        description="How ranks divide the work: data, zero1 (the optimizer's state divided) or pipeline (each has some "
-        "of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
+        description="Division of the work over ranks: data, zero1 (the optimizer's state divided) or pipeline (each "
+        "has some of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
     )
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
@@ -326,7 +330,7 @@ class TrainConfig(_Strict):
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
     )
     sample_prompts: list[str] | None = Field(
-        None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
+        None, description='Texts that the model goes on from as it learns (JSON): ["Once upon a time"].'
     )
     sample_every: int | None = Field(
         None, ge=1, description="Iterations (batches) between samples. [with each validation]"
@@ -405,11 +409,11 @@ class TrainConfig(_Strict):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was given and has no effect, as in mlx_lm, for people."""
+        """Notes for people on options without effect, as in mlx_lm."""
         return self._notes
 
     def batches(self, per_epoch: int) -> int:
-        """Of the whole training, where an epoch has so many."""
+        """Return the batches of the whole training, with ``per_epoch`` batches an epoch."""
         if self.iters is None and self.epochs:
             # A part of a batch counts whole, but not what multiplication rounds up.
             return math.ceil(round(self.epochs * per_epoch, 6))
@@ -422,7 +426,7 @@ class TrainConfig(_Strict):
         return found
 
     def shared_values(self) -> dict[str, Any]:
-        """What all ranks must agree on, as plain JSON values."""
+        """Return the options that all ranks must agree on, as plain JSON values."""
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
 
     def fingerprint(self) -> str:
