@@ -78,7 +78,7 @@ def test_why_not(hosts: list[HostTraits], backend: str, words: str) -> None:
 
 def network(backend: str, latency_s: float, bytes_per_s: float) -> Measurement:
     times = [(size, latency_s + size / bytes_per_s) for size in (SMALL_BYTES, GRADIENT_BYTES)]
-    whole = Figures.of(["one"], 2, backend, [Timing(size, 5, t, t, t) for size, t in times])
+    whole = Figures(("one",), 2, backend, tuple(Timing(size, 5, t, t, t) for size, t in times))
     return Measurement(backend, whole)
 
 

@@ -127,8 +127,6 @@ def _show_whole(console: Console, figures: Figures) -> None:
         for timing in figures.timings
     ]
     console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
-    latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
-    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}")
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
     text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
     console.print(text, soft_wrap=True)

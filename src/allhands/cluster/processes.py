@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
 from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, Marks, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
-from allhands.cluster.runfiles import RunFiles, tail
+from allhands.cluster.runfiles import RunFiles, read_attested, tail
 from allhands.cluster.tails import Tails, to_screen
 from allhands.distributed.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
 from allhands.errors import DistributedError
@@ -161,6 +161,9 @@ class _Local(RankProcesses):
 
     def host(self, rank: int) -> str:
         return self._name
+
+    def attested(self) -> Mapping[str, Any] | None:
+        return read_attested(self._run_dir)
 
     def error(self, rank: int) -> dict[str, Any] | None:
         return self._files.error(rank)

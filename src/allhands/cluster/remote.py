@@ -386,7 +386,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "first": own.start,
         "count": len(own),
         "backend": spec.backend,
-        "log_dir": spec.log_dir_there or _portable(spec.log_dir),
+        "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
         "env": {**(host.envs if host else {}), **spec.env},
