@@ -92,29 +92,30 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
 
 
 def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of a hostfile, or those of ``names`` as in :func:`write_hosts`; empty for neither.
+    """Return the computers of ``--hostfile``, or those of ``--hosts`` as in :func:`write_hosts`; empty for neither.
 
     Raises:
-        ConfigError: as these.
+        ConfigError: as these, or both are given.
     """
+    if names and hostfile:
+        _refuse("--hostfile, --hosts", "the computers are named twice", "give one of the two")
     if hostfile:
         return read_hostfile(hostfile)
     return tuple(_from_lines(_lines_of(names, "--hosts"), "--hosts")) if names else ()
 
 
 def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of ``--hostfile``, or those of ``--hosts``: names without slots.
+    """Return the computers as :func:`hosts_named`, but at least one.
 
     Raises:
-        ConfigError: neither or both options are given, or something is not understood.
+        ConfigError: as there, or none is named.
     """
-    words = [word.strip() for word in (names or "").split(",") if word.strip()]
-    if (hostfile is None) == (names is None) or not (hostfile or words):
-        hint = "give --hostfile hosts.json, or --hosts node1,node2"
-        _refuse("--hostfile, --hosts", f"the computers are {'named twice' if hostfile else 'not named'}", hint)
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    return tuple({host.ssh: host for host in (host_from_name(word, "--hosts") for word in words)}.values())
+    found = hosts_named(names, hostfile)
+    if not found:
+        _refuse(
+            "--hostfile, --hosts", "the computers are not named", "give --hostfile hosts.json, or --hosts node1,node2"
+        )
+    return found
 
 
 def _lines_of(names: str, where: str) -> str:
