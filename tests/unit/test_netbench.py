@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from allhands.cli.main import main
 from allhands.cli.netbench import chosen_hosts, rate_text, seconds_text, show, size_text
 from allhands.cluster import netbench
 from allhands.cluster.connection import HostError
@@ -370,6 +371,17 @@ def test_which_computers(tmp_path: Path) -> None:
     for wrong in (("x", "a", None), (None, "a", 2), (None, "a,a", None), (None, "a,-oProxyCommand=x", None)):
         with pytest.raises(ConfigError):
             chosen_hosts(*wrong)
+
+
+def test_ctrl_c_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("allhands.cli.netbench.measure", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "bench", "--backend", "ring"])
+    assert ended.value.code == 130
+    assert "interrupted: " in capsys.readouterr().err
 
 
 def test_nothing_needs_mlx_before_it_measures() -> None:

@@ -72,7 +72,8 @@ class Agent:
         hello = self._hello
         os.environ.update(hello["forwarded"])
         enter_directory(hello["cwd"], None if hello["cwd_required"] else hello["below_home"])
-        self._link.send("ready", ports=self._reserve(hello["address"]), **newest_step(hello), **self_description())
+        ports = self._reserve(hello["address"])
+        self._link.send("ready", ports=ports, versions=software_here(), **newest_step(hello))
 
     def start(self, peers: Sequence[str]) -> None:
         """Start the ranks of this computer; ``peers`` are the addresses of all ranks of the job.
@@ -314,11 +315,6 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": step, "own": True}
     source = hello["resume"]
     return {"step": None if source is None else quick_step(Path(source).expanduser()), "own": False}
-
-
-def self_description() -> dict[str, Any]:
-    """Return what the supervisor compares among computers: name, cores and versions."""
-    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
 def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
