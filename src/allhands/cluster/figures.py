@@ -165,14 +165,11 @@ class Measurement:
         """For machines; the names are those of the attributes, bandwidth of the bus and the slowest link added."""
         slowest = self.slowest_link
         return {
-            "backend": self.backend,
+            **asdict(self),
             "whole": self.whole.as_json() if self.whole else None,
             "links": [link.as_json() for link in self.links],
-            "slowest_link": list(slowest.hosts) if slowest else None,
+            "slowest_link": slowest.hosts if slowest else None,
             "slow_host": self.slow_host,
-            "failures": [asdict(failure) for failure in self.failures],
-            "not_measured": [list(group) for group in self.not_measured],
-            "seconds_taken": self.seconds_taken,
         }
 
 

@@ -73,7 +73,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
+def write_hosts(names: str, path: Path) -> Path:
     """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with slots or without.
 
     A person may add computers to it while the job runs, as to any hostfile.
@@ -82,7 +82,7 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
         ConfigError: they are not understood, or one stands there twice.
         StorageError: it cannot be written.
     """
-    text = _lines_of(names, where)
+    text = _lines_of(names)
     try:
         make_directory(path.parent, private=True)
         write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
@@ -101,7 +101,7 @@ def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, .
         _refuse("--hostfile, --hosts", "the computers are named twice", "give one of the two")
     if hostfile:
         return read_hostfile(hostfile)
-    return tuple(_from_lines(_lines_of(names, "--hosts"), "--hosts")) if names else ()
+    return tuple(_from_lines(_lines_of(names), "--hosts")) if names else ()
 
 
 def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
@@ -118,7 +118,8 @@ def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, 
     return found
 
 
-def _lines_of(names: str, where: str) -> str:
+def _lines_of(names: str) -> str:
+    where = "--hosts"
     lines: dict[str, str] = {}
     words = [part.strip() for part in names.split(",")]
     if not any(words):
