@@ -76,7 +76,7 @@ def test_what_is_no_link(text: str) -> None:
 def test_measured_times_are_kept_between_and_scaled_beyond() -> None:
     times = [(1000, 0.001), (1_000_000, 0.011), (4_000_000, 0.041)]
     timings = [Timing(num_bytes, 9, seconds, seconds, seconds) for num_bytes, seconds in times]
-    found = Measured(2, Figures.of(["a", "b"], 2, "ring", timings).seconds)
+    found = Measured(2, Figures(("a", "b"), 2, "ring", tuple(timings)).seconds)
     assert found.seconds(500, 2) == 0.001
     assert found.seconds(2_500_000, 2) == pytest.approx(0.026)
     assert found.seconds(8_000_000, 2) == pytest.approx(0.082)

@@ -26,7 +26,7 @@ _LEFT = {
     "eval": "there is no result",
     "plan": "no plan was made, and none was kept",
     "data check": "the data were not checked to their end",
-    **dict.fromkeys(("cluster netbench", "cluster check"), "there is no result"),
+    **dict.fromkeys(("cluster bench", "cluster check"), "there is no result"),
 }
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 

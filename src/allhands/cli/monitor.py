@@ -16,9 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.netbench import chosen_hosts
 from allhands.cli.verbs_runs import Monitor
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Host, hosts_named
 from allhands.cluster.monitoring import RemoteSamples
 from allhands.errors import AllhandsError, DataError
 from allhands.io.formatting import format_bytes, format_duration, format_rate, format_shares, format_size
@@ -71,7 +70,7 @@ def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, No
 
 
 def _hosts(options: Monitor) -> Sequence[Host]:
-    return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
+    return hosts_named(options.hosts, options.hostfile)
 
 
 def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
