@@ -107,6 +107,8 @@ NO_NUMBER: list[Any] = ["many", True, [3], {"x": 3}]
 NO_TRUTH: list[Any] = ["many", 1, [True], {"x": True}]
 NO_OBJECT: list[Any] = ["many", True, 1, [{}]]
 NO_TEXT: list[Any] = [True, 1, ["x"], {"x": "x"}]
+STRANGE = "\U000e0000" * 300  # each is ten characters of a message
+NO_MODEL = [*NO_TEXT, STRANGE]
 WRONG: dict[str, list[Any]] = {
     **dict.fromkeys(("stream", "logprobs"), NO_TRUTH),
     **{name: [*NOT_WHOLE, 0, -1, 10**30] for name in ("max_tokens", "max_completion_tokens")},
@@ -121,10 +123,10 @@ WRONG: dict[str, list[Any]] = {
     **{name: [*NO_NUMBER, 1e300, -1e300] for name in ("presence_penalty", "frequency_penalty")},
     **{
         "stream_options": [*NO_OBJECT, {"include_usage": 3}],
-        "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}],
+        "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}, {STRANGE: 1}],
     },
     **{"stop": [True, 3, {"x": 3}, [3], [""], "", [], ["a"] * 5], "tools": ["x", 3, {"x": 3}, ["f"]]},
-    **dict.fromkeys(("model", "adapters", "draft_model"), NO_TEXT),
+    **dict.fromkeys(("model", "adapters", "draft_model"), NO_MODEL),
     **{"prompt": [True, 1, {"x": "x"}, ["x", "y"], [259], [True], [["x"]], [[1], [2]]]},
     **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": [*NO_OBJECT, {"type": "json_object"}]},
     **{"chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}], "role_mapping": [*NO_OBJECT, {"user": 3}]},

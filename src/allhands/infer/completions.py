@@ -262,7 +262,7 @@ def _check_model(given: dict[str, Any], served: Served) -> None:
     ):
         asked = given.pop(name, known[0])
         if asked not in known:
-            message = f"the {name} {asked[:200]!r} does not exist here: {known[0]!r} is served"
+            message = f"the {name} {repr(asked)[:200]} does not exist here: {known[0]!r} is served"
             raise Refused(message, 404, "model_not_found", param=name)
     given["model"] = served.model
 
@@ -302,6 +302,6 @@ def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
         given["seed"] %= 2**64
     for token in given.get("logit_bias", {}):
         if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
-            message = f"logit_bias has {token[:100]!r}, which is no token: they are 0 to {served.vocabulary - 1}"
+            message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
             raise Refused(message, code="invalid_value", param="logit_bias")
     return given

@@ -69,11 +69,11 @@ class Answer:
         self._call_text = ""
         self._called = False
         self._waiting: list[Token] = []
-        self.num_tokens = 0
+        self._context, self._num_tokens = context, 0
 
     def take(self, generated: Any) -> Piece:
         """Return the part of the answer that is known with one more token; pieces may be empty."""
-        self.num_tokens += 1
+        self._num_tokens += 1
         finish = generated.finish_reason
         if finish == "stop" and generated.token in self._ends:
             text = ""
@@ -91,6 +91,16 @@ class Answer:
         if self._told:
             piece.tokens = self._known(whole=finish is not None and not self._stop.found)
         return piece
+
+    def counts(self) -> Json:
+        """Return the numbers of tokens so far, as OpenAI tells them."""
+        prompt, cached = len(self._context.prompt), self._context.prompt_cache_count
+        told: Json = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+        }
+        return told | ({"prompt_tokens_details": {"cached_tokens": cached}} if cached >= 0 else {})
 
     def _known(self, *, whole: bool) -> list[Token]:
         """The tokens whose text was let through, all of it; of the last piece those that wait, too."""
@@ -229,9 +239,3 @@ def _sorted(top: Sequence[Json]) -> list[Json]:
 def _finite(logprob: float) -> float:
     """A number of JSON's, also for minus infinity and for what is not a number."""
     return logprob if logprob > _NEVER else _NEVER
-
-
-def counts(prompt: int, answer: int, cached: int) -> Json:
-    """Return the numbers of tokens, as OpenAI tells them."""
-    told: Json = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    return told | ({"prompt_tokens_details": {"cached_tokens": cached}} if cached >= 0 else {})

@@ -54,7 +54,7 @@ class _Module:
             )
 
     def is_transpose_of(self, other: _Module) -> bool:
-        """Whether this update of an output layer is that of the embedding whose weights it shares."""
+        """Return true if this update of an output layer is that of the embedding with the same weights."""
         return (
             self.scale == other.scale
             and self.magnitudes is None
@@ -137,7 +137,7 @@ _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
 def _merge(base: PeftBase) -> str | None:
-    """How to use an adapter that mlx_lm's cannot hold; ``None`` if mlx_lm would not read the merged model."""
+    """Return advice for an adapter that mlx_lm cannot hold; ``None`` if mlx_lm would not read the merged model."""
     if base.architecture is None or base.architecture.modules:
         return None
     return "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
@@ -215,7 +215,7 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
 
 
 def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
-    """Whether PEFT gives the output layer the embedding's adapter, by its own rules for when it does."""
+    """Return true if PEFT, by its own rules, gives the output layer the embedding's adapter."""
     targets: Any = config.get("target_modules") or []
     named = (
         any(re.fullmatch(targets, name) for name in _EMBEDDINGS)
@@ -311,7 +311,7 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """What PEFT multiplies the update of a module with."""
+    """Return PEFT's scale of a module's update."""
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)
