@@ -38,6 +38,7 @@ from allhands.model.load import (
     copy_files,
     holds_files,
     load_tokenizer,
+    rows_of_embedding,
     save_weights,
     unpack,
 )
@@ -260,8 +261,7 @@ def _fused(module: Any) -> nn.Module:
 
 def _logits(model: Any) -> np.ndarray[Any, Any]:
     """(1, tokens, vocabulary) float32 for a text drawn at random, always the same."""
-    kinds = nn.Embedding | nn.QuantizedEmbedding
-    size = max((it.weight.shape[0] for it in model.modules() if isinstance(it, kinds)), default=256)
+    size = rows_of_embedding(model) or 256
     model.eval()
     tokens = np.random.default_rng(0).integers(0, size, (1, _PROBE_TOKENS))
     return np.array(model(mx.array(tokens)).astype(mx.float32))

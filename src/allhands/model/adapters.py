@@ -163,12 +163,17 @@ def _require_rank(model: Any, num_layers: int, rank: int) -> None:
     for block in model.layers[-max(num_layers, 0) :]:
         for _, module in block.named_modules():
             if hasattr(module, "to_quantized") or hasattr(module, "bits"):
-                rows, columns = module.weight.shape[-2:]
-                sides += [rows, columns * 32 // module.bits if hasattr(module, "bits") else columns]
+                sides += weight_shape(module)
     if rank > max(sides, default=rank):
         problem = f"the rank {rank} is more than the longest side of any layer, {max(sides)}"
         hint = "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
         raise ConfigError(problem, where="--lora-parameters", hint=hint)
+
+
+def weight_shape(module: Any) -> tuple[int, int]:
+    """Return (out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
+    rows, columns = module.weight.shape[-2:]
+    return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
 
 
 def _linear_names(model: Any, num_layers: int) -> list[str]:

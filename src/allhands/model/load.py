@@ -81,13 +81,18 @@ class LoadedModel:
 
     @property
     def vocabulary(self) -> int | None:
-        """Rows of the largest embedding: among how many tokens the model chooses; ``None`` if it has none."""
-        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
-        return max((int(table.weight.shape[0]) for table in tables), default=None)
+        """Number of tokens that the model knows; ``None`` if it has no embedding."""
+        return rows_of_embedding(self.model)
 
     def is_recorded(self, recorded: str) -> bool:
         """Return true if ``recorded`` is this model's fingerprint, by this version or an earlier one."""
         return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
+
+
+def rows_of_embedding(model: nn.Module) -> int | None:
+    """Return the rows of the largest embedding; ``None`` if there is none."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    return max((int(table.weight.shape[0]) for table in tables), default=None)
 
 
 # --- loading ----------------------------------------------------------------------------------------

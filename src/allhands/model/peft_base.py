@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from allhands.errors import ModelError
 from allhands.kernels.fused.linear import dequantized_by_mlx
+from allhands.model.adapters import weight_shape
 from allhands.model.hf_names import Architecture, architecture_of, other_way
 from allhands.model.load import LoadedModel
 from allhands.model.reading import opened
@@ -59,7 +60,7 @@ class PeftBase:
         model = loaded.model
         found = {n: m for n, m in model.named_modules() if isinstance(m, (*_LINEAR, *_EMBEDDING, *_EXPERTS))}
         embeddings = {n for n, m in found.items() if isinstance(m, _EMBEDDING)}
-        shapes = {n: _shape(m) for n, m in found.items()}
+        shapes = {n: weight_shape(m) for n, m in found.items()}
         architecture = architecture_of(loaded.config)
         rows = {shapes[n][0] for n in embeddings}
         blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
@@ -159,12 +160,6 @@ class PeftBase:
         if missing := sorted(n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted):
             return f"PEFT reads adapters of experts only if all their matrices have one, and {missing[0]} has none"
         return None
-
-
-def _shape(module: Any) -> tuple[int, int]:
-    """(out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
-    rows, columns = module.weight.shape[-2:]
-    return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
 
 
 def _dense(module: Any) -> mx.array:

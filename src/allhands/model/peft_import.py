@@ -43,6 +43,12 @@ class _Module:
     def rank(self) -> int:
         return int(self.first.shape[-1])
 
+    def widened(self, rank: int, scale: float) -> tuple[mx.array, mx.array]:
+        """Return both factors with zeros up to ``rank``; the second one makes up for a difference to ``scale``."""
+        spare, stacked = rank - self.rank, [(0, 0)] * (self.first.ndim - 2)
+        second = self.second if self.scale == scale else self.second * (self.scale / scale)
+        return mx.pad(self.first, [*stacked, (0, 0), (0, spare)]), mx.pad(second, [*stacked, (0, spare), (0, 0)])
+
     def require_shape(self, name: str, shape: tuple[int, int], *, embedding: bool) -> None:
         """Refuse an update of another shape than the weight's (ModelError)."""
         inputs, outputs = int(self.first.shape[0]), int(self.second.shape[1])
@@ -89,12 +95,8 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
         place = LAYER.match(name)
         keys.add(name if place is None else place["inside"])
         lowest = lowest if place is None else min(lowest, int(place["number"]))
-        spare = rank - each.rank
-        second = each.second if each.scale == scale else each.second * (each.scale / scale)
-        stacked = [(0, 0)] * (each.first.ndim - 2)
-        first = mx.pad(each.first, [*stacked, (0, 0), (0, spare)])
-        second = mx.pad(second, [*stacked, (0, spare), (0, 0)])
-        if stacked:  # mlx_lm keeps those of experts as PEFT does
+        first, second = each.widened(rank, scale)
+        if first.ndim > 2:  # mlx_lm keeps those of experts as PEFT does
             first, second = (mx.contiguous(value.swapaxes(-1, -2)) for value in (first, second))
         weights |= {f"{name}.lora_a": first, f"{name}.lora_b": second}
         if each.magnitudes is not None:
@@ -260,18 +262,12 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
 def _stacked(parts: list[_Module | None]) -> _Module:
     """One module of many experts; those without an adapter get one that does nothing."""
     known = [each for each in parts if each is not None]
-    rank = max(each.rank for each in known)
-    scale = known[0].scale
-    first, second = [], []
-    for each in parts:
-        if each is None:
-            first.append(mx.zeros((known[0].first.shape[0], rank)))
-            second.append(mx.zeros((rank, known[0].second.shape[1])))
-            continue
-        spare = rank - each.rank
-        first.append(mx.pad(each.first, [(0, 0), (0, spare)]))
-        second.append(mx.pad(each.second * (each.scale / scale), [(0, spare), (0, 0)]))
-    return _Module(mx.stack(first), mx.stack(second), scale, None)
+    rank, scale = max(each.rank for each in known), known[0].scale
+    shapes = (known[0].first.shape[0], rank), (rank, known[0].second.shape[1])
+    nothing = _Module(mx.zeros(shapes[0]), mx.zeros(shapes[1]), scale, None)
+    factors = [(each or nothing).widened(rank, scale) for each in parts]
+    first, second = (mx.stack([pair[place] for pair in factors]) for place in (0, 1))
+    return _Module(first, second, scale, None)
 
 
 def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, _Module]:
