@@ -24,7 +24,7 @@ from allhands.data.values import quoted
 
 Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "field"]
 
-_WORD = re.compile(r"Zq(\d+)qZ|(?<!\d)731(\d{4})(?!\d)")
+_WORD = re.compile(r"Zq(\d{1,9})qZ|(?<!\d)731(\d{4})(?!\d)")
 _NUMBER = 7_310_000
 _MANY = 9_999
 # Only so much of a call's arguments: a template treats all alike.
