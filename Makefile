@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # A kernel that the place asks of OpenBLAS would be that of some ranks and not of others, which start by ssh.
 unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+# Without bytecode each of a thousand processes compiles all modules again: a quarter of its start.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
