@@ -23,15 +23,6 @@ for _name in ("CI", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR"):
     os.environ.pop(_name, None)
 
 
-# Tests of real processes and their seconds: on a busy machine one of hundreds may be late.
-_ON_THE_CLOCK = (
-    "tests/distributed/",
-    "tests/fault/",
-    "tests/unit/test_container_runs.py",
-    "tests/unit/test_sync_run.py",
-)
-
-
 def pytest_collection() -> None:
     """Thousands of tests are millions of objects, through which the garbage collector would look again and again."""
     gc.disable()
@@ -40,13 +31,6 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give those one more try; the summary names each that needed it (``RERUN``), and two failures are a failure."""
-    for item in items:
-        if item.nodeid.startswith(_ON_THE_CLOCK):
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,13 +43,18 @@ def heeded_signals() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Token stores of the tests, and of the processes that they start, go here instead of the person's cache."""
-    path = tmp_path_factory.mktemp("tokens")
+def caches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches of the tests, and of the processes that they start, in place of the person's.
+
+    MLX takes a second to compile a kernel. Processes may share its directory, so all workers use the one in
+    ``.pytest_cache``, which the next run of pytest finds again.
+    """
+    kernels = request.config.cache.mkdir("kernels")
+    kernels.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLHANDS_TOKEN_CACHE", str(path))
-        patch.setenv("ALLHANDS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
-        yield path
+        patch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        patch.setenv("ALLHANDS_KERNEL_CACHE", str(kernels))
+        yield
 
 
 @pytest.fixture(autouse=True)
