@@ -130,7 +130,6 @@ def test_it_goes_on_after_kills_to_the_same_numbers(place: Place, undisturbed: C
     assert "Traceback" not in done.stderr.replace("connection to a peer was lost", "")
 
 
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_a_stopped_rank_is_noticed(place: Place, undisturbed: Checkpoint) -> None:
     place.inject(rank=1, step=25, signal=signal.SIGSTOP)
     done = place.run("--hang-timeout-s", "2")

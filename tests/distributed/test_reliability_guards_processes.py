@@ -157,7 +157,6 @@ with worker.install(launch, os.environ) as context:
 
 
 @pytest.mark.long
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_a_frozen_process_is_found_whatever_it_was_doing() -> None:
     """All of these may be silent for a minute or more; "nothing" is before the first sign of life."""
     phases = ["nothing", "start", "first", "validate", "save", "end"]

@@ -153,7 +153,6 @@ def test_every_task_knows_its_place(alone_here: Slurm, trial: Trial, mpi: str, r
 
 
 @pytest.mark.usefixtures("pmix")
-@pytest.mark.flaky(reruns=1)  # PMIx looks at all network interfaces, and other tests' come and go
 def test_open_mpi_over_pmix_ends_well(
     alone_here: Slurm, trial: Trial, bench: Bench, one: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,6 @@ def test_a_stopped_run_keeps_what_it_trained(runs: Runs, tmp_path: Path, more: l
         assert same(out / "adapters.safetensors", tmp_path / "short/adapters.safetensors")
 
 
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) -> None:
     data = write_chat_data(tmp_path / "much", train=4000, longest=200)
     job = runs.start("--data", data, "--batch-size", "4000", "--val-batches", "0")

@@ -57,7 +57,6 @@ def _restart_steps(trial: Trial) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_ranks_that_die_in_every_way(trial: Trial, undisturbed: Result) -> None:
     """One after the other: before anything is saved, in the data, at the exchange, and after it."""
     trial.plan(
@@ -111,7 +110,6 @@ def test_a_failure_that_comes_again_is_not_tried_for_ever(trial: Trial) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None:
     """Stopped, asleep where its peers wait for it in the exchange, busy for ever, and without its data."""
     trial.plan(
@@ -134,7 +132,6 @@ def test_ranks_that_hang_in_every_way(trial: Trial, undisturbed: Result) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_a_hang_is_found_without_being_told_how_long_a_step_takes(trial: Trial, undisturbed: Result) -> None:
     trial.plan({"rank": 1, "step": 14, "kind": "stop", "at": "reduce"})
     trial.run()
@@ -209,7 +206,6 @@ def test_asked_to_stop_it_saves_and_goes_on_when_told_to(trial: Trial, undisturb
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=1)  # asserts seconds, and other tests may keep the cores busy
 def test_a_launcher_that_ends_at_once_leaves_nothing_and_the_next_one_goes_on(
     trial: Trial, undisturbed: Result
 ) -> None:
