@@ -75,9 +75,7 @@ class DataPrepare(NamedTuple):
     force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
     documents: Annotated[
         str,
-        typer.Option(
-            "--documents", metavar="HOW", help="Cut of a text file: file, line, blank-line or a string."
-        ),
+        typer.Option("--documents", metavar="HOW", help="Cut of a text file: file, line, blank-line or a string."),
     ] = "auto"
     hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
     hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
