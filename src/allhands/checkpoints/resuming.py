@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 from allhands.checkpoints.arrays import StoredArrayReader, local_arrays, require_same, shared_arrays
 from allhands.checkpoints.finding import find, find_latest, kept_aside, latest, survey
 from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name
 from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
 from allhands.checkpoints.writing import sweep
 from allhands.config.schema import TrainConfig
@@ -27,11 +27,10 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, CheckpointError
+from allhands.errors import CheckpointError
 from allhands.io.files import make_directory
 from allhands.io.trees import numbers, unflatten
 from allhands.model.adapters import trained_weights
-from allhands.observe.metrics import read_metrics
 
 AUTO = "auto"
 _SEEN = ".seen-"
@@ -96,24 +95,10 @@ def _kind(error: CheckpointError) -> str:
     return "foreign" if isinstance(error, OtherFormatError) else "damaged"
 
 
-def seen_date(config: TrainConfig, directory: Path, run_id: str, attempt: int) -> datetime | None:
-    """:func:`date_of` the checkpoint that rank 0 will go on from, as far as another rank can tell without it."""
-    with suppress(AllhandsError):
-        found, _ = find_checkpoint(config, directory, run_id, attempt, verify=False)
-        return None if found is None else date_of(open_checkpoint(found.path, verify=False))
-    return None
-
-
 def date_of(checkpoint: Checkpoint) -> datetime | None:
-    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it wrote none, or unknown."""
-    data: dict[str, Any] = checkpoint.state.get("data", {})
-    if DATE_KEY in data:
-        return datetime.fromisoformat(data[DATE_KEY]) if data[DATE_KEY] else None
-    # One of an earlier version, whose tokens were made when the run began.
-    with suppress(AllhandsError):
-        if starts := read_metrics(run_of(checkpoint.path)).starts:
-            return datetime.fromtimestamp(starts[0].time)
-    return None
+    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it writes none."""
+    told = checkpoint.state["data"][DATE_KEY]
+    return datetime.fromisoformat(told) if told else None
 
 
 def _asked_for(

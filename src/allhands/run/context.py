@@ -14,6 +14,7 @@ from rich.console import Console
 from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.blame import Circumstances
 from allhands.distributed.mesh import Mesh
+from allhands.io.terminal import print_line
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,9 @@ class RunContext:
     given: Circumstances = field(default_factory=Circumstances)
     attest: Callable[[Mapping[str, Any]], None] | None = None
     trial: bool = False
+
+    def say(self, *lines: str) -> None:
+        """Print ``lines`` where this rank has a console."""
+        if self.console is not None:
+            for line in lines:
+                print_line(self.console, line)

@@ -18,7 +18,6 @@ from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share
 from allhands.config.pretrain_schema import pretraining
 from allhands.errors import AllhandsError
 from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
-from allhands.io.terminal import print_line
 from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
@@ -150,9 +149,7 @@ class Outputs:
 
     def say(self, lines: Sequence[str]) -> None:
         """Print ``lines`` where this rank has a console."""
-        if self.surroundings.console is not None:
-            for line in lines:
-                print_line(self.surroundings.console, line)
+        self.surroundings.say(*lines)
 
 
 def _log_of(file: Path | None) -> TextIO | None:

@@ -46,7 +46,7 @@ from allhands.run.datasets import size_notes
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
 from allhands.run.explain import choices, kernel_choices
-from allhands.run.loop import LoopParts, train_loop
+from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
 from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
@@ -168,8 +168,7 @@ class _Session:
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        # Raises where one is asked for and cannot be.
-        self._codec(self._strategy(masters=in_half(self.ready.loaded.model) and self.config.master_weights))
+        _ = self._codec  # raises where one is asked for and cannot be
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
@@ -212,16 +211,17 @@ class _Session:
         waits = self.surroundings.waits
         prefetched = Prefetcher(load, end=total, waits=lambda seconds: waits(state.step, seconds))
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
-            parts = LoopParts(
+            ended = TrainLoop(
+                state=state,
                 config=config,
                 order=order,
                 load=prefetcher.get,
                 step=step,
                 evaluator=self._evaluator(
-                    self.ready.data.valid, config.val_batches, lambda: balance.weights(state.iteration)
+                    ready.data.valid, config.val_batches, lambda: balance.weights(state.iteration)
                 ),
-                communicator=self.ready.communicator,
-                accelerator=self.ready.accelerator,
+                communicator=ready.communicator,
+                accelerator=ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
                 save=save,
@@ -235,8 +235,7 @@ class _Session:
                 tokens_per_byte=stored.report.tokens_per_byte if stored and config.packing else None,
                 copies=self.outputs.copies,
                 balance=balance,
-            )
-            ended = train_loop(parts, state)
+            ).run()
         if config.log_level == "verbose":
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
@@ -312,15 +311,14 @@ class _Session:
             after_backward=None if hook is None else lambda gradients: hook(state.step, gradients),
             inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
-        strategy = self._strategy(masters=optimizer.masters)
         options = StepOptions(
             cpu_native=self._cpu_native,
             compiled=compiled,
             rules=rules,
-            strategy=strategy,
+            strategy=self._strategy,
             rounds=rounds_of(config),
             piping=self._piping,
-            codec=self._codec(strategy),
+            codec=self._codec,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
             non_finite=config.non_finite,
@@ -342,13 +340,16 @@ class _Session:
     def _cpu_native(self) -> bool:
         return self.ready.accelerator.runs_natively(self.config.compile)
 
-    def _strategy(self, *, masters: bool) -> str:
-        hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
-        return chosen_strategy(self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+    @cached_property
+    def _strategy(self) -> str:
+        config, model = self.config, self.ready.loaded.model
+        hooked, masters = gradient_hook(self.callbacks, None) is not None, in_half(model) and config.master_weights
+        wanted = TrainingNeeds(config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
+        return chosen_strategy(config, self.ready.communicator, model, wanted)
 
-    def _codec(self, strategy: str) -> Codec | None:
-        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)
+    @cached_property
+    def _codec(self) -> Codec | None:
+        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, self._strategy)
 
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""

@@ -105,7 +105,7 @@ class LoopState:
                 **{name: values[name] for name in plain},
                 best_loss=math.inf if values["best_loss"] is None else values["best_loss"],
                 window=ReportWindow(**values["window"]),
-                before_s=values.get("elapsed_s", 0.0),  # earlier versions did not write it
+                before_s=values["elapsed_s"],
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(
