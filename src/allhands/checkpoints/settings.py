@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the one it goes on from, and what it may change."""
+"""The settings that a resumed run must have in common with the one it goes on from, and those that it may change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FLOATING = "the learning rate follows it over the whole run, so the rest of it 
 
 
 def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
-    """What a person should know about settings that differ from the checkpoint's.
+    """Notes on settings that differ from the checkpoint's.
 
     Raises:
         ConfigError: a setting that must be the same differs.
@@ -92,7 +92,7 @@ def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, 
 
 
 def _as_it_was(key: str, value: Any) -> str:
-    """What to do so that a setting is that of the checkpoint."""
+    """The way to make a setting that of the checkpoint."""
     flag = f"--{key.replace('_', '-')}"
     if value is None:
         return f"leave {flag} out, as it was"
@@ -173,7 +173,7 @@ def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> Da
 
 
 def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[str]:
-    """What a person should know about software that is not that of the checkpoint."""
+    """Notes on software that is not that of the checkpoint."""
     before: dict[str, str] = checkpoint.state["versions"]
     names = [name for name in before if before[name] != versions.get(name)]
     if not names:

@@ -39,7 +39,7 @@ _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What another writer has put into the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
+    """The part of another writer in the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
 
     files: dict[str, StoredFile]
     arrays: Sequence[StoredArray]
@@ -167,7 +167,7 @@ def sweep(directory: Path) -> None:
 
 
 def others_in(directory: Path, files: Collection[str]) -> list[str]:
-    """What lies in a checkpoint's directory and is not its own; hidden files of the system do not count.
+    """Names in a checkpoint's directory that are not its own; hidden files of the system do not count.
 
     Raises:
         OSError: the directory cannot be read.

@@ -18,7 +18,7 @@ _WHERE = "Checkpointer"
 
 
 class Stateful(Protocol):
-    """What has a state of JSON values, such as :class:`allhands.DistributedLoader`."""
+    """An object with a state of JSON values, such as :class:`allhands.DistributedLoader`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 

@@ -41,7 +41,7 @@ _log = logging.getLogger("allhands")
 
 @dataclass(frozen=True)
 class Saved:
-    """What :func:`save_checkpoint` was given.
+    """The content that :func:`save_checkpoint` was given.
 
     Attributes:
         arrays: nested as they were, with the same types and bits.
@@ -339,7 +339,7 @@ class _Session:
 
 
 def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
-    """What a person gave, of what a checkpoint says of it; its arrays are read now, one after the other."""
+    """The content that a person gave, as a checkpoint has it; its arrays are read now, one after the other."""
     from allhands.io.nested import put_together
 
     read = {name: stored.read() for name, stored in arrays.items()}

@@ -60,6 +60,8 @@ def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
 class DelayedGradients(DataParallel):
     """:class:`~allhands.parallel.base.Strategy`: each update is by the gradients of the step before."""
 
+    name = "delayed"
+
     def __init__(self, exchanging: Exchanging) -> None:
         communicator = exchanging_beside(exchanging.communicator)
         # Packed here, as it is sent: what is summed within a step are a few numbers.
@@ -69,10 +71,6 @@ class DelayedGradients(DataParallel):
         self._sent: _Late | None = None
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # here, and not yet applied
-
-    @property
-    def name(self) -> str:
-        return "delayed"
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         super().prepare(passes, expected)
@@ -175,13 +173,13 @@ class DelayedGradients(DataParallel):
     def _named(self, grads: list[Named]) -> list[Named]:
         """Gradients by the names of the trained arrays."""
         flat = self._passes.flat
-        if flat is None or flat.leaves is None:
+        if flat is None:
             return grads
         return list(flat.leaves.named([array for _, array in grads]))
 
     def _joined(self, named: list[Named]) -> list[Named]:
         """The reverse of :meth:`_named`."""
         flat = self._passes.flat
-        if flat is None or flat.leaves is None:
+        if flat is None:
             return named
         return [(str(place), array) for place, array in enumerate(flat.leaves.joined(dict(named)))]

@@ -104,6 +104,7 @@ class LocalSteps(DataParallel):
     of one of them is not finite, for then none updates.
     """
 
+    name = "local"
     keeps_own_optimizer = True
 
     def __init__(self, exchanging: Exchanging) -> None:
@@ -118,10 +119,6 @@ class LocalSteps(DataParallel):
         self._fragments: list[_Fragment] = []
         self._places: dict[str, int] = {}  # of the arrays, in what is left out
         self._sending: _Sending | None = None
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     @property
     def in_round(self) -> bool:
@@ -154,7 +151,7 @@ class LocalSteps(DataParallel):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the weights at the end of a round are what they are anyway."""
+        """True if the weights at the end of a round are what they are anyway."""
         return self._exchanging.size == 1 and self._rounds.is_mean
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
@@ -244,7 +241,7 @@ class LocalSteps(DataParallel):
         fragment.tokens = (0, 0)
 
     def _share(self, fragment: _Fragment) -> float:
-        """Of this rank in the mean change of a fragment."""
+        """The share of this rank in the mean change of a fragment."""
         own, tokens = fragment.tokens
         return own / tokens if tokens else 1.0 / self._exchanging.size
 

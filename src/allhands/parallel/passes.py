@@ -52,7 +52,7 @@ class Passes:
         self.model = model
         self.objective = objective
         self.computing = computing
-        self.flat = flat if flat is not None and flat.leaves is not None else None
+        self.flat = flat
         self.shapes: set[tuple[int, int, int]] = set()
         self.run_ahead = RunAhead(device_memory(), exchanging=overlaps) if kernels.available() else None
         self._to_arrays = arrays_of_batches()
@@ -63,7 +63,7 @@ class Passes:
             self._gradient = make_joined_gradient(model, self.flat, **how)
 
     def arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
-        """What the gradient's function is called with."""
+        """The arguments of the gradient's function."""
         values = self.objective.values(batch)
         dropout = self.computing.dropout
         if dropout is not None:
@@ -124,7 +124,7 @@ class Passes:
         return self.model.trainable_parameters() if self.flat is None else self.flat.weights()
 
     def trained(self) -> list[mx.array]:
-        """What is trained, in the order of its gradients."""
+        """The trained arrays, in the order of their gradients."""
         return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:

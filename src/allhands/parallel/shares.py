@@ -78,7 +78,7 @@ class Speed:
     update: float = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Of a step with so many tokens, if all ranks together computed one token a second."""
+        """Seconds of a step with so many tokens, if all ranks together computed one token a second."""
         return (tokens + self.update) / self.part
 
 
@@ -106,7 +106,7 @@ StepSeconds = Callable[[Sequence[float], Sequence[Speed]], float]
 
 
 def fluid_seconds(tokens: float) -> StepSeconds:
-    """Of a step of so many tokens, if these could be divided at will."""
+    """Seconds of a step of so many tokens, if these could be divided at will."""
 
     def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
         each = tokens / sum(weights)
@@ -152,7 +152,7 @@ class RowSeconds:
     accumulation: int = 1
 
     def __call__(self, begin: int, end: int) -> StepSeconds:
-        """Of the batches from ``begin`` to before ``end``."""
+        """Seconds of the batches from ``begin`` to before ``end``."""
 
         def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
             total = 0.0
@@ -164,7 +164,7 @@ class RowSeconds:
         return seconds
 
     def tokens(self, weights: tuple[float, ...], first: int) -> list[float]:
-        """What each rank computes of the update that begins with batch ``first``."""
+        """Tokens that each rank computes of the update that begins with batch ``first``."""
         tokens = [0.0] * len(weights)
         for batch in range(first, first + self.accumulation):
             shares = divide(self.order.batch(batch), self.work, weights, before=tokens)
@@ -264,7 +264,7 @@ class Balance:
         return len(self._samples)
 
     def cut(self, iteration: int) -> Cut:
-        """How batch ``iteration`` is divided."""
+        """The division of batch ``iteration``."""
         _, weights, some = self._entry(iteration)
         return Cut(weights, some, iteration - (iteration - self._begin) % self._accumulation)
 
@@ -332,7 +332,7 @@ class Balance:
             self._idle[rank] = 0
 
     def _rests(self, rank: int) -> bool:
-        """Whether it has had no rows for a while."""
+        """True if it has had no rows for a while."""
         return self._idle[rank] >= _SHORT
 
     def _is_past(self, index: int, end: int) -> bool:
@@ -367,7 +367,7 @@ class Balance:
         return None
 
     def _steps_in(self, seconds: float) -> int:
-        """How many of the last steps took so long together; all that are remembered if not even they did."""
+        """The number of the last steps that took so long together; all that are remembered if not even they did."""
         for steps, taken in enumerate(accumulate(reversed(self._longest)), start=1):
             if taken >= seconds:
                 return steps

@@ -1,4 +1,4 @@
-"""What a rank's run is given from outside."""
+"""The inputs that a rank's run gets from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from allhands.io.terminal import print_line
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
+    """The inputs that the recipe gets from outside: who the other ranks are, where text goes, who may stop it.
 
     Attributes:
         connect: joins the group; called after data and model are known to be good.

@@ -24,7 +24,7 @@ from allhands.runtime.accelerator import Accelerator
 
 @dataclass(frozen=True)
 class KernelForms:
-    """Which forms a run computes.
+    """The forms that a run computes.
 
     Attributes:
         request: the text of ``ALLHANDS_KERNELS``.

@@ -20,9 +20,10 @@ from allhands.config.schema import TrainConfig
 from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import votes
 from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
-from allhands.io.trees import number, numbers
+from allhands.io.trees import numbers
 from allhands.model.load import MODEL
 from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.parallel.shares import Balance
@@ -162,17 +163,17 @@ class TrainLoop:
         return stale and not done
 
     def _due(self, before: int, every: int) -> bool:
-        """Whether the end, or a multiple of ``every`` batches, was reached since ``before`` of them."""
+        """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of them."""
         return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
 
     def _is_due(self, settled: int) -> bool:
-        """Whether something is due that needs the same weights on all ranks."""
+        """True if something is due that needs the same weights on all ranks."""
         config, sees = self.config, self.evaluator is not None or bool(self.config.sample_prompts)
         looks = (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
         return any(_crossed(settled, self.state.iteration, every) for every in (*looks, config.save_every))
 
     def _waits_for_round(self, step_s: float) -> bool:
-        """Whether a stop waits for the end of the round: on all ranks alike, only if that is soon.
+        """True if a stop waits for the end of the round: on all ranks alike, only if that is soon.
 
         A run that goes on from there is the one that was not stopped. After a round that was closed before its end,
         which loses nothing either, it is another.
@@ -302,7 +303,7 @@ class TrainLoop:
         return [] if self._pauses(begin) else self._loaded.get(begin, [])
 
     def _pauses(self, end: int) -> bool:
-        """Whether something else is computed after the update that ends at ``end``, before the next."""
+        """True if something else is computed after the update that ends at ``end``, before the next."""
         config, before = self.config, max(end - self.config.grad_accumulation_steps, 0)
         evaluates = self.evaluator is not None and _crossed(before, end, config.steps_per_eval)
         return evaluates or _crossed(before, end, config.sample_every or config.steps_per_eval)
@@ -467,9 +468,9 @@ class TrainLoop:
         self._warn(self.copies.settle(self.state.step))
 
     def _any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank; asked on all of them together."""
+        """True if ``flag`` is true on any rank; asked on all of them together."""
         self.beat("reduce", self.state.step)
-        return number(self.communicator.all_sum(mx.array([float(flag)]))) > 0
+        return votes(self.communicator, flag) > 0
 
     def _ended(self, reason: EndReason) -> RunEnded:
         state = self.state
@@ -479,7 +480,7 @@ class TrainLoop:
 
 
 def _crossed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of ``every`` was reached; with accumulation an update takes several batches."""
+    """True if a multiple of ``every`` was reached; with accumulation an update takes several batches."""
     return after // every > before // every
 
 

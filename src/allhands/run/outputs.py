@@ -27,7 +27,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """What is known of copies; of this rank's own what lies there."""
+    """The copies of the run's checkpoints, and of this rank's own the newest step."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -46,7 +46,7 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """What the run says of itself as it begins ``total`` batches; the largest has that shape."""
+        """The event that begins ``total`` batches; the largest has that shape."""
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)

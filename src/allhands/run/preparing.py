@@ -115,7 +115,7 @@ class LoadedRun:
     split: tuple[int, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
-        """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
+        """The facts that an adapter records beside the options: trained blocks, model, date in its data, end tokens."""
         return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
@@ -288,14 +288,14 @@ def _launching(config: TrainConfig) -> list[str]:
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
-    """Whether the step of a run of so many batches is compiled, where it is a graph."""
+    """True if the step of a run of so many batches is compiled, where it is a graph."""
     if config.compile == "auto":
         return batches >= COMPILE_FROM_BATCHES and can_be_compiled(getattr(model, "model_type", None))
     return config.compile == "on"
 
 
 def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
-    """What decides which passes apply to ``model``, of which it is settled what is trained.
+    """The context that decides which passes apply to ``model``, once it is settled what is trained.
 
     Raises:
         ConfigError: it cannot be compiled, and shall be.

@@ -1,4 +1,4 @@
-"""What the model writes while it learns."""
+"""The texts that the model writes while it learns."""
 
 from __future__ import annotations
 

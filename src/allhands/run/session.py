@@ -9,8 +9,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from allhands.checkpoints.arrays import Held
 from allhands.checkpoints.place import require_place_of_run
-from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
+from allhands.checkpoints.saving import Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.data.loader import Loader, MicroBatch
@@ -164,7 +165,7 @@ class _Session:
         return FinetuneResult(self.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
-        """What is trained on, in which order, in how many batches: refused before an earlier run is set aside."""
+        """The windows, their order and the number of batches: refused before an earlier run is set aside."""
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
@@ -242,7 +243,7 @@ class _Session:
         return ended
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
-        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
+        """The function by which the model writes, on all ranks that compute together with rank 0."""
         config = self.config
         if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step, iteration: []
@@ -258,7 +259,7 @@ class _Session:
         )
 
     def _model_files(self) -> ModelFiles | None:
-        """What makes a directory with the trained weights a model, where they are not a change to another one."""
+        """The files that make a directory with the trained weights a model, where these are no adapter."""
         fresh = pretraining(self.config)
         if fresh is None:
             return None
@@ -278,14 +279,14 @@ class _Session:
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        rows = load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy, step.strategy)
+        rows = load_optimizer(optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy)
         if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
             self.outputs.say(
                 [f"note: the optimizer's state is the mean of those that {rows} ranks had each for itself"]
             )
-        graph, before = step.updater.graph, restored.state.get("config", {}).get("compress", "none")
+        before = restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
-        if lost := load_left_out(self.ready.loaded.model, graph, step.strategy, restored, changed):
+        if lost := load_left_out(self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed):
             self.outputs.say([f"note: what {before} had left out of the last gradients is dropped: {lost}"])
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
@@ -377,13 +378,11 @@ class _Session:
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    def _saving(
-        self, optimizer: Any, step: TrainStep, balance: Balance
-    ) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
-        """What saves on this rank: everything if it keeps files, else what only it holds."""
+    def _saving(self, optimizer: Any, step: TrainStep, balance: Balance) -> AbstractContextManager[tuple[Save, Saved]]:
+        """The functions that save on this rank: everything if it keeps files, else the slices that only it holds."""
         ready = self.ready
         held = Held(
-            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy),
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.flat, step.strategy),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
@@ -423,7 +422,7 @@ class _Session:
         )
 
     def _constants(self) -> dict[str, Any]:
-        """What every checkpoint of this start says besides."""
+        """The facts that every checkpoint of this start records besides."""
         ready = self.ready
         return {
             "random": "order and dropout are functions of seed, batch and example",

@@ -39,7 +39,7 @@ _CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """What was done for the CPU's matrix products.
+    """The library for the CPU's matrix products.
 
     Attributes:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
@@ -69,7 +69,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def is_command() -> bool:
-    """Whether this process is a command of allhands, or one of its helpers, and no program of a person's.
+    """True if this process is a command of allhands, or one of its helpers, and no program of a person's.
 
     A command knows whether it will compute; a program may, as soon as it has imported allhands.
     """
@@ -133,7 +133,7 @@ def preload_blas() -> BlasStatus:
 
 
 def _kernels(handle: ctypes.CDLL) -> str:
-    """What OpenBLAS calls the kernels that it has chosen for this processor."""
+    """The name of the kernels that OpenBLAS has chosen for this processor."""
     name = getattr(handle, f"{PREFIX}openblas_get_corename")
     name.restype = ctypes.c_char_p
     return (name() or b"unknown").decode()

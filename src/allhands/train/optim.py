@@ -115,7 +115,7 @@ def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
 
 
 def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
-    """Of the whole training.
+    """The number of batches of the whole training.
 
     Raises:
         ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
@@ -126,7 +126,7 @@ def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
 
 
 def has_schedule(config: TrainConfig) -> bool:
-    """Whether the learning rate follows the number of updates; a constant one may change when a run is resumed."""
+    """True if the learning rate follows the number of updates; a constant one may change when a run is resumed."""
     chosen = config.lr_schedule
     named = chosen is not None and (chosen.name != "constant" or chosen.warmup > 0)
     given = config.warmup_steps

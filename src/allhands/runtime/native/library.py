@@ -55,7 +55,7 @@ def compiler_here() -> str | None:
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether nobody has switched it off."""
+    """True if nobody has switched it off."""
     return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
 
 
@@ -113,7 +113,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
-    """Of everything that the library depends on."""
+    """The hash of everything that the library depends on."""
     stat = compiler.resolve().stat()
     digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode())
     for path in sources:
@@ -122,7 +122,7 @@ def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def processor() -> str:
-    """What this processor can do, as Linux tells it."""
+    """The instructions that this processor knows, as Linux tells it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
