@@ -72,7 +72,7 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
             one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
             use, and the next step would wait until they are back.
     """
-    arrays = {name: _words(each.get()) for name, each in state.items()}
+    arrays = {name: (array := each.get()).view(_WORDS[array.dtype.size]) for name, each in state.items()}
     data: dict[str, Any]
     if on_device:
         # The bits in memory of their own: integers, to which nothing is added.
@@ -130,10 +130,6 @@ def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
     """The bytes where MLX has them; of an array that lies in another order there a copy, made when it is written."""
     plain = np.asarray(array)
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
-
-
-def _words(array: mx.array) -> mx.array:
-    return array.view(_WORDS[array.dtype.size])
 
 
 # --- to be read --------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def find_checkpoint(
     if found is None and config.resume is not None:
         found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
     errors = {one.where: one for one in rejected}.values()
-    notes = [f"a {_kind(one)} checkpoint is left out: {one.where}: {one.message}" for one in errors]
+    kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
+    notes = [f"a {kind} checkpoint is left out: {one.where}: {one.message}" for one, kind in kinds.items()]
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
         notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
@@ -90,10 +91,6 @@ def find_checkpoint(
         aside = f"; to go on from an earlier run's, up to step {kept[1]}: --resume {kept[0]}" if kept else ""
         notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins{aside}")
     return found, notes
-
-
-def _kind(error: CheckpointError) -> str:
-    return "foreign" if isinstance(error, OtherFormatError) else "damaged"
 
 
 def date_of(checkpoint: Checkpoint) -> datetime | None:

@@ -225,7 +225,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         compared=config.hostfile is not None,
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
-        explain=_tell if config.log_level == "verbose" else lambda lines: None,
+        explain=lambda lines: print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None,
         **options,
     )
 
@@ -243,10 +243,6 @@ def _sync_command(config: TrainConfig) -> str | None:
     found = {"--model": config.model, "--data": config.data}
     words = [word for flag, path in found.items() if Path(path).exists() for word in (flag, written(path))]
     return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words]) if words else None
-
-
-def _tell(lines: list[str]) -> None:
-    print(*lines, sep="\n", file=sys.stderr)
 
 
 def _has_begun(directory: Path) -> bool:

@@ -32,16 +32,12 @@ _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 def can(backend: str, operation: str) -> bool:
     """True if a back-end of the installed MLX has an operation of :data:`CAPABILITIES`; an unknown one has none."""
-    if backend == "jaccl" and _in_ring():
+    # In a ring JACCL has cables to neighbours only: MLX takes the variable for it, whatever it says.
+    if backend == "jaccl" and ("MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ):
         operation = {"send_recv_neighbours": "send_recv", "send_recv": ""}.get(operation, operation)
     since = _SINCE.get((backend, operation))
     there = since is None or _release(version_of("mlx") or "") >= (*since, 0)
     return there and operation in CAPABILITIES.get(backend, ())
-
-
-def _in_ring() -> bool:
-    """True if JACCL's ranks have cables to their neighbours only: MLX takes the variable for it, whatever it says."""
-    return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -142,17 +142,13 @@ class LocalSteps(DataParallel):
         return flatten(self._model.trainable_parameters())
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        if not self._before and not self._is_alone:
+        alone = self._exchanging.size == 1 and self._rounds.is_mean  # then the end of a round changes nothing
+        if not self._before and not alone:
             self._before = dict(self._trained())
         if self._sending is not None:  # travels while this computes
             self._begin_call(self._sending)
             expect_bulk(self._exchanging.communicator, True)
         return super().gradients(passes, micro_batches)
-
-    @property
-    def _is_alone(self) -> bool:
-        """True if the weights at the end of a round are what they are anyway."""
-        return self._exchanging.size == 1 and self._rounds.is_mean
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         expect_bulk(self._exchanging.communicator, False)

@@ -314,11 +314,13 @@ def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
     """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
-    active = _active(divided.config)
+    # Experts of a block that compute a token; None where that is not told.
+    active = next((int(divided.config[name]) for name in _ACTIVE if divided.config.get(name)), None)
 
     def of(module: nn.Module) -> Weights:
         num_bytes = sum(held[id(each)] for each in module.modules())
-        return Weights(_multiplied(module, active), num_bytes, _trained(module))
+        trained_bytes = sum(array.nbytes for _, array in flatten(module.trainable_parameters()))
+        return Weights(_multiplied(module, active), num_bytes, trained_bytes)
 
     parts = tuple(map(of, model.layers))
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
@@ -336,11 +338,6 @@ def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
     return Model(parts, embedding, Weights(beside, num_bytes, others))
 
 
-def _active(config: Mapping[str, Any]) -> int | None:
-    """Experts of a block that compute a token; ``None`` where that is not told."""
-    return next((int(config[name]) for name in _ACTIVE if config.get(name)), None)
-
-
 def _multiplied(module: nn.Module, active: int | None) -> float:
     """Numbers of ``module`` that each token is multiplied by: of its experts those of the ``active`` ones alone."""
     numbers = float(count_parameters(module))
@@ -349,10 +346,6 @@ def _multiplied(module: nn.Module, active: int | None) -> float:
             experts = next(array.shape[0] for _, array in flatten(each.parameters()) if array.ndim == 3)
             numbers -= count_parameters(each) * (1 - min(1.0, active / experts))
     return numbers
-
-
-def _trained(module: nn.Module) -> int:
-    return sum(array.nbytes for _, array in flatten(module.trainable_parameters()))
 
 
 def _widths(divided: Divided) -> tuple[int, int] | None:

@@ -251,7 +251,7 @@ def _whole(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             whole = _is_whole_elf(file.fileno()) if path.suffix == ".so" else _is_whole_program(file.fileno())
-        return whole and all(_ends_with(part, b"\n") for part in _parts(path)[:-1])
+        return whole and all(part.read_bytes().endswith(b"\n") for part in _parts(path)[:-1])
     except (OSError, struct.error):
         return False
 
@@ -276,10 +276,6 @@ def _is_whole_program(descriptor: int) -> bool:
         return _is_whole_elf(descriptor)
     end = os.pread(descriptor, 16, max(0, os.fstat(descriptor).st_size - 16))
     return end.rstrip(b"\0\r\n\t ").endswith(b"}")
-
-
-def _ends_with(path: Path, ending: bytes) -> bool:
-    return path.read_bytes().endswith(ending)
 
 
 # --- the user's cache --------------------------------------------------------------------------------
