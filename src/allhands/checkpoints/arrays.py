@@ -72,7 +72,8 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
             one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
             use, and the next step would wait until they are back.
     """
-    arrays = {name: (array := each.get()).view(_WORDS[array.dtype.size]) for name, each in state.items()}
+    own = {name: each.get() for name, each in state.items()}
+    arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
     data: dict[str, Any]
     if on_device:
         # The bits in memory of their own: integers, to which nothing is added.

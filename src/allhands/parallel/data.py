@@ -22,14 +22,17 @@ from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
     PendingReduce,
+    count_parts,
     packed_sum_over_ranks,
     start_all_gather,
     start_all_reduce,
     start_sum,
     sum_over_ranks,
+    whole_count,
 )
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
+from allhands.io.trees import numbers as values_of
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
@@ -142,6 +145,22 @@ class DataParallel(Strategy):
             exchanging.heartbeat("update")
         return Reduced(_named(mine.grads, sums), totals, squares, num_gathered=exchanging.size * len(extra))
 
+    def reduce_numbers(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], squares: mx.array, extra: Sequence[float]
+    ) -> tuple[mx.array, int, float, int]:
+        """Sum ``numbers`` over ranks without the gradients.
+
+        Returns:
+            The sums with the extra numbers, all ranks' trained tokens, the sum of ``squares``, and how many of the
+            first are extra numbers.
+        """
+        every = [*numbers, *count_parts(mine.num_targets), squares]
+        reduced = DataParallel.reduce(self, replace(mine, grads=[]), every, extra)
+        at, values = len(numbers), values_of(reduced.totals)
+        units, rest, squares_of_all = values[at : at + 3]
+        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
+        return totals, whole_count(units, rest), squares_of_all, reduced.num_gathered
+
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
         if self.shards is None:
             return parts
@@ -215,7 +234,8 @@ class OverlappedData(DataParallel):
         super().prepare(passes, expected)
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
-        self._apart = passes.rows_apart(self._exchanging.size, self._exchanging.codec)
+        size, codec = self._exchanging.size, self._exchanging.codec
+        self._apart = TravellingLookups.of(passes.model, passes.flat, size, passes.objective, passes.computing, codec)
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
         return passes.run(batch, self._apart if batch.sole else None)

@@ -96,16 +96,12 @@ class DelayedGradients(DataParallel):
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         self._receive()
-        parts = count_parts(mine.num_targets)
         squares = sum_of_squares([grad for _, grad in mine.grads])
-        reduced = super().reduce(replace(mine, grads=[]), [*numbers, *parts, squares], extra)
-        at, values = len(numbers), values_of(reduced.totals)
-        units, rest, squares_of_all = values[at : at + 3]
-        self._own = _Late(list(mine.grads), whole_count(units, rest), (mine.num_targets, squares))
-        how: dict[str, Any] = {"num_gathered": reduced.num_gathered}
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
+        self._own = _Late(list(mine.grads), tokens, (mine.num_targets, squares))
+        how: dict[str, Any] = {"num_gathered": num_gathered}
         if not math.isfinite(squares_of_all):
             how["norm"] = mx.array(squares_of_all)
-        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
         if (late := self._late) is None:
             return Reduced([], totals, idle=True, **how)
         return Reduced(list(late.grads), totals, divisor=mx.array(float(late.tokens)), **how)

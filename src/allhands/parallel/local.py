@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,9 +25,8 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import expect_bulk
 from allhands.distributed.codecs import GROUP
 from allhands.distributed.packed import Begun, Left, Packing
-from allhands.distributed.reduce import buckets, count_parts, whole_count
+from allhands.distributed.reduce import buckets
 from allhands.io.trees import flatten, unflatten
-from allhands.io.trees import numbers as values_of
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.data import DataParallel
 from allhands.parallel.norms import sum_of_squares
@@ -155,17 +153,12 @@ class LocalSteps(DataParallel):
         own = mine.num_targets
         # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
-        reduced = super().reduce(replace(mine, grads=[]), [*numbers, *count_parts(own), squares], extra)
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
         if self._sending is not None:
             self._end_call(self._sending)
-        at, values = len(numbers), values_of(reduced.totals)
-        units, rest, squares_of_all = values[at : at + 3]
-        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
-        tokens = whole_count(units, rest)
         self._of_step = (own, tokens)
         norm = mx.sqrt(mx.array(squares_of_all) / max(tokens, 1))
-        how: dict[str, Any] = {"divisor": mx.array(float(own)), "norm": norm, "num_gathered": reduced.num_gathered}
-        return Reduced(mine.grads, totals, **how)
+        return Reduced(mine.grads, totals, divisor=mx.array(float(own)), norm=norm, num_gathered=num_gathered)
 
     def after_update(self, step: int) -> None:
         self._steps += 1

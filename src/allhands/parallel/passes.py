@@ -12,7 +12,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import Lookups
 from allhands.io.trees import flatten
 from allhands.kernels.fused import kernels
@@ -134,10 +133,3 @@ class Passes:
             self.model, cpu_native=cpu_native, compiled=False, dropout=dropout, objective=self.objective
         )
         return lambda batch: gradient(*self.arguments(batch))
-
-    def rows_apart(self, num_ranks: int, codec: Codec | None = None) -> TravellingLookups | None:
-        """Passes whose look-ups of a trained table are apart; ``None`` where there is no such table.
-
-        ``codec``: how the table's gradient would travel otherwise.
-        """
-        return TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing, codec)

@@ -136,18 +136,14 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         if fresh is not None:
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
-        checkpoint = None
-        if mesh.is_main and config.train:
-            checkpoint, told = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
-            notes += told + (check_settings(checkpoint, config) if checkpoint is not None else [])
+        checkpoint, told = _checkpoint_of(config, surroundings, directory)
+        notes += told
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
         progress = _tell_progress(surroundings)
         made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
         data = made_data(moment=_moment(surroundings, tested, checkpoint))
-        if data.dated is not None and data.dated.date() != surroundings.moment.date():
-            date = f"{data.dated:%d %b %Y}"
-            notes.append(f"the chat template writes the current date; the run keeps that of its beginning, {date}")
+        notes += _date_told(data, surroundings)
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
         else:
@@ -197,6 +193,23 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
     return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split)
+
+
+def _checkpoint_of(
+    config: TrainConfig, surroundings: RunContext, directory: Path
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that rank 0 goes on from, and notes for a person."""
+    if not (surroundings.mesh.is_main and config.train):
+        return None, []
+    checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
+    return checkpoint, notes + ([] if checkpoint is None else check_settings(checkpoint, config))
+
+
+def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
+    """A note where the date is another than today's."""
+    if data.dated is None or data.dated.date() == surroundings.moment.date():
+        return []
+    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
 
 
 def _met(

@@ -110,7 +110,7 @@ def run_finetune(
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Session(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
+        return _Session(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
@@ -134,11 +134,10 @@ class _Session:
     config: TrainConfig
     surroundings: RunContext
     callbacks: Sequence[Callback]
-    directory: Path
     ready: LoadedRun
     observer: ProcessSampler
     outputs: Outputs
-    objective: Objective = CAUSAL_LM
+    objective: Objective
 
     @property
     def mesh(self) -> Mesh:
@@ -162,7 +161,7 @@ class _Session:
                 self.outputs.plot()
             barrier(self.ready.communicator)
             raise
-        return FinetuneResult(self.directory, ended, self.outputs.plot())
+        return FinetuneResult(self.outputs.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
         """The windows, their order and the number of batches: refused before an earlier run is set aside."""
@@ -174,15 +173,17 @@ class _Session:
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
         config, ready = self.config, self.ready
-        optimizer, state = self._optimizer(total)
-        compiled = compiles(config, total, self.ready.loaded.model)
+        saved = {} if ready.restored is None else ready.restored.state
+        state = LoopState.from_json(saved) if saved else LoopState()
+        updates = state.steps_in_all(total, config.grad_accumulation_steps)
+        optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
+        compiled = compiles(config, total, ready.loaded.model)
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
         sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
-        saved = {} if ready.restored is None else ready.restored.state
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -266,13 +267,6 @@ class _Session:
         values = fresh.model_dump(mode="json", exclude={"model"})
         mark, data = {"made_by": "allhands pretrain", "config": values}, self.ready.data
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
-
-    def _optimizer(self, total: int) -> tuple[Any, LoopState]:
-        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
-        config, restored = self.config, self.ready.restored
-        state = LoopState() if restored is None else LoopState.from_json(restored.state)
-        updates = state.steps_in_all(total, config.grad_accumulation_steps)
-        return make_optimizer(config, updates, half=in_half(self.ready.loaded.model)), state
 
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
@@ -368,9 +362,9 @@ class _Session:
         """With --log-level verbose: what was chosen, and why."""
         if self.config.log_level != "verbose":
             return
-        stored = self.ready.data.stored.items()
-        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
+        stored = ready.data.stored.items()
+        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels, tokens, quantised="quantization" in ready.loaded.config)
         self.outputs.say([f"pass: {each}" for each in ready.passes])
@@ -388,7 +382,7 @@ class _Session:
         )
 
         assert ready.data.train is not None
-        rows, metrics = len(ready.data.train), self.directory / METRICS_FILE
+        rows, metrics = len(ready.data.train), self.outputs.directory / METRICS_FILE
 
         def described(state: LoopState) -> dict[str, Any]:
             """Where the run stands, as JSON values."""
@@ -406,7 +400,7 @@ class _Session:
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
         return SavePlan(
-            directory=self.directory,
+            directory=self.outputs.directory,
             run_id=ready.run_id,
             busy=self.surroundings.busy,
             rank=self.mesh.rank,
