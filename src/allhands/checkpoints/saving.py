@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ from allhands.checkpoints.layout import BEST, checkpoint_path
 from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
-from allhands.checkpoints.writing import write_checkpoint
+from allhands.checkpoints.writing import drafting
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
@@ -329,22 +330,20 @@ class Saver:
             self._troubles.append(Warned(request.step, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
-        texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
-        if self._plan.chat_template is not None and self._plan.model is None:
-            texts[TEMPLATE_FILE] = self._plan.chat_template
-        delivery, busy = request.delivery, self._plan.busy
-        contents: dict[str, Any] = {
-            "step": request.step,
-            "run_id": self._plan.run_id,
-            "state": {**request.state, **self._plan.constants()},
-            "tensors": {**request.tensors(), WEIGHTS_FILE: self._all_weights(request)},
-            "texts": texts,
-            "progress": busy,
-        }
-        if delivery is None:
-            return write_checkpoint(target, **contents)
-        with delivery.opened() as draft:
-            return draft.publish(**contents, parts=lambda: delivery.parts(busy))
+        plan, delivery = self._plan, request.delivery
+        texts = {CONFIG_FILE: adapter_config_text(plan.adapter_config)}
+        if plan.chat_template is not None and plan.model is None:
+            texts[TEMPLATE_FILE] = plan.chat_template
+        with drafting(target) if delivery is None else delivery.opened() as draft:
+            return draft.publish(
+                step=request.step,
+                run_id=plan.run_id,
+                state={**request.state, **plan.constants()},
+                tensors={**request.tensors(), WEIGHTS_FILE: self._all_weights(request)},
+                texts=texts,
+                progress=plan.busy,
+                parts=tuple if delivery is None else partial(delivery.parts, plan.busy),
+            )
 
 
 @contextmanager

@@ -19,8 +19,6 @@ from allhands.distributed.blame import Circumstances, MisfitError, Statement, ju
 from allhands.distributed.handout import all_equal, gather_json
 from allhands.runtime.versions import software_here
 
-_GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
-
 
 @dataclass(frozen=True)
 class Witness:
@@ -61,8 +59,7 @@ def _misfit(
         "leads": witness.leads,
         "software": software_here(),
         **witness.details(sections),
-        "given": [getattr(witness.given, name) for name in _GIVEN],
-        "trusted": sorted(witness.given.trusted),
+        "given": {**vars(witness.given), "trusted": sorted(witness.given.trusted)},
     }
     said = gather_json(communicator, own)
     names = _names(everyone, said)
@@ -72,9 +69,9 @@ def _misfit(
         for rank, name in enumerate(names)
         if names.index(name) == rank
     ]
-    launcher, *others = said[0]["given"]
-    given = Circumstances(launcher or names[0], *others, trusted=frozenset(said[0]["trusted"]))
-    verdict = judge(statements, given)
+    first: dict[str, Any] = said[0]["given"]
+    first |= {"launcher": first["launcher"] or names[0], "trusted": frozenset(first["trusted"])}
+    verdict = judge(statements, Circumstances(**first))
     assert verdict is not None
     misfits = tuple(rank for rank, name in enumerate(names) if name in verdict.misfits)
     return MisfitError(verdict.message, hint=verdict.hint, misfits=misfits)
