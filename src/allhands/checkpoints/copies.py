@@ -86,7 +86,7 @@ class Copies:
         texts = gather_json(self.communicator, [self.computer, self.trouble])
         if self.communicator.rank != 0:
             return []
-        return [_warning(*texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
+        return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
 
     def settle(self, step: int) -> list[Warned]:
         """The last word, when all has been written; called on all ranks together."""
@@ -102,7 +102,8 @@ class Copies:
                 self._step = 0
 
 
-def _warning(computer: str, trouble: str, copied: int, step: int, *, ends: bool) -> Warned:
+def _warning(said: tuple[str, str], copied: int, step: int, *, ends: bool) -> Warned:
+    computer, trouble = said
     about = f"copy on {computer}"
     if not trouble:
         text = f"the copy of the checkpoint on {computer} is kept again: it is of step {copied}"

@@ -22,8 +22,8 @@ _PIECE_BYTES = 4 << 20
 Bytes = bytes | bytearray | memoryview
 
 
-def gather_rows(communicator: Communicator, row: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
-    """(size, n): the n numbers of every rank, a row a rank."""
+def gather_rows(communicator: Communicator, row: Any) -> NDArray[Any]:
+    """(size, n): the n numbers of ``row``, a list or array, of every rank."""
     return np.array(communicator.all_gather(mx.array(row)[None])).reshape(communicator.size, -1)
 
 
