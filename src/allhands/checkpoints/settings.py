@@ -154,7 +154,7 @@ def check_contents(
 
 def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> DataError:
     """The error of other training data, as which another chat template shows, too."""
-    trained_with = checkpoint.state["chat_template"]
+    trained_with = checkpoint.state.get("chat_template")
     if trained_with != template:
         hint = "leave out --chat-template and --system: it was the model's own"
         if trained_with is not None:
