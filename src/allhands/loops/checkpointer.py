@@ -177,11 +177,11 @@ def _described(optimizer: optim.Optimizer) -> str:
 
 
 def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
-    """Refuse the state of another optimizer; ``kind``: its class as the checkpoint has it."""
+    """Refuse the state of another optimizer; ``kind``: its class, where the checkpoint has it."""
     shared = isinstance(stored, dict) and isinstance(cast("dict[str, Any]", stored).get("states"), list)
     own = _described(optimizer)
-    if kind != own or shared != hasattr(optimizer, "optimizers"):
-        raise _unfit(step, f"its optimizer is {kind}, the one here is {own}", _HINT)
+    if (kind or own) != own or shared != hasattr(optimizer, "optimizers"):
+        raise _unfit(step, f"its optimizer is {kind or 'another'}, the one here is {own}", _HINT)
     # An optimizer gets its state for each parameter with its first update: before, there is nothing to compare.
     if all(getattr(part, "_initialized", False) for part in _parts(optimizer)):
         _require_same(step, stored, optimizer.state, "optimizer")
