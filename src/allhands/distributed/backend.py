@@ -32,7 +32,7 @@ _PERSONS = "a person's"  # back-end of a group that MLX has made for a person: w
 
 
 class Communicator(Protocol):
-    """What training needs from a group of processes; the tests' twins implement it too."""
+    """A group of processes, as training needs it; the tests' twins implement it too."""
 
     @property
     def rank(self) -> int: ...
@@ -180,10 +180,6 @@ class MlxGroup:
         self._count(array)
         return mx.distributed.all_gather(array, group=self.group, stream=self.exchange.take(self.stream))
 
-    def all_max(self, array: mx.array) -> mx.array:
-        self._count(array, 2 / self.size)
-        return mx.distributed.all_max(array, group=self.group, stream=self.exchange.take(self.stream))
-
     def sum_scatter(self, array: mx.array) -> mx.array:
         """See :func:`sum_scatter`; where the back-end has it."""
         self._count(array, 1 / self.size)
@@ -196,7 +192,7 @@ class MlxGroup:
         return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """What a rank sends; where the back-end has it."""
+        """The array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
 
@@ -241,9 +237,8 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def sent_bytes(communicator: Communicator) -> int:
-    """What this process has been asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
-    world = getattr(communicator, "world", communicator)  # that exchanges for a group
-    return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
+    """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
+    return communicator.exchange.sent_bytes if isinstance(communicator, MlxGroup) else 0
 
 
 def finish_exchanges(communicator: Communicator) -> None:
@@ -275,9 +270,8 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
     """Something large comes while other things are computed, or is waited for: threads that sleep are woken seldom."""
-    world = getattr(communicator, "world", communicator)  # that exchanges for a group
-    if isinstance(world, MlxGroup):
-        receive_in_bulk(world.exchange.asleep, bulk)
+    if isinstance(communicator, MlxGroup):
+        receive_in_bulk(communicator.exchange.asleep, bulk)
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:
