@@ -1,4 +1,4 @@
-"""Groups along axes, messages between ranks and the one stream, over real back-ends: numbers of one process."""
+"""Collectives with gradients, groups along axes and the one stream, over real back-ends: numbers of one process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ring_ranks import run_ring
 from allhands.cluster.mpi import find_mpi, mpi_variables, mpirun_command
 
 PROGRAM = Path(__file__).parents[1] / "support" / "collective_ranks.py"
+PAIRS = ("replicated", "summed", "gathered", "scattered", "all_max", "chain")
 CASES = [
     *(("ring", size) for size in (2, 3, 4)),
     *(pytest.param("mpi", n, marks=pytest.mark.skipif(find_mpi() is None, reason="no Open MPI")) for n in (2, 3, 4)),
@@ -62,8 +63,18 @@ def largest(backend: str, size: int, begins: str) -> float:
     return max(found)
 
 
-def test_what_is_larger_than_a_socket_holds_goes_around(backend: str, size: int) -> None:
-    assert errors(backend, size)["sent around"] == 0
+@pytest.mark.parametrize("compiled", ["", " compiled"])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_gradients_are_those_of_one_process(
+    backend: str, size: int, pair: str, dtype: str, most: float, compiled: str
+) -> None:
+    assert errors(backend, size)[f"{pair} {dtype}{compiled}"] <= most
+
+
+def test_what_is_larger_than_a_socket_holds_goes_down_a_chain_and_back(backend: str, size: int) -> None:
+    if size == 2:
+        assert errors(backend, size)["chain of 64 MB"] <= 1e-5
 
 
 def test_groups_along_axes_sum_and_gather_what_their_members_have(backend: str, size: int) -> None:
@@ -75,8 +86,11 @@ def test_groups_along_axes_sum_and_gather_what_their_members_have(backend: str, 
     assert largest(backend, size, "nan") == 0
 
 
-def test_unlike_stages_need_groups_of_the_backend(backend: str, size: int) -> None:
-    assert errors(backend, size)["unlike stages"] == 0
+def test_pairs_within_groups(backend: str, size: int) -> None:
+    if size == 4:
+        assert largest(backend, size, "pair") <= 1e-5
+        assert largest(backend, size, "chain of a group") <= 1e-5
+        assert largest(backend, size, "unlike stages") == 0
 
 
 @pytest.mark.parametrize("case", ["another stream", "another thread", "default", "compiled", "moved", "after the move"])
@@ -86,3 +100,9 @@ def test_two_streams_of_a_group_are_refused(backend: str, size: int, case: str) 
 
 def test_streams_of_a_person_are_taken_one_after_the_other(backend: str, size: int) -> None:
     assert errors(backend, size)["of a person"] <= 1e-6
+
+
+@pytest.mark.parametrize("pair", ["gathered", "all_max", "scattered", "sent"])
+def test_rules_of_mlx_are_wrong_still(backend: str, size: int, pair: str) -> None:
+    """Where this fails, MLX has mended its own, and a pair of ours may go."""
+    assert errors(backend, size)[f"mlx {pair}"] > 0.1

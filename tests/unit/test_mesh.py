@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import chain
-from typing import Any, get_args
+from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,9 +19,9 @@ from allhands.data.order import GlobalOrder
 from allhands.data.tokens import TokenSet
 from allhands.distributed import backend, capabilities
 from allhands.distributed.backend import MlxGroup, SingleProcess, sum_scatter
-from allhands.distributed.capabilities import CAPABILITIES, can, require_neighbours
+from allhands.distributed.capabilities import CAPABILITIES, can, require_groups, require_neighbours
 from allhands.distributed.groups import along
-from allhands.distributed.mesh import Axis, Mesh
+from allhands.distributed.mesh import AXES, Coordinates, Mesh
 from allhands.errors import ConfigError, Interrupted
 from allhands.parallel.base import Exchanging
 from allhands.parallel.pipeline import pipeline
@@ -29,41 +29,68 @@ from allhands.parallel.piping import Piping
 from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import Evaluator
 
+SIZES: list[dict[str, int]] = [
+    {},
+    {"tensor": 4},
+    {"data": 3},
+    {"data": 2, "shard": 3, "pipe": 2, "context": 2},
+    {"shard": 2, "expert": 3},
+    dict.fromkeys(AXES, 2),
+]
 
-@pytest.mark.parametrize(("size", "pipe"), [(4, 1), (3, 3), (12, 2), (12, 4)])
-def test_groups_along_an_axis_are_its_lines_in_the_grid_of_ranks(size: int, pipe: int) -> None:
-    """Judged by numpy's own grid; neighbours in number are neighbours in a pipeline."""
-    grid = np.arange(size).reshape(-1, pipe)
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_groups_along_an_axis_are_its_lines_in_the_grid_of_ranks(sizes: dict[str, int]) -> None:
+    """Judged by numpy's own grid of as many dimensions."""
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    size = math.prod(shape)
+    grid = np.arange(size).reshape(shape)
     for rank in range(size):
-        mesh = Mesh(rank, size, pipe=pipe)
-        data, stage = (int(at) for at in np.argwhere(grid == rank)[0])
-        assert (mesh.data_rank, mesh.stage, mesh.data_size) == (data, stage, len(grid))
-        assert mesh.members("pipe") == grid[data].tolist()
-        assert mesh.members("data") == grid[:, stage].tolist()
-        for axis in get_args(Axis):
-            assert sorted(chain(*mesh.groups(axis))) == list(range(size))
+        mesh = Mesh(rank, size, **sizes)
+        place = tuple(int(at) for at in np.argwhere(grid == rank)[0])
+        assert mesh.coordinates() == Coordinates(*place)
+        assert mesh.rank_at(Coordinates(*place)) == rank
+        for dimension, axis in enumerate(AXES):
+            line = np.moveaxis(grid, dimension, -1)[tuple(np.delete(place, dimension))]
+            assert mesh.members(axis) == tuple(line.tolist())
+            assert mesh.size_of(axis) == len(line)
+            before, after = mesh.neighbours(axis)
+            at = place[dimension]
+            assert before == (None if at == 0 else line[at - 1])
+            assert after == (None if at + 1 == len(line) else line[at + 1])
+            assert sorted(sum(mesh.groups(axis), ())) == list(range(size))
+            assert mesh.members(axis) in mesh.groups(axis)
+        assert mesh.members(*AXES) == tuple(range(size))
+        assert mesh.data_size == shape[0] * shape[1]
+        assert mesh.data_rank == place[0] * shape[1] + place[1]
         assert mesh.weights == (1.0,) * mesh.data_size
 
 
 def test_ranks_are_on_data_unless_they_are_said_to_be_elsewhere() -> None:
     mesh = Mesh(2, 6)
-    assert (mesh.data_rank, mesh.data_size, mesh.members("data")) == (2, 6, [*range(6)])
+    assert (mesh.size_of("data"), mesh.data_rank, mesh.data_size, mesh.members("data")) == (6, 2, 6, tuple(range(6)))
+    assert Mesh(2, 6, tensor=3).size_of("data") == 2
     assert Mesh() == Mesh(0, 1, 0, 1, (1.0,))
-    assert hash(Mesh(1, 2)) == hash(Mesh(1, 2, pipe=1))
+    assert hash(Mesh(1, 2)) == hash(Mesh(1, 2, data=2))
+    # The slowest link first: neighbours in number are neighbours on the last axis.
+    assert Mesh(0, 8, data=2, tensor=4).members("tensor") == (0, 1, 2, 3)
+    assert Mesh(0, 8, data=2, tensor=4).members("data") == (0, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        ({"size": 6, "pipe": 4}, "mesh"),
-        ({"size": 4, "pipe": 0}, "mesh"),
-        ({"size": 4, "pipe": -2}, "mesh"),
+        ({"size": 6, "tensor": 4}, "mesh"),
+        ({"size": 6, "data": 2}, "mesh"),
+        ({"size": 6, "data": 2, "tensor": 6}, "mesh"),
+        ({"size": 4, "pipe": 0}, "mesh: pipe"),
+        ({"size": 4, "data": -2, "pipe": -2}, "mesh: data"),
         ({"size": 4, "rank": 4}, "mesh"),
         ({"size": 4, "rank": -1}, "mesh"),
         ({"size": 0}, "mesh"),
         ({"local_rank": 2, "local_size": 2}, "mesh"),
         ({"size": 4, "weights": (1.0, 1.0)}, "--rank-weights"),
-        ({"size": 4, "pipe": 2, "weights": (1.0,) * 4}, "--rank-weights"),
+        ({"size": 4, "tensor": 2, "weights": (1.0,) * 4}, "--rank-weights"),
         ({"size": 2, "weights": (1.0, 0.0)}, "--rank-weights"),
         ({"size": 2, "weights": (1.0, math.nan)}, "--rank-weights"),
     ],
@@ -74,6 +101,14 @@ def test_what_is_no_mesh_is_refused(arguments: dict[str, Any], where: str) -> No
     assert refused.value.where == where
 
 
+def test_an_axis_that_is_none_is_refused() -> None:
+    for axes in ((), ("rows",)):
+        with pytest.raises(ConfigError):
+            Mesh().members(*axes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        Mesh(0, 2).coordinates(2)
+
+
 # --- rows ------------------------------------------------------------------------------------------------
 
 
@@ -82,12 +117,12 @@ def _windows() -> TokenSet:
     return TokenSet.of_examples([(np.full(n, n), np.arange(n) > 0) for n in lengths])
 
 
-@pytest.mark.parametrize("pipe", [1, 2, 4])
-def test_rows_are_divided_among_data_ranks_and_shared_by_the_others(pipe: int) -> None:
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"shard": 2, "pipe": 2}, {"data": 2, "shard": 2}])
+def test_rows_are_divided_among_data_ranks_and_shared_by_the_others(sizes: dict[str, int]) -> None:
     windows = _windows()
     order = GlobalOrder(windows.work, 8, seed=0)
-    weights = (2.0, 1.0, 1.0, 1.0)[: 4 // pipe]
-    meshes = [Mesh(rank, 4, weights=weights, pipe=pipe) for rank in range(4)]
+    weights = (2.0, 1.0, 1.0, 1.0)[: sizes.get("data", 1) * sizes.get("shard", 1)]
+    meshes = [Mesh(rank, 4, weights=weights, **sizes) for rank in range(4)]
     loaders = [Loader(windows, order, Sizing(90), mesh.data_rank, mesh.weights) for mesh in meshes]
     for iteration in range(10):
         shares: dict[int, set[tuple[int, ...]]] = {}
@@ -108,16 +143,17 @@ class Shifted(nn.Module):
         return mx.sin(inputs[..., None] * mx.arange(1, 41) * 0.1)
 
 
-def test_an_evaluation_counts_each_row_once_and_stops_everywhere() -> None:
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"context": 4}, {"shard": 2, "expert": 2}])
+def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str, int]) -> None:
     def evaluated(communicator: Any, mesh: Mesh, stops: int = -1) -> tuple[float, int]:
         asked = {"batch_size": 7, "num_batches": 4, "stop_requested": lambda: int(mesh.rank == stops)}
         return Evaluator(Shifted(), _windows(), communicator, mesh, Sizing(90), **asked, cpu_native=True)()[:2]
 
     loss, count = evaluated(SingleProcess(), Mesh())
-    for found in run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4))):
+    for found in run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4, **sizes))):
         assert not isinstance(found, BaseException), found
         assert found == (pytest.approx(loss, rel=1e-6), count)
-    stopped = run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4), stops=3))
+    stopped = run_ranks(4, lambda twin: evaluated(twin, Mesh(twin.rank, 4, **sizes), stops=3))
     assert all(isinstance(one, Interrupted) for one in stopped), stopped
 
 
@@ -210,30 +246,41 @@ def test_a_part_of_a_sum_is_as_large_as_the_others() -> None:
 def test_a_mesh_that_a_backend_cannot_serve_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(capabilities, "version_of", lambda name: "0.32.4")
 
-    def refused(mesh: Mesh) -> bool:
+    def refused(ask: Any, *arguments: Any, **named: Any) -> bool:
         try:
-            require_neighbours(name, mesh, "pipe")
+            ask(name, *arguments, **named)
         except ConfigError as error:
             return error.where == f"--backend {name}" and bool(error.hint)
         return False
 
-    to_any = name in ("mpi", "jaccl")
-    # In a ring who follows within a pipeline is a neighbour.
-    assert refused(Mesh(0, 4, pipe=2)) == (not (to_any or name == "ring"))
+    has_groups, to_any = name in ("mpi", "nccl"), name in ("mpi", "jaccl")
+    stages = Mesh(0, 4, data=2, pipe=2)
+    # Stages of a pipeline exchange other shapes; of copies of one model all groups do the same.
+    assert refused(require_groups, stages, "data") == (not has_groups)
+    assert not refused(require_groups, stages, "data", alike=True)
+    assert not refused(require_groups, stages, "pipe")
+    for mesh, axis in product([Mesh(0, 4, data=2, tensor=2), Mesh(0, 4), Mesh(0, 1)], AXES):
+        assert not refused(require_groups, mesh, axis)
+    assert refused(require_groups, Mesh(0, 4, data=2, tensor=2), "data", alike=False) == (not has_groups)
+    # In a ring who follows on the last axis is a neighbour, who follows on one before it is not.
+    assert refused(require_neighbours, stages, "pipe") == (not (to_any or name == "ring"))
+    assert refused(require_neighbours, Mesh(0, 8, pipe=2, tensor=4), "pipe") == (not to_any)
     if name == "jaccl":
         monkeypatch.setenv("MLX_JACCL_RING", "1")
-        assert not refused(Mesh(0, 4, pipe=2))
+        assert not refused(require_neighbours, stages, "pipe")
+        assert refused(require_neighbours, Mesh(0, 8, pipe=2, tensor=4), "pipe")
 
 
-def test_a_group_of_some_ranks_that_the_backend_cannot_make_is_refused_on_all_ranks() -> None:
+def test_a_group_that_the_world_cannot_stand_in_for_is_refused_on_all_ranks() -> None:
     def work(twin: ThreadCommunicator) -> Any:
         twin.backend = "ring"
+        mesh = Mesh(twin.rank, 4, data=2, pipe=2)
         assert along(twin, Mesh(twin.rank, 4), "data") is twin
-        assert isinstance(along(twin, Mesh(twin.rank, 4), "pipe"), SingleProcess)
-        return along(twin, Mesh(twin.rank, 4, pipe=2), "data")
+        assert isinstance(along(twin, mesh, "tensor"), SingleProcess)
+        return along(twin, mesh, "data")
 
     assert all(isinstance(found, ConfigError) for found in run_ranks(4, work))
     # Who tries by itself what a rank would do has no others to wait for.
     alone = SingleProcess()
     assert along(alone, Mesh(2, 4), "data") is alone
-    assert along(alone, Mesh(2, 4, pipe=2), "data") is alone
+    assert along(alone, Mesh(2, 4, data=2, tensor=2), "data") is alone

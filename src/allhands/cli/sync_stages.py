@@ -88,7 +88,7 @@ def _needs(
     rank = 0
     for host in hosts:
         ranks = range(rank, rank + host.slots)
-        parts = [part for each in ranks for part in stages[mesh.stage_of(each) :: mesh.pipe]]
+        parts = [part for each in ranks for part in stages[mesh.coordinates(each).pipe :: mesh.pipe]]
         found[host.name] = needed(names, parts)
         rank += host.slots
     return found

@@ -180,6 +180,10 @@ class MlxGroup:
         self._count(array)
         return mx.distributed.all_gather(array, group=self.group, stream=self.exchange.take(self.stream))
 
+    def all_max(self, array: mx.array) -> mx.array:
+        self._count(array, 2 / self.size)
+        return mx.distributed.all_max(array, group=self.group, stream=self.exchange.take(self.stream))
+
     def sum_scatter(self, array: mx.array) -> mx.array:
         """See :func:`sum_scatter`; where the back-end has it."""
         self._count(array, 1 / self.size)
@@ -238,7 +242,8 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 
 def sent_bytes(communicator: Communicator) -> int:
     """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
-    return communicator.exchange.sent_bytes if isinstance(communicator, MlxGroup) else 0
+    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
 
 
 def finish_exchanges(communicator: Communicator) -> None:
@@ -270,8 +275,9 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
     """Something large comes while other things are computed, or is waited for: threads that sleep are woken seldom."""
-    if isinstance(communicator, MlxGroup):
-        receive_in_bulk(communicator.exchange.asleep, bulk)
+    world = getattr(communicator, "world", communicator)  # that exchanges for a group
+    if isinstance(world, MlxGroup):
+        receive_in_bulk(world.exchange.asleep, bulk)
 
 
 def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManager[None] | None:

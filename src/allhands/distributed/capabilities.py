@@ -1,6 +1,6 @@
-"""The operations of each of MLX's back-ends besides sums and gathers; asked before a run starts.
+"""What each of MLX's back-ends can do besides sums and gathers; asked when a run is configured, before it starts.
 
-Every back-end has ``all_sum`` and ``all_gather``: these need no entry. What a back-end lacks is made of
+Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end lacks is made of
 these, or refused by name. Each entry is read somewhere, by :func:`can`.
 """
 
@@ -31,13 +31,17 @@ _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 
 def can(backend: str, operation: str) -> bool:
-    """True if a back-end of the installed MLX has an operation of :data:`CAPABILITIES`; an unknown one has none."""
-    # In a ring JACCL has cables to neighbours only: MLX takes the variable for it, whatever it says.
-    if backend == "jaccl" and ("MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ):
+    """Whether a back-end of the installed MLX has an operation of :data:`CAPABILITIES`; an unknown one has none."""
+    if backend == "jaccl" and _in_ring():
         operation = {"send_recv_neighbours": "send_recv", "send_recv": ""}.get(operation, operation)
     since = _SINCE.get((backend, operation))
     there = since is None or _release(version_of("mlx") or "") >= (*since, 0)
     return there and operation in CAPABILITIES.get(backend, ())
+
+
+def _in_ring() -> bool:
+    """Whether JACCL's ranks have cables to their neighbours only: MLX takes the variable for it, whatever it says."""
+    return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -48,6 +52,28 @@ def _release(version: str) -> tuple[int, ...]:
     major, minor, patch, more = found.groups()
     before = re.match(r"\.?(dev|a|b|rc)", more) is not None
     return int(major), int(minor), int(patch or 0), -int(before)
+
+
+def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = None) -> None:
+    """Refuse a mesh whose groups along ``axes`` the back-end can neither make nor imitate.
+
+    Args:
+        alike: whether all these groups exchange arrays of the same shapes at the same time. Then the whole world can
+            do it for them. ``None``: unless they are of unlike stages of a pipeline.
+
+    Raises:
+        ConfigError: the back-end cannot.
+    """
+    if len(mesh.members(*axes)) in (1, mesh.size) or can(backend, "split"):
+        return
+    if alike is None:
+        alike = mesh.pipe == 1 or "pipe" in axes
+    if not alike:
+        raise ConfigError(
+            f"the {backend} back-end has no groups of some ranks, as unlike stages need along {' x '.join(axes)}",
+            where=f"--backend {backend}",
+            hint="use --backend mpi, or nccl on NVIDIA GPUs, or put all ranks on one axis",
+        )
 
 
 def require_neighbours(backend: str, mesh: Mesh, axis: Axis) -> None:

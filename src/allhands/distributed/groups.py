@@ -1,32 +1,62 @@
-"""Groups of ranks along the axes of a mesh, as communicators on the stream that the process exchanges on."""
+"""Groups of ranks along the axes of a mesh, as communicators.
+
+MLX's own where the back-end has them, on the stream that the process exchanges on. Elsewhere the whole world exchanges
+for all groups at once: that is right where these call the same collectives with the same shapes in the same order.
+"""
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from allhands.distributed.backend import Communicator, MlxGroup, SingleProcess
-from allhands.distributed.capabilities import can
+from allhands.distributed.capabilities import can, require_groups
 from allhands.distributed.mesh import Axis, Mesh
-from allhands.errors import ConfigError
 
 
-def along(communicator: Communicator, mesh: Mesh, axis: Axis) -> Communicator:
-    """The communicator of this rank's group along ``axis``; called by all ranks together, in the same order.
+class GroupWithinWorld:
+    """One of several equal groups that the whole world exchanges for.
+
+    Every rank of the world calls each collective, at the same time and with the same shape. A sum travels as one sum of
+    a slot for each group: with N ranks in groups of g, a rank sends 2 (N - 1) / g times the array, not 2 (g - 1) / g.
+    A gathering is one of all ranks, of which the group's part is kept: N - 1 times the array, not g - 1.
+    """
+
+    def __init__(self, world: Communicator, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.world = world
+        self._slots = len(groups)
+        self._slot, self.members = next(item for item in enumerate(groups) if world.rank in item[1])
+        self.rank = self.members.index(world.rank)
+        self.size = len(self.members)
+        self.backend = world.backend
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        before = mx.zeros((self._slot, *array.shape), dtype=array.dtype)
+        after = mx.zeros((self._slots - self._slot - 1, *array.shape), dtype=array.dtype)
+        return self.world.all_sum(mx.concatenate([before, array[None], after]))[self._slot]
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        everyone = self.world.all_gather(array[None])[mx.array(self.members)]
+        return everyone.reshape(-1, *array.shape[1:])
+
+
+def along(communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | None = None) -> Communicator:
+    """The communicator of this rank's group along ``axes``; called by all ranks together, in the same order.
 
     Args:
         communicator: of all ranks of ``mesh``: it is returned itself where they are one group. Or of one process, which
             tries by itself what a rank would do.
+        alike: whether all groups along these axes exchange the same shapes at the same time; see
+            :func:`~allhands.distributed.capabilities.require_groups`.
 
     Raises:
-        ConfigError: the back-end cannot make groups of some ranks.
+        ConfigError: the back-end has no groups, and the world cannot stand in for them.
     """
-    members = mesh.members(axis)
+    members = mesh.members(*axes)
     if len(members) == mesh.size or communicator.size == 1:
         return communicator
     if len(members) == 1:
         return SingleProcess()
+    require_groups(communicator.backend, mesh, *axes, alike=alike)
     if isinstance(communicator, MlxGroup) and can(communicator.backend, "split"):
         return communicator.split(members)
-    raise ConfigError(
-        f"the {communicator.backend} back-end has no groups of some ranks, as stages need along {axis}",
-        where=f"--backend {communicator.backend}",
-        hint="use --backend mpi, or nccl on NVIDIA GPUs, or put all ranks on one axis",
-    )
+    return GroupWithinWorld(communicator, mesh.groups(*axes))

@@ -1,32 +1,47 @@
-"""The mesh of ranks: who this process is among the others, along two axes. Plain numbers, no device."""
+"""The mesh of ranks: who this process is among the others, along named axes. Plain numbers, no device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple, get_args
 
 from allhands.errors import ConfigError
 
-Axis = Literal["data", "pipe"]
-_WHERE = "mesh"
+Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
+# The slowest link first: ranks that differ on the last axis only have neighbouring numbers, hence mostly one computer.
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis, from 0."""
+
+    data: int
+    shard: int
+    pipe: int
+    tensor: int
+    expert: int
+    context: int
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, ordered along two axes, and this one's place.
+    """The processes of a run, ordered along named axes, and this one's place.
 
-    ``data`` divides the rows of a batch among copies of the model, ``pipe`` the model's layers among stages. The ranks
-    of one pipeline have neighbouring numbers, hence are mostly on one computer: the slowest link belongs to ``data``.
+    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* what
+    is kept of parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
+    ``context`` the places of a row. Rank numbers count the last axis first, like the indices of a C array. Without
+    sizes all ranks are on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
-        size: number of processes.
+        size: number of processes, the product of the axes.
         local_rank: number of this process on its host.
         local_size: processes on this host.
         weights: relative speed of each data rank, by which its share of a batch is cut; empty: all are alike.
-        pipe: ranks of a pipeline; the others are on ``data``.
+        data: size of that axis, as the following are of theirs; ``None``: the ranks that the others leave.
 
     Raises:
         ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not one a data rank.
@@ -37,51 +52,108 @@ class Mesh:
     local_rank: int = 0
     local_size: int = 1
     weights: tuple[float, ...] = ()
+    data: int | None = None
+    shard: int = 1
     pipe: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
-        for name, rank, size in (("", self.rank, self.size), ("local ", self.local_rank, self.local_size)):
-            if not 0 <= rank < size:
-                raise ConfigError(f"{name}rank {rank} of {size}: ranks count from 0", where=_WHERE)
-        if self.pipe < 1 or self.size % self.pipe:
-            hint = "choose a number of stages that divides the number of ranks"
-            raise ConfigError(f"{self.size} ranks make up no pipelines of {self.pipe}", where=_WHERE, hint=hint)
+        self._check_places()
+        object.__setattr__(self, "data", self._checked_data())
         check_weights(self.weights or None, self.data_size)
         object.__setattr__(self, "weights", tuple(self.weights) or (1.0,) * self.data_size)
 
     @property
     def is_main(self) -> bool:
-        """True if this rank writes files and talks to the person."""
+        """Whether this rank writes files and talks to the person."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Number of the share of each batch that this rank computes, together with the others of its pipeline."""
-        return self.rank // self.pipe
+        """Which share of each batch this rank computes; ranks of one share differ on the other axes only.
+
+        Rows are divided over ``data`` and over ``shard``: a fully sharded rank computes rows of its own with
+        parameters that it gathers, while ranks along ``pipe``, ``tensor``, ``expert`` and ``context`` work together on
+        the same rows.
+        """
+        place = self.coordinates()
+        return place.data * self.shard + place.shard
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch, which is the number of pipelines."""
-        return self.size // self.pipe
+        """The number of shares of a batch: the size of ``data`` times that of ``shard``."""
+        return self.size_of("data") * self.shard
 
-    def stage_of(self, rank: int) -> int:
-        """The place of ``rank`` in its pipeline, from 0."""
-        return rank % self.pipe
+    def size_of(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return self._sizes()[AXES.index(axis)]
 
-    @property
-    def stage(self) -> int:
-        """The place of this rank in its pipeline, from 0."""
-        return self.stage_of(self.rank)
+    def coordinates(self, rank: int | None = None) -> Coordinates:
+        """The place of ``rank``; default: of this one."""
+        left = self.rank if rank is None else rank
+        if not 0 <= left < self.size:
+            raise ConfigError(f"there is no rank {left} among {self.size}", where=_WHERE)
+        found: list[int] = []
+        for size in reversed(self._sizes()):
+            left, place = divmod(left, size)
+            found.append(place)
+        return Coordinates(*reversed(found))
 
-    def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups along an axis, each with its ranks in order; every rank is in one of them."""
-        if axis == "pipe":
-            return [list(range(first, first + self.pipe)) for first in range(0, self.size, self.pipe)]
-        return [list(range(first, self.size, self.pipe)) for first in range(self.pipe)]
+    def rank_at(self, place: Coordinates) -> int:
+        """The rank whose coordinates these are."""
+        rank = 0
+        for size, at in zip(self._sizes(), place, strict=True):
+            rank = rank * size + at
+        return rank
 
-    def members(self, axis: Axis) -> list[int]:
-        """The ranks of this one's group along an axis, in order."""
-        return next(group for group in self.groups(axis) if self.rank in group)
+    def members(self, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
+        return self._group(self.coordinates(), axes)
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """All groups along ``axes``, each with its members; every rank is in one of them."""
+        others = [range(1 if axis in axes else size) for axis, size in zip(AXES, self._sizes(), strict=True)]
+        return tuple(self._group(Coordinates(*place), axes) for place in product(*others))
+
+    def neighbours(self, axis: Axis) -> tuple[int | None, int | None]:
+        """The ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its ends."""
+        members = self.members(axis)
+        at = members.index(self.rank)
+        return members[at - 1] if at else None, members[at + 1] if at + 1 < len(members) else None
+
+    def _group(self, place: Coordinates, axes: Sequence[Axis]) -> tuple[int, ...]:
+        if not axes or set(axes) - set(AXES):
+            raise ConfigError(f"{', '.join(axes) or 'nothing'} is no axis", where=_WHERE, hint=f"name {_NAMES}")
+        ways = [
+            range(size) if axis in axes else (at,) for axis, size, at in zip(AXES, self._sizes(), place, strict=True)
+        ]
+        return tuple(self.rank_at(Coordinates(*chosen)) for chosen in product(*ways))
+
+    def _sizes(self) -> tuple[int, ...]:
+        assert self.data is not None
+        return self.data, self.shard, self.pipe, self.tensor, self.expert, self.context
+
+    def _check_places(self) -> None:
+        for name, rank, size in (("", self.rank, self.size), ("local ", self.local_rank, self.local_size)):
+            if not 0 <= rank < size:
+                raise ConfigError(f"{name}rank {rank} of {size}: ranks count from 0", where=_WHERE)
+
+    def _checked_data(self) -> int:
+        """The size of the data axis, which makes the product right."""
+        given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        told = " x ".join(f"{axis} {size}" for axis, size in given.items() if size != 1) or "no axis"
+        for axis, size in given.items():
+            if size < 1:
+                hint = "an axis has 1 rank or more"
+                raise ConfigError(f"{size} ranks along {axis}", where=f"{_WHERE}: {axis}", hint=hint)
+        others = math.prod(given.values())
+        if (self.data is not None and others != self.size) or self.size % others:
+            ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+            hint = f"choose sizes whose product is {self.size}, or start {others} ranks"
+            raise ConfigError(f"{told} is {others}, which does not make up {ranks}", where=_WHERE, hint=hint)
+        return self.data or self.size // others
 
 
 def check_weights(weights: Sequence[float] | None, size: int) -> None:
@@ -97,3 +169,7 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
             where="--rank-weights",
             hint="give one for each rank, for example '[2, 1]' where rank 0 is twice as fast as rank 1",
         )
+
+
+_WHERE = "mesh"
+_NAMES = ", ".join(AXES[:-1]) + f" or {AXES[-1]}"

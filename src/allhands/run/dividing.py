@@ -105,7 +105,7 @@ def split_agreed(
         begun = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=False)
         beside = [on_the_way(found.hidden_bytes, mesh.pipe, each * per_rank) for each in begun]
     seats = [
-        _seat([said for rank, said in enumerate(told) if mesh.stage_of(rank) == place], held[place], more)
+        _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place], more)
         for place, more in enumerate(beside)
     ]
     if given:
@@ -119,7 +119,7 @@ def split_agreed(
     if told[0]["several"] and communicator.size == mesh.size:
         measured = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
         slowest = [
-            min(speed for rank, speed in enumerate(measured) if mesh.stage_of(rank) == place)
+            min(speed for rank, speed in enumerate(measured) if mesh.coordinates(rank).pipe == place)
             for place in range(mesh.pipe)
         ]
         seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
@@ -151,7 +151,7 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
 def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage, ...]:
     """Leave ``model`` with this rank's stages; nothing is computed."""
     parts = blocks_of_stages(split)
-    return tuple(cut(model, parts[mesh.stage :: mesh.pipe]))
+    return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
 
 
 def is_several(mesh: Mesh) -> bool:

@@ -145,7 +145,7 @@ def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int,
     """Micro-batches whose activations this rank holds at once."""
     if mesh.pipe == 1:
         return 1.0
-    return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[mesh.stage]
+    return alive(config.pp_schedule, mesh.pipe, micro_batches, num_stages, native=native)[mesh.coordinates().pipe]
 
 
 def roomy_form_fits(

@@ -56,7 +56,7 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
         return mesh
     require_stages(config, mesh.size)
     stages = config.pp or mesh.size
-    return replace(mesh, pipe=stages, weights=())
+    return replace(mesh, data=mesh.size // stages, pipe=stages, weights=())
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
@@ -67,8 +67,8 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     """
     if communicator.size > 1 and not can(communicator.backend, "split"):
         require_neighbours(communicator.backend, mesh, "pipe")
-    pipe = along(communicator, mesh, "pipe")
-    data = along(communicator, mesh, "data")
+    pipe = along(communicator, mesh, "pipe", alike=False)
+    data = along(communicator, mesh, "data", alike=False)
     # As the first stage has it now: a CPU computes in float32 what is stored in other types.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])

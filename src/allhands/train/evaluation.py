@@ -17,10 +17,11 @@ from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
 from allhands.distributed.backend import Communicator
+from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import DataError, Interrupted, NumericsError
-from allhands.io.trees import numbers
+from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
@@ -43,7 +44,7 @@ class Evaluator:
     """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if negative).
 
     Attributes:
-        mesh: examples are divided among its data ranks; the ranks of a pipeline compute the same ones.
+        mesh: among whose data ranks examples are divided; ranks that differ on other axes compute the same ones.
         weights: gives the ranks' speeds of the moment, where they are not those of ``mesh`` all the time.
         stop_requested: tells whether this rank has been asked to stop: all of them do then.
         beat: called with "validate" and the number of steps done before each forward pass.
@@ -66,6 +67,10 @@ class Evaluator:
     piped: PipedSums | None = None
 
     def __post_init__(self) -> None:
+        # What is added up is of each share once: ranks that compute the same one are in groups of their own.
+        self._shares = (
+            self.communicator if self.piped else along(self.communicator, self.mesh, "data", "shard", alike=True)
+        )
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._sums = self.piped or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()
@@ -109,10 +114,13 @@ class Evaluator:
             self.piped.finish()
         self.model.train()
         self.beat("reduce", step)
-        _, summed = sum_over_ranks(self.communicator, [], own_numbers(sums, counts, stop))
+        _, summed = sum_over_ranks(self._shares, [], own_numbers(sums, counts, stop))
         totals = totals_of(numbers(summed), len(objective.further))
-        loss_sum, num_targets = totals.loss, totals.num_targets
-        if totals.votes:
+        loss_sum, num_targets, votes = totals.loss, totals.num_targets, totals.votes
+        if self._shares is not self.communicator:
+            # A rank that was asked to stop is of one group, and all groups stop.
+            votes = number(self.communicator.all_sum(mx.array([votes])))
+        if votes:
             raise Interrupted("stopped during the evaluation: there is no result")
         if num_targets == 0:
             raise DataError("there is no example to evaluate", where="--val-batches", hint="raise it, or add examples")

@@ -1,0 +1,140 @@
+"""Collectives whose gradients are right where a model is divided.
+
+The rules that MLX has for its own are silently wrong there: the gradient of ``all_gather`` is this rank's slice of its
+own cotangent without the others', that of ``all_max`` is the identity, ``recv`` ends the gradient, and ``sum_scatter``
+and ``send`` have none. Here each forward has the backward that makes the whole world's loss one function: the sum of
+what the ranks compute of it, each its own part, or the same on all where it says so.
+
+=====================  ==============  ==============  ===========================================================
+function               forward         backward        between
+=====================  ==============  ==============  ===========================================================
+:func:`replicated`     identity        sum             the same on all ranks -> used differently (Megatron's *f*)
+:func:`summed`         sum             identity        parts of a sum -> used in the same way on all ranks (its *g*)
+:func:`gathered`       gather          reduce-scatter  a part each -> all parts, used differently
+:func:`scattered`      reduce-scatter  gather          parts of a sum -> a part of the sum each
+:func:`sent`,          send,           receive,        one stage -> the next
+:func:`received`       receive         send
+=====================  ==============  ==============  ===========================================================
+
+All are lazy, may be compiled, and are called by all ranks of the communicator in the same order (the last two by both
+ends). Sums are of the array's own type: half precision is rounded on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from allhands.distributed.backend import Communicator, MlxGroup, sum_scatter
+from allhands.distributed.groups import GroupWithinWorld
+from allhands.errors import ConfigError
+
+
+def replicated(communicator: Communicator, array: mx.array) -> mx.array:
+    """``array``, which is the same on all ranks; its gradient is the sum of what they make of it."""
+    if communicator.size == 1:
+        return array
+    return _with_gradient(_same, lambda primal, cotangent, output: communicator.all_sum(cotangent), array)
+
+
+def summed(communicator: Communicator, array: mx.array) -> mx.array:
+    """The sum over ranks; the gradient passes, as all ranks use the sum in the same way and have the same."""
+    if communicator.size == 1:
+        return array
+    return _with_gradient(communicator.all_sum, lambda primal, cotangent, output: cotangent, array)
+
+
+def gathered(communicator: Communicator, array: mx.array) -> mx.array:
+    """Ranks' arrays joined along the first axis; the gradient is this rank's part of the sum of all ranks'."""
+    if communicator.size == 1:
+        return array
+
+    def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        return sum_scatter(communicator, cotangent).reshape(primal.shape)
+
+    return _with_gradient(communicator.all_gather, backward, array)
+
+
+def scattered(communicator: Communicator, array: mx.array) -> mx.array:
+    """This rank's equal part, along the first axis, of the sum over ranks; the gradient is all parts' together."""
+    if communicator.size == 1:
+        return array
+
+    def forward(whole: mx.array) -> mx.array:
+        return sum_scatter(communicator, whole)
+
+    return _with_gradient(forward, lambda primal, cotangent, output: communicator.all_gather(cotangent), array)
+
+
+def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
+    """``array``, once rank ``peer`` has been sent it; its gradient is what that rank's :func:`received` sends back.
+
+    Only what depends on the result sends anything, so that a loss of this rank has to, for example by nothing:
+    ``mx.sum(0 * sent(...))``.
+    """
+    group, there = _way(communicator, peer)
+
+    def forward(mine: mx.array) -> mx.array:
+        return group.send(mine, there)
+
+    def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        back = group.receive(primal.shape, primal.dtype, there)
+        # Not before it was sent: the other rank would wait for it, and this one for the other.
+        return cotangent + mx.depends([back], [output])[0]
+
+    return _with_gradient(forward, backward, array)
+
+
+def received(
+    communicator: Communicator, shape: Sequence[int], dtype: mx.Dtype, peer: int, *, after: mx.array
+) -> mx.array:
+    """The array that rank ``peer`` sends by :func:`sent`; its gradient travels back there.
+
+    Args:
+        after: is computed before anything is received. Its gradient is 0 and has to be computed, by differentiating
+            with respect to it or to what it is made of: that is what sends the array's gradient back.
+    """
+    group, there = _way(communicator, peer)
+
+    def forward(before: mx.array) -> mx.array:
+        return mx.depends([group.receive(shape, dtype, there)], [before])[0]
+
+    def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        return mx.depends([mx.zeros_like(primal)], [group.send(cotangent, there)])[0]
+
+    return _with_gradient(forward, backward, after)
+
+
+def all_max(communicator: Communicator, array: mx.array) -> mx.array:
+    """Element-wise maximum over ranks, a constant for gradients: what is subtracted from logits, for example."""
+    array = mx.stop_gradient(array)
+    if isinstance(communicator, MlxGroup):
+        return communicator.all_max(array)
+    return mx.max(communicator.all_gather(array[None]), axis=0)
+
+
+def _with_gradient(
+    forward: Callable[[mx.array], mx.array],
+    backward: Callable[[mx.array, mx.array, mx.array], mx.array],
+    array: mx.array,
+) -> mx.array:
+    """``forward`` of ``array``; ``backward`` is given it, the cotangent and the output."""
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    return function(array)
+
+
+def _same(array: mx.array) -> mx.array:
+    return array
+
+
+def _way(communicator: Communicator, peer: int) -> tuple[MlxGroup, int]:
+    """The group of MLX's through which a rank is reached, and its number there."""
+    if isinstance(communicator, GroupWithinWorld):
+        return _way(communicator.world, communicator.members[peer])
+    if isinstance(communicator, MlxGroup):
+        return communicator, peer
+    where = f"--backend {communicator.backend}"
+    raise ConfigError(f"there is no rank {peer} to send to", where=where, hint="start more ranks")
