@@ -91,7 +91,7 @@ def _draw_losses(axes: Axes, chart: Chart) -> None:
             look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
         axes.plot(line.x, np.array(line.y, dtype=np.float64), color=_run_colour(line.colour), **look)
     widths = {line.colour: line.width for line in chart.lines if not line.faint}
-    star = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
+    star: dict[str, Any] = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
     for x, y, run in chart.stars:
         axes.plot(x, y, color=_run_colour(run), ms=8 + 4 * widths[run], **star)
     for x, run in dict.fromkeys(chart.marks):

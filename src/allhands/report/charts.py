@@ -192,12 +192,12 @@ def _part_lines(points: Sequence[tuple[int, Sequence[float], float]]) -> tuple[L
 def _rank_lines(group: Sequence[Sample]) -> tuple[Line, ...]:
     """The lines of one rank; none if no step of it was seen from its beginning to its end."""
     stretches = list(_stretches(group))
-    points: list[tuple[int, Floats, float]] = []
+    points: list[tuple[int, list[float], float]] = []
     together = math.ceil(len(stretches) / _MOST_POINTS) or 1
     for begin in range(0, len(stretches), together):
         last, steps, spent = zip(*stretches[begin : begin + together], strict=True)
         parts = np.sum(spent, axis=0) / sum(steps)
-        points.append((last[-1], parts, float(parts.sum())))
+        points.append((last[-1], parts.tolist(), float(parts.sum())))
     return _part_lines(points)
 
 
