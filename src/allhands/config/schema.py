@@ -201,9 +201,7 @@ class TrainConfig(_Strict):
         None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
     )
     keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
-    keep_every: int | None = Field(
-        None, ge=1, description="Also keep the checkpoints at multiples of this number of iterations."
-    )
+    keep_every: int | None = Field(None, ge=1, description="Also keep checkpoints at multiples of these iterations.")
     keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
     checkpoint_copies: int = Field(
         2, ge=1, description="Computers that keep copies of the checkpoints, without a shared file system."
@@ -265,12 +263,8 @@ class TrainConfig(_Strict):
     )
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
-    num_ranks: int = Field(
-        1, ge=1, le=1024, description="Processes to start here; with --hostfile the highest number of ranks."
-    )
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field(
-        "auto", description="Library that exchanges gradients."
-    )
+    num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile at most.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Exchange library.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
         None,
@@ -310,18 +304,14 @@ class TrainConfig(_Strict):
     outer_momentum: float = Field(
         0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
     )
-    sync_fragments: int = Field(
-        1, ge=1, description="With --sync-every: exchange weights in this many parts, one after the other."
-    )
+    sync_fragments: int = Field(1, ge=1, description="With --sync-every: parts in which weights are exchanged.")
     sync_delay: int = Field(0, ge=0, description="Steps by which an exchange may be late; without --sync-every 0 or 1.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
     )
     hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
-    min_ranks: int | None = Field(
-        None, ge=1, description="Fewest ranks with which the run goes on after a fault. [all]"
-    )
+    min_ranks: int | None = Field(None, ge=1, description="Fewest ranks to go on with after a fault. [all]")
     max_restarts: int | None = Field(
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
     )
