@@ -11,7 +11,7 @@ import typer
 ModelName = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")]
 SystemPrompt = Annotated[str | None, typer.Option("--system-prompt", help="System message.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
@@ -101,7 +101,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same model
 class Generate(NamedTuple):
     """Ask a model, with or without a trained adapter.
 
-    Speed and peak memory are shown as mlx_lm does. A model larger than one computer answers with --strategy pipeline.
+    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one computer.
     """
 
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt; '-' reads standard input.")]
@@ -248,7 +248,8 @@ class Export(NamedTuple):
     to: Annotated[Target, typer.Option("--to", help="Program that reads the result.")]
     out: OutDir
     adapter_path: Annotated[
-        Path | None, typer.Option("--adapter-path", help="Directory of a training run; without one --model alone.")
+        Path | None,
+        typer.Option("--adapter-path", help="Directory of a training run; without it --model is exported alone."),
     ] = None
     model: Below = None
     base: Annotated[
@@ -289,7 +290,7 @@ class Upload(NamedTuple):
 class ModelGet(NamedTuple):
     """Fetch a model into a normal MLX model directory.
 
-    It is quantised, dequantised or cast as asked.
+    Options quantise it, dequantise it or change its type.
     """
 
     source: ModelArgument = None

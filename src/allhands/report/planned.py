@@ -1,15 +1,14 @@
-"""What was planned for a run beside what was measured, as words and tables of a report."""
+"""Planned and measured figures of a run, as words and tables of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from allhands.observe.charts import Grid
+from allhands.observe.charts import NONE, Grid
 from allhands.observe.course import Judgement
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.facts import ReportFacts
 
-_NONE = "–"
 _MOST = 6  # differences that are told
 PLANNED_TOLD = (
     "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
@@ -26,7 +25,7 @@ def comparison_of(run: ReportFacts) -> Comparison | None:
 
 
 def plan_words(found: Comparison) -> list[Judgement]:
-    """What is not as planned, and why; or that all of it is."""
+    """Judgements of the figures that are not as planned; or one that all are."""
     measured = [figure for figure in found.figures if figure.judged]
     off = [figure for figure in measured if figure.off]
     # Once is enough: what the run expected of itself has words where the plan was right, or had none.
@@ -61,8 +60,8 @@ def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
 
 
 def _row(figure: Figure) -> tuple[str, ...]:
-    shown = (figure.of, figure.shown(figure.planned) or _NONE, figure.shown(figure.measured) or _NONE)
+    shown = (figure.of, figure.shown(figure.planned) or NONE, figure.shown(figure.measured) or NONE)
     if figure.ratio is None:
-        return (*shown, _NONE, _NONE)
-    as_planned = ("no" if figure.off else "yes") if figure.judged else _NONE
+        return (*shown, NONE, NONE)
+    as_planned = ("no" if figure.off else "yes") if figure.judged else NONE
     return (*shown, f"{figure.ratio:.2f}{' *' * figure.marked}", as_planned)
