@@ -37,8 +37,8 @@ Record = Mapping[str, Any]
 INTRODUCTION = """# Performance
 
 After this page you know how fast allhands is beside other programs, and can repeat each measurement. Each table is of
-one run of a script in `benchmarks/`, which measured all programs one after the other on the same machine with the same work
-([how](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this page from the records in
+one run of a script in `benchmarks/`, which measured all programs one after the other on the same machine with the same
+work ([how](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this page from the records in
 `benchmarks/results`.
 
 How to read it:

@@ -22,7 +22,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from serving import Served, parsed, received, served
 from tiny import SPECIAL, write_model, write_tokenizer
 
-from allhands.infer.replies import Answer, Piece, Reply, Token
+from allhands.infer.replies import Answer, Piece
 from allhands.infer.texts import StopWords, TextStream, TokenBytes
 from allhands.model.load import load_tokenizer
 from allhands.model.tokenizer import positions_of
@@ -189,16 +189,6 @@ def test_likelihoods_are_those_of_tokens_as_text(client: Any, wordy_model: Path,
     likelihoods = legacy.choices[0].logprobs
     assert len(likelihoods.tokens) == len(likelihoods.token_logprobs) == len(likelihoods.text_offset) == 4
     assert all(0 < len(top) <= 2 for top in likelihoods.top_logprobs)
-
-
-@pytest.mark.parametrize("logprob", [-float("inf"), float("nan")])
-def test_likelihoods_that_are_no_numbers_of_jsons(logprob: float) -> None:
-    tokens = SimpleNamespace(of=lambda _: b"a", shown=lambda _: "a")
-    token = {"id": 3, "logprob": logprob, "end": 1}
-    for kind in ("chat", "text"):
-        reply = Reply("1", kind, "tiny", 0, "", tokens, logprobs=True)  # type: ignore[arg-type]
-        piece = Piece(text="a", tokens=[Token(**token, top=({"id": 3, "logprob": logprob},))])
-        assert "-9999" in json.dumps(reply.whole(piece, {}), allow_nan=False)
 
 
 def test_tokens_of_sentencepiece_are_bytes_and_spaces() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from serving import Served, served
 
 from allhands.infer.completions import Refused, read_request
 from allhands.infer.completions import Served as Model
+from allhands.infer.replies import Piece, Reply, Token
 
 MODEL = Model("tiny", None, 259)
 
@@ -269,3 +271,13 @@ def test_a_hundred_thousand_inputs_over_the_network(tiny_model: Path) -> None:
         still_answers(server)
         assert server.process.poll() is None
         footprint.has_not_grown(megabytes=100)
+
+
+@pytest.mark.parametrize("logprob", [-float("inf"), float("nan")])
+def test_likelihoods_that_are_no_numbers_of_jsons(logprob: float) -> None:
+    tokens = SimpleNamespace(of=lambda _: b"a", shown=lambda _: "a")
+    token = {"id": 3, "logprob": logprob, "end": 1}
+    for kind in ("chat", "text"):
+        reply = Reply("1", kind, "tiny", 0, "", tokens, logprobs=True)  # type: ignore[arg-type]
+        piece = Piece(text="a", tokens=[Token(**token, top=({"id": 3, "logprob": logprob},))])
+        assert "-9999" in json.dumps(reply.whole(piece, {}), allow_nan=False)
