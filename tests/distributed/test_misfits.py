@@ -395,8 +395,7 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
 ) -> None:
     first = tmp_path / "first"
     if other == "source":
-        bytecode = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(Path(allhands.__file__).parent, first / "allhands", ignore=bytecode)
+        shutil.copytree(Path(allhands.__file__).parent, first / "allhands")
         with (first / "allhands" / "train" / "step.py").open("a") as stream:
             stream.write("# one line more\n")
     else:

@@ -27,7 +27,7 @@ LEFT_FILE = "left-out.safetensors"
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """The slice that a rank holds of an array.
+    """What a rank holds of an array.
 
     Attributes:
         shape: of the whole array.

@@ -1,4 +1,4 @@
-"""Messages about a job under the supervisor, on standard error."""
+"""What a person is told of a job under the supervisor, on standard error."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Notices:
             tell(f"  {way}")
 
     def _show_sync(self, host: str | None, error: str | None) -> None:
-        """Print the command that brings a missing file to a computer."""
+        """What helps where a computer lacks a file."""
         if host and self.sync and (error or "").startswith(_OF_FILES):
             tell(f"  if {host} has no copy, or an old one: {self.sync}")
 

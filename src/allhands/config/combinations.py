@@ -1,4 +1,4 @@
-"""Refusal of training options that contradict each other."""
+"""Which options of a training do not go together."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _bands(threshold: float) -> tuple[int, int]:
 
 
 class Overlap:
-    """Search for texts that repeat one of their split or of the training set; near duplicates among the first."""
+    """Which texts repeat one of their split or of the training set; near duplicates among the first texts only."""
 
     def __init__(self, near_limit: int) -> None:
         self._limit = near_limit

@@ -1,4 +1,4 @@
-"""The fate of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
+"""What became of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LeftOut:
 
 @dataclass
 class SourceTally:
-    """Rows of one source. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
+    """What one source held. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
 
     name: str
     split: str | None

@@ -76,7 +76,6 @@ class Renderer:
     no prompt, so that all of it is a target in any case.
 
     A chat template that writes the current date writes that of ``moment``, by default of when this was made.
-    Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
     """
 
     def __init__(
@@ -84,11 +83,11 @@ class Renderer:
         tokenizer: Tokenizer,
         *,
         mask_prompt: bool,
-        max_seq_length: int | None,
+        max_seq_length: int,
         train_on: TrainOn = "assistant",
         moment: datetime | None = None,
     ) -> None:
-        if max_seq_length is not None and max_seq_length < 2:
+        if max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -112,7 +111,7 @@ class Renderer:
         return result
 
     def render_many(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
-        """Result or error of :meth:`render` for each record, in order; encoded on all cores."""
+        """What :meth:`render` returns or raises for each record, in order; encoded on all cores."""
         results: list[Rendered | AllhandsError] = []
         for start in range(0, len(records), _BATCH):
             results += self._render_batch(records[start : start + _BATCH])
@@ -183,22 +182,21 @@ class Renderer:
         return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
-        written = template.written(record.turns, record.tools)
+        conversation, first_answer = _conversation(record)
+        written = template.written(conversation, record.tools)
         messages, dates = written.messages, template.dates_in(written.text)
-        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if self._masked:
-            # Answers in the prompt of a completion are not trained.
-            asked = 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
-            wanted = [i for i in wanted if i >= asked]
-            weights = [_weight(message, i) for i, message in enumerate(messages)]
-            wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        missing = unheard(written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words)
-        spans = None
+        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
+        if not self._masked:
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            missing = written.unheard(conversation, answers)
+            return Draft(written.text, framed=False, spans=None, dates=dates, unheard=missing)
+        weights = [_weight(message, i) for i, message in enumerate(messages)]
+        wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
+        missing = written.unheard(conversation, wanted)
         try:
-            if self._masked:
-                spans = template.answers.spans(written.text, messages, written.tools, wanted)
+            spans = template.answers.spans(written.text, messages, written.tools, wanted)
         except DataError as error:
-            # An answer that the template leaves out has a better remedy than one that is not found.
+            # What cannot be found because it is not there has a better remedy.
             gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
             if gone:
                 words, error.hint = words_of(gone)
@@ -208,19 +206,24 @@ class Renderer:
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
-        tokens = encoded.tokens[: self._max_seq_length]
-        cut = len(mask) - len(tokens)
-        return Rendered(tokens, mask[: len(tokens)], cut, dates=draft.dates, unheard=draft.unheard)
+        limit = self._max_seq_length
+        cut = max(0, len(mask) - limit)
+        return Rendered(encoded.tokens[:limit], mask[:limit], cut, dates=draft.dates, unheard=draft.unheard)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Return True if conversations can be rendered for this tokenizer."""
+    """Whether conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
 
 
+def _conversation(record: Record) -> tuple[list[Message], int]:
+    """The messages of a chat or completion, and the index from which assistant messages are answers."""
+    return record.turns, 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
+
+
 def is_untrained(message: Message) -> bool:
-    """Return True if the message says of itself that it is not trained."""
+    """Whether the message says of itself that it is not trained."""
     return any(message.get(key, 1) == 0 for key in _WEIGHTS)
 
 
@@ -269,9 +272,13 @@ class Written:
     lost: list[Part]
     keeps_words: bool
 
+    def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
+        """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
+        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
+
 
 def rendering_options() -> frozenset[str]:
-    """Names of the arguments that transformers' rendering takes besides a template's own variables."""
+    """What transformers' rendering takes besides a template's own variables."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -288,7 +295,7 @@ class ChatTemplate:
 
     @cached_property
     def answers(self) -> AnswerFinder:
-        """Search for answers in the template's output."""
+        """Where in the template's output the answers are."""
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
         return AnswerFinder(self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added))
 
@@ -309,7 +316,7 @@ class ChatTemplate:
             ) from error
 
     def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
-        """Advise on a conversation that the template rejects."""
+        """What to do about a conversation that the template rejects."""
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
             # Else it is something else, or more than that.
             with suppress(Exception):
@@ -322,7 +329,7 @@ class ChatTemplate:
         return f"{want} give another template ({OPTION}) or model"
 
     def _writes(self, messages: Sequence[Message]) -> bool:
-        """Return True if the rendered conversation holds a word that only the probe has."""
+        """Whether a word that only the probe has is in the rendered conversation."""
         try:
             return _THOUGHT in self.text(messages, None)
         except DataError:
@@ -330,7 +337,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """True if a system message reaches the model."""
+        """Whether a system message reaches the model."""
         words = zip(("system", "user", "assistant"), (_THOUGHT, "a", "b"), strict=True)
         return self._writes([{"role": role, "content": content} for role, content in words])
 
@@ -383,7 +390,7 @@ class ChatTemplate:
 
     @cached_property
     def _keeps_thinking(self) -> bool:
-        """True if thinking in the words of the last answer stays."""
+        """Whether thinking in the words of the last answer stays."""
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         return self._writes([{"role": "user", "content": "a"}, answer])
 

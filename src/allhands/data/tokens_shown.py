@@ -1,4 +1,4 @@
-"""Tokens of a text, as people can read them."""
+"""How a tokenizer cuts a text, as people can read it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SYSTEM, _MARK = "Be brief.", "\x00"
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The marks of turns in a family of models.
+    """How a family of models marks turns.
 
     Attributes:
         turns: by role what stands around the content (``%s``); a role that is absent cannot be expressed.
@@ -95,7 +95,7 @@ class Recognised:
 
     @property
     def takes_system(self) -> bool:
-        """True if a system message can be given."""
+        """Whether a system message can be given."""
         return "system" in self.format.turns
 
 

@@ -1,1 +1,1 @@
-"""Generation, conversations, and a server for them."""
+"""What a trained model says: generation, conversations, and a server for them."""

@@ -1,4 +1,4 @@
-"""Look and formats of all pictures."""
+"""What all pictures have in common: their look, and the formats in which they can be written."""
 
 from __future__ import annotations
 

@@ -90,22 +90,22 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
-    """Return True for an integer, not a truth value, between these two."""
+    """Whether ``value`` is an integer, not a truth value, between these two."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_text(value: Any) -> bool:
-    """Return True for a string."""
+    """Whether it is a string."""
     return isinstance(value, str)
 
 
 def is_flag(value: Any) -> bool:
-    """Return True for true or false."""
+    """Whether it is true or false."""
     return isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number that a float can hold."""
+    """Whether it is a number that a float can hold."""
     return isinstance(value, float) or is_integer(value, -_MOST_WHOLE, _MOST_WHOLE)
 
 

@@ -1,1 +1,1 @@
-"""Worlds, loaders, checkpoints and metrics for people's own training loops."""
+"""What people's own training loops use: worlds, loaders, checkpoints and metrics."""

@@ -41,12 +41,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0, which prints and writes files for all."""
+        """Whether this is rank 0, which prints and writes files for all."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """True if there is no other process."""
+        """Whether there is no other process."""
         return self.size == 1
 
     @property

@@ -1,1 +1,1 @@
-"""Training objectives: sums and counts of a batch, never divided."""
+"""What is trained for: sums and counts of a batch, never divided."""

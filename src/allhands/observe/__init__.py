@@ -1,1 +1,1 @@
-"""Metrics of a run, samples of its processes, judgements and plots."""
+"""What is seen of a run: metrics, samples of the computer, judgements and plots."""

@@ -1,4 +1,4 @@
-"""The connections of the ranks of a pipeline."""
+"""How the ranks of a pipeline are connected."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Piping:
 
     @property
     def is_last(self) -> bool:
-        """True if the loss is computed here."""
+        """Whether the loss is computed here."""
         return self.stages[-1].blocks.is_last
 
     @property
     def shares_table(self) -> bool:
-        """True if the model's table of tokens is on two ranks."""
+        """Whether the model's table of tokens is on two ranks."""
         return bool(self.stages[0].shared) and self.pipe.size > 1

@@ -16,7 +16,7 @@ ELEMENTWISE = ("adam", "adamw", "sgd")
 
 @dataclass(frozen=True)
 class TrainingNeeds:
-    """The needs of a training that its strategy has to meet.
+    """What a training needs of its strategy.
 
     Attributes:
         optimizer: by name.

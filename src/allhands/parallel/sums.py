@@ -1,4 +1,4 @@
-"""The values that the parts of a step hand to each other."""
+"""What the parts of a step hand to each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gradients:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that this rank's loss would be divided by, if it were alone."""
+        """What this rank's loss would be divided by, if it were alone."""
         return self.counts["targets"]
 
 

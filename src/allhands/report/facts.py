@@ -1,4 +1,4 @@
-"""The contents of a run's directory: curves, samples of processes, options, answers, and what is missing."""
+"""What a run's directory tells: its curves, the samples of its processes, its options, answers, and what is amiss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, cast
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.io.names import CONFIG_FILE, LOGS, PLAN_FILE
-from allhands.observe.journal import read_events
 from allhands.observe.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Sample, read_samples
 from allhands.plan.kept import KeptPlan, plan_before
@@ -27,7 +26,7 @@ _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to the same prompts without and with the adapter, from ``allhands compare``."""
+    """What ``allhands compare`` wrote: answers to the same prompts without and with the adapter."""
 
     file: str
     prompts: tuple[str, ...]
@@ -37,7 +36,7 @@ class Answers:
 
 @dataclass
 class ReportFacts:
-    """Everything that is known of one run.
+    """All that is known of one run.
 
     Attributes:
         path: as it was given.
@@ -68,17 +67,17 @@ class ReportFacts:
 
     @property
     def began_before(self) -> bool:
-        """Return whether there were starts before the first of the samples."""
+        """Whether there were starts of which the samples are no longer among these."""
         first = next(iter(self.history.starts), None)
         return first is not None and bool(self.samples) and first.time < _began(self.samples)
 
 
-def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None) -> ReportFacts:
+def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
-        journal: the supervisor's events; ``None``: those of the run's directory.
+        journal: what the supervisor wrote down, as ``allhands.observe.journal.read_events`` returns it.
         now: Unix time in seconds, by which it is told whether the run goes on.
 
     Raises:
@@ -86,7 +85,6 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, n
     """
     now = time.time() if now is None else now
     directory = path if path.is_dir() else path.parent
-    journal = read_events(directory) if journal is None else journal
     notes: list[str] = []
     missing = ""
     try:
@@ -130,7 +128,7 @@ def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
 
 
 def _began(samples: Sequence[Sample]) -> float:
-    """The start of the first process, in Unix time."""
+    """When the first process began, in Unix time."""
     return min(one.began or one.time for one in samples)
 
 

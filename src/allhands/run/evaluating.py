@@ -21,7 +21,7 @@ from allhands.train.evaluation import Evaluator
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of :func:`run_evaluation`.
+    """What :func:`run_evaluation` found.
 
     Attributes:
         loss: mean over the trained tokens, in nats a token.

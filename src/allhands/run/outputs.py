@@ -18,6 +18,7 @@ from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share
 from allhands.config.pretrain_schema import pretraining
 from allhands.errors import AllhandsError
 from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
+from allhands.io.terminal import print_line
 from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
@@ -27,7 +28,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """The copies of the run's checkpoints, and of this rank's own the newest step."""
+    """What is known of copies; of this rank's own what lies there."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -46,7 +47,7 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """The event that begins ``total`` batches; the largest has that shape."""
+        """What the run says of itself as it begins ``total`` batches; the largest has that shape."""
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)
@@ -149,7 +150,9 @@ class Outputs:
 
     def say(self, lines: Sequence[str]) -> None:
         """Print ``lines`` where this rank has a console."""
-        self.surroundings.say(*lines)
+        if self.surroundings.console is not None:
+            for line in lines:
+                print_line(self.surroundings.console, line)
 
 
 def _log_of(file: Path | None) -> TextIO | None:

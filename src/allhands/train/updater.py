@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,8 +20,9 @@ from mlx.utils import tree_map
 
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
+from allhands.parallel.gradient import FlatWeights
 from allhands.parallel.sums import Named, Reduced
-from allhands.train.graph_update import FlatState, GraphUpdate, initialise
+from allhands.train.graph_update import GraphUpdate, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
@@ -30,7 +31,7 @@ from allhands.train.result import all_finite, divisor_of
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for a mean gradient.
+    """What is done with a mean gradient.
 
     Attributes:
         max_grad_norm: of the whole gradient; ``None``: it is not clipped.
@@ -52,7 +53,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of an update.
+    """What an update left.
 
     Attributes:
         norm: () of the mean gradient, before clipping.
@@ -63,14 +64,54 @@ class Updated:
     lazy: Any = None
 
 
-class Updater(ABC):
-    """One way of updating, which knows the update to expect of a part of its sums, too.
+class Updater(Protocol):
+    """One way of updating.
 
     Attributes:
         flat: all trained weights as few arrays, in which the gradients are to be; ``None``: by name.
     """
 
-    flat: FlatState | None = None
+    @property
+    def flat(self) -> FlatWeights | None: ...
+
+    @property
+    def graph(self) -> GraphUpdate | None:
+        """What has the optimizer's state beside the flat weights, if something does."""
+        ...
+
+    def __call__(self, reduced: Reduced) -> Updated:
+        """Take the update of a global batch; empties ``reduced.grads``."""
+        ...
+
+    def expected(self, reduced: Reduced, part: bool) -> Any:
+        """The tree of trained weights that this update would make; nothing changes.
+
+        Args:
+            part: whether these are sums of a part of the batch, with their ``squares``.
+        """
+        ...
+
+
+def make_updater(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    strategy: Strategy,
+    rules: Rules,
+    *,
+    cpu_native: bool,
+    compiled: bool,
+) -> Updater:
+    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
+    # Of the weights: by itself the optimizer would do it of the first gradients.
+    initialise(optimizer, model)
+    if not cpu_native:
+        return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
+    native = native_update(model, optimizer)
+    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
+
+
+class _Updates(ABC):
+    """An updater that knows which update to expect of a part of its sums."""
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
@@ -79,7 +120,6 @@ class Updater(ABC):
         self._norm: mx.array | None = None  # of the last update's mean gradient
 
     def __call__(self, reduced: Reduced) -> Updated:
-        """Take the update of a global batch; empties ``reduced.grads``."""
         updated = self._update(reduced)
         self._norm = updated.norm
         return updated
@@ -89,11 +129,6 @@ class Updater(ABC):
         """Take the update."""
 
     def expected(self, reduced: Reduced, part: bool) -> Any:
-        """The tree of trained weights that this update would make; nothing changes.
-
-        Args:
-            part: whether these are sums of a part of the batch, with their ``squares``.
-        """
         model, rules = self._model, self._rules
         self._rules = Rules(rules.max_grad_norm)
         try:
@@ -160,8 +195,11 @@ class Updater(ABC):
             self._take(state)
 
 
-class UpdateByHand(Updater):
+class UpdateByHand(_Updates):
     """Look at the numbers, then update by MLX's optimizer."""
+
+    flat = None
+    graph = None
 
     def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
@@ -182,8 +220,11 @@ class UpdateByHand(Updater):
         return Updated(norm)
 
 
-class NativeUpdater(Updater):
+class NativeUpdater(_Updates):
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
+
+    flat = None
+    graph = None
 
     def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         super().__init__(model, optimizer, rules)
@@ -208,7 +249,7 @@ class NativeUpdater(Updater):
         return Updated(mx.array(norm))
 
 
-class GraphUpdater(Updater):
+class GraphUpdater(_Updates):
     """Update lazily if all numbers are finite; they are looked at afterwards."""
 
     def __init__(
@@ -219,8 +260,7 @@ class GraphUpdater(Updater):
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
-        self._graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
-        self.flat = self._graph.flat
+        self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
         self._strategy = strategy
 
     @contextmanager
@@ -229,23 +269,27 @@ class GraphUpdater(Updater):
             with super()._as_it_was():
                 yield
             return
-        weights, state = self.flat.weights(), self.flat.state()
+        weights, state = self.graph.weights(), self.graph.flat_state()
         try:
             yield
         finally:
-            self.flat.put(state, weights)
+            self.graph.put_flat_state(state, weights)
+
+    @property
+    def flat(self) -> FlatWeights | None:
+        return None if self.graph.leaves is None else self.graph
 
     def _state(self) -> Any:
-        return super()._state() if self.flat is None else tree_map(lambda x: x, self.flat.state())
+        return super()._state() if self.flat is None else tree_map(lambda x: x, self.graph.flat_state())
 
     def _take(self, state: Any) -> None:
         if self.flat is None:
             super()._take(state)
         else:
-            self.flat.put(state)
+            self.graph.put_flat_state(state)
 
     def _update(self, reduced: Reduced) -> Updated:
-        graph, rules, sums = self._graph, self._rules, reduced.grads
+        graph, rules, sums = self.graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
             # Besides, and only as far as somebody looks at it.
@@ -257,21 +301,3 @@ class GraphUpdater(Updater):
         exchange = None if reduced.squares is None else self._strategy.whole
         norm = graph(sums, reduced.loss, counted, squares=reduced.squares, exchange=exchange)
         return Updated(norm, graph.arrays())
-
-
-def make_updater(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    strategy: Strategy,
-    rules: Rules,
-    *,
-    cpu_native: bool,
-    compiled: bool,
-) -> Updater:
-    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
-    # Of the weights: by itself the optimizer would do it of the first gradients.
-    initialise(optimizer, model)
-    if not cpu_native:
-        return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
-    native = native_update(model, optimizer)
-    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)

@@ -1,4 +1,4 @@
-"""Memory, traffic and GPU of this process, from the system and from MLX."""
+"""What the system, and MLX where it is loaded, say of this process."""
 
 from __future__ import annotations
 
