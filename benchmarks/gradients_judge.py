@@ -11,7 +11,7 @@ from typing import Any
 BEYOND = "beyond mlx_lm"
 REFUSED = "refused as ever"
 # Shares of the gradient's norm: as a whole, and of one array; and of the loss.
-LIMITS = {"float32": (1e-4, 1e-3, 1e-5), "bfloat16": (0.05, 0.25, 0.02)}
+LIMITS = {"float32": (1e-4, 9e-4, 1e-5), "bfloat16": (0.05, 0.25, 0.02)}
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,9 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
     loaded = time.perf_counter()
     reports = _reports(parts, state.iteration, end)
     pace = parts.balance.own if parts.balance.moves else ()
-    peaks = _extra(parts) if reports and end < parts.total and not _pauses(parts, end) else ()
+    tells = reports and end < parts.total and not _pauses(parts, end)
+    # As many numbers in each step: a ring adds up in parts of what it is given, so their length decides about last bits.
+    peaks = _extra(parts) if tells else [0.0] * (_PEAKS + NUMBERS)
     result = parts.step(
         micro_batches,
         stop=parts.stop_requested,
@@ -289,7 +291,8 @@ def _update(parts: LoopParts, state: LoopState) -> StepResult:
         changed = rebalanced(parts.balance, result, parts.communicator.size, state, accumulation)
         if changed is not None:
             parts.sink.emit(changed)
-    return replace(result, gathered=result.of_each(parts.communicator.size, slice(len(pace), None)))
+    told = result.of_each(parts.communicator.size, slice(len(pace), None)) if tells else ()
+    return replace(result, gathered=told)
 
 
 def _end(parts: LoopParts, begin: int) -> int:

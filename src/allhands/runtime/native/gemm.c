@@ -96,14 +96,15 @@ static void multiply_slice(void *argument, int part, int thread) {
           b, s->ldb, s->beta, s->c + (s->down ? from * s->ldc : from), s->ldc);
 }
 
-// OpenBLAS on this pool's threads: its own would wait, spinning, on the cores that these need.
+// OpenBLAS on this pool's threads: its own would wait, spinning, on the cores that these need. Its AVX2 kernels add up an
+// element in an order that depends on where it stands in a product, so the sizes alone decide how a product is cut: with
+// another number of threads, the bits are the same. Parts are large enough for OpenBLAS to be as fast as on the whole.
 static void other_sgemm(Slices *s) {
-    int threads = pool_threads(), longest = s->m > s->n ? s->m : s->n;
-    // OpenBLAS adds up otherwise where little is to be multiplied: parts must not be small where the whole is not.
-    while (threads > 1 && ((double)s->m * s->n * s->k < threads * (double)(1 << 21) || longest < threads * 32))
-        threads--;
+    int longest = s->m > s->n ? s->m : s->n, parts = 1;
+    while (parts < 16 && longest >= 2 * parts * 64 && (double)s->m * s->n * s->k >= 2 * parts * (double)(1 << 21))
+        parts *= 2;
     s->down = s->m >= s->n;
-    s->size = ((longest + threads - 1) / threads + 31) / 32 * 32;
+    s->size = ((longest + parts - 1) / parts + 31) / 32 * 32;
     pool_run(multiply_slice, s, (longest + s->size - 1) / s->size);
 }
 
