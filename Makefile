@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # A kernel that the place asks of OpenBLAS would be that of some ranks and not of others, which start by ssh.
 unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+# Without bytecode each of a thousand processes compiles all modules again: a quarter of its start.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -47,11 +49,13 @@ test-long: $(STAMP) ## trainings under every kind of fault, here and on several 
 soak: $(STAMP) ## a hundred faults in a row on three ranks: what ends is bit by bit what was never disturbed (about half an hour)
 	$(BIN)/python scripts/soak.py
 
-lint: $(STAMP) ## style, types, and what may import what
+lint: $(STAMP) ## style, types, what may import what, unused names and dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/vulture
+	$(BIN)/deptry src
 
 format: $(STAMP) ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .

@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = bool(machine()["gpus"]) or sys.platform == "darwin"
     parser = argparse.ArgumentParser(description="Gradients of every architecture against mlx_lm's own.")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="modules of mlx_lm, or MODULE~VARIANT")
-    parser.add_argument("--sample", action="store_true", help="the twelve most different ones")
+    parser.add_argument("--sample", action="store_true", help="the eight most different ones")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[], help="default: all, few for variants")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: both")
     parser.add_argument("--no-recompute", action="store_true", help="leave out --grad-checkpoint")

@@ -80,6 +80,17 @@ def validate(model: Any, tokens: np.ndarray, options: argparse.Namespace, cast: 
     return total / count
 
 
+def model_of(options: argparse.Namespace, device: str) -> Any:
+    """The model with new weights."""
+    torch.manual_seed(options.seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), attn_implementation="sdpa")
+    # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper the model is.
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(weight, std=model.config.initializer_range / math.sqrt(2 * len(model.model.layers)))
+    return model.float().to(device).train()
+
+
 def main() -> None:
     options = parse()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -92,13 +103,7 @@ def main() -> None:
     if size > 1:
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     train, valid = tokens_of(options, "train"), tokens_of(options, "valid")
-    torch.manual_seed(options.seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), attn_implementation="sdpa")
-    # As nanoGPT does, and allhands: what writes to the residual stream begins smaller, the deeper the model is.
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            torch.nn.init.normal_(weight, std=model.config.initializer_range / math.sqrt(2 * len(model.model.layers)))
-    model = model.float().to(device).train()
+    model = model_of(options, device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

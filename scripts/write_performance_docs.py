@@ -36,16 +36,17 @@ Record = Mapping[str, Any]
 
 INTRODUCTION = """# Performance
 
-Every table here is of one run of a script in `benchmarks/`, in which all peers were measured one after the other on
-the same machine with the same work ([what is the same, and how](../benchmarks/README.md)). This page is made from the
-records in `benchmarks/results`: `python scripts/write_performance_docs.py`.
+After this page you know how fast allhands is beside other programs, and can repeat each measurement. Each table is of
+one run of a script in `benchmarks/`, which measured all programs one after the other on the same machine with the same
+work ([how](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this page from the records in
+`benchmarks/results`.
 
 How to read it:
 
 - A figure is the median of its repeats, with the lowest and the highest in brackets.
 - The last column says how many times as good allhands is: above 1 it is ahead, **in bold below 1 the peer is**. For
   times and memory less is better, for speeds more.
-- Ratios travel from one machine to another of its kind; absolute figures of a shared machine do not.
+- Ratios hold on other machines of the same kind; absolute figures of a shared machine do not.
 - `make bench` repeats the tables of a CPU, `benchmarks/h200.sh` those of NVIDIA GPUs. `benchmarks/regressions.py` names
   each ratio and each count of instructions that is more than 5 % worse than in the record before.
 """

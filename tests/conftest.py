@@ -59,13 +59,18 @@ def heeded_signals() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Token stores of the tests, and of the processes that they start, go here instead of the person's cache."""
-    path = tmp_path_factory.mktemp("tokens")
+def caches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches of the tests, and of the processes that they start, in place of the person's.
+
+    MLX takes a second to compile a kernel. Processes may share its directory, so all workers use the one in
+    ``.pytest_cache``, which the next run of pytest finds again.
+    """
+    kernels = request.config.cache.mkdir("kernels")
+    kernels.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLHANDS_TOKEN_CACHE", str(path))
-        patch.setenv("ALLHANDS_KERNEL_CACHE", str(tmp_path_factory.mktemp("kernels")))
-        yield path
+        patch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        patch.setenv("ALLHANDS_KERNEL_CACHE", str(kernels))
+        yield
 
 
 @pytest.fixture(autouse=True)

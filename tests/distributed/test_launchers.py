@@ -156,15 +156,14 @@ def free_port() -> str:
 
 
 MLX_LAUNCH: dict[str, list[str]] = {
-    "-n": ["--backend", "ring", "-n", "2"],
     "--hostfile": ["--backend", "ring", "--hostfile", "hosts.json"],
     "--backend mpi": ["--backend", "mpi", "-n", "2", "--mpi-arg", "--map-by :OVERSUBSCRIBE"],
 }
 
 
-# The quick one of them is in tests/parity/test_data_parallel.py.
+# With ``-n`` it is in tests/parity/test_data_parallel.py.
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["-n", "--hostfile", pytest.param("--backend mpi", marks=_needs_mpi)])
+@pytest.mark.parametrize("how", ["--hostfile", pytest.param("--backend mpi", marks=_needs_mpi)])
 def test_mlx_launch(place: Path, expected: list[float], how: str) -> None:
     (place / "hosts.json").write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     out = f"mlx{how.strip('-').replace(' ', '-')}"

@@ -395,7 +395,8 @@ def test_of_allhands_the_source_counts_and_not_the_metadata(
 ) -> None:
     first = tmp_path / "first"
     if other == "source":
-        shutil.copytree(Path(allhands.__file__).parent, first / "allhands")
+        bytecode = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(allhands.__file__).parent, first / "allhands", ignore=bytecode)
         with (first / "allhands" / "train" / "step.py").open("a") as stream:
             stream.write("# one line more\n")
     else:

@@ -63,9 +63,13 @@ def test_memory_is_as_planned(found: dict[str, Any]) -> None:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_each_way_takes_the_memory_that_was_planned(place: Path, found: dict[str, Any]) -> None:
-    built = [way for way in found["memory"] if way["built"]]
-    assert [way["name"] for way in built] == ["as it is", "half micro-batches", "checkpointing", "data parallel"]
-    for number, way in enumerate(built):
+    assert [way["name"] for way in found["memory"]] == [
+        "as it is",
+        "half micro-batches",
+        "checkpointing",
+        "data parallel",
+    ]
+    for number, way in enumerate(found["memory"]):
         options = ("--cores-per-rank", "1", *way["flags"].split())
         peak = highest_memory(place, f"way-{number}", *options)
         assert way["rank_bytes"] == pytest.approx(peak, rel=0.1), way["name"]

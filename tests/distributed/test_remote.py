@@ -355,9 +355,8 @@ def test_an_address_of_somebody_else(places: tuple[Place, ...], start: Start) ->
 
 
 def test_other_versions(places: tuple[Place, ...], start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = remote.self_description()
-    changed = {**own, "versions": {**own["versions"], "mlx": "0.0.1"}}
-    monkeypatch.setattr(remote, "self_description", lambda: changed)
+    changed = {**remote.software_here(), "mlx": "0.0.1"}
+    monkeypatch.setattr(remote, "software_here", lambda: changed)
     with pytest.raises(HostError, match=r"node0 has mlx .*, this computer 0\.0\.1"):
         start(places)
 

@@ -26,7 +26,7 @@ from tiny import write_chat_data
 
 from allhands.checkpoints import checkpoints_in, latest
 from allhands.cluster.mpi import find_mpi
-from allhands.report.dashboard.runs import facts_of
+from allhands.report import read_facts
 
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="there is no Open MPI")
 BACKENDS = ["ring", pytest.param("mpi", marks=_needs_mpi)]
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_a_long_step_at_once(runs: Runs, tmp_path: Path) ->
     assert "stopping after this step" in job.out
     assert "press Ctrl-C again" in job.out
     assert "what was not saved is lost" in job.err
-    assert facts_of(tmp_path / "out").status == "interrupted"
+    assert read_facts(tmp_path / "out").status == "interrupted"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -167,7 +167,7 @@ def test_a_frozen_rank_and_two_ctrl_c(runs: Runs, tmp_path: Path, backend: str) 
     assert job.finish(20) == 130
     assert job.err.count("ended at once; what was not saved is lost") == 1
     assert history(tmp_path / "out").train
-    assert facts_of(tmp_path / "out").status == "interrupted"
+    assert read_facts(tmp_path / "out").status == "interrupted"
 
 
 @_needs_mpi

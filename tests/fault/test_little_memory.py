@@ -22,6 +22,7 @@ LIMIT = 900_000_000
 HIDDEN, INNER, LAYERS, VOCABULARY, GROUP = 2048, 8192, 26, 4096, 64
 HOSTS = {"left": "127.0.0.1", "right": "127.0.0.2"}
 STEPS = 3
+SCHEDULES = "1f1b", "interleaved", "zb"
 
 
 def write_large(directory: Path) -> Path:
@@ -110,10 +111,12 @@ def test_two_computers_train_and_ask_what_neither_holds(files: Path) -> None:
 
         two = ["--hostfile", "hosts.json", "--strategy", "pipeline"]
         env = {"ALLHANDS_SSH": groups.ssh}
-        trained = run_allhands(*training(files, "two"), *two, env=env, cwd=files, timeout=300)
-        assert trained.returncode == 0, trained.stdout + trained.stderr
-        assert "stay packed" in trained.stdout + trained.stderr
-        answer = run_allhands(*asked, "--adapter-path", "two", *two, env=env, cwd=files, timeout=200)
+        for schedule in SCHEDULES:
+            way = [*two, "--pp-schedule", schedule]
+            trained = run_allhands(*training(files, schedule), *way, env=env, cwd=files, timeout=300)
+            assert trained.returncode == 0, trained.stdout + trained.stderr
+            assert "stay packed" in trained.stdout + trained.stderr
+        answer = run_allhands(*asked, "--adapter-path", SCHEDULES[0], *two, env=env, cwd=files, timeout=200)
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert groups.killed() == 0
         assert max(groups.peaks()) <= LIMIT
@@ -122,5 +125,6 @@ def test_two_computers_train_and_ask_what_neither_holds(files: Path) -> None:
         *training(files, "one"), cwd=files, timeout=300, env={"OPENBLAS_NUM_THREADS": str(os.cpu_count())}
     )
     assert one.returncode == 0, one.stdout + one.stderr
-    np.testing.assert_allclose(losses(files / "two"), losses(files / "one"), rtol=1e-5)
+    for schedule in SCHEDULES:
+        np.testing.assert_allclose(losses(files / schedule), losses(files / "one"), rtol=1e-5)
     assert len(losses(files / "one")) == STEPS

@@ -278,11 +278,11 @@ def test_mixed_shapes_and_an_endless_example_are_trained(place: Path) -> None:
     ],
 )
 def test_what_is_refused_leaves_the_run_before_as_it_was(place: Path, more: tuple[str, ...], words: str) -> None:
-    arguments = train("--data", "data", "--adapter-path", "before")
-    run(*arguments, cwd=place)
-    before = {path: path.stat().st_mtime_ns for path in (place / "before").rglob("*") if "logs" not in path.parts}
+    own = directory_of(" ".join(more))
+    shutil.copytree(place / "out", place / own)
+    before = {path: path.stat().st_mtime_ns for path in (place / own).rglob("*") if "logs" not in path.parts}
     assert len(before) > 5
-    Job(*arguments, *more, cwd=place).fails(2, words)
+    Job(*train("--data", "data", "--adapter-path", own), *more, cwd=place).fails(2, words)
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 

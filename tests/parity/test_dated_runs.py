@@ -11,14 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from runs import distance, read_weights
 from tiny import CHAT_TEMPLATE, run_allhands, write_chat_data, write_model
 from twins import errors_of, run_ranks
 
-from allhands.checkpoints import find_latest, write_checkpoint
-from allhands.checkpoints.arrays import tensors_of
+from allhands.checkpoints import find_latest
 from allhands.cluster.environment import Launch
 from allhands.cluster.join import surroundings_of
 from allhands.cluster.worker import WorkerContext
@@ -179,39 +177,6 @@ def test_an_adapter_is_evaluated_with_the_date_that_it_was_trained_with(flags: d
     alone = config.model_copy(update={"adapter_path": ""})
     bare = [run_evaluation(alone, RunContext(moment=moment)).loss for moment in (EVENING, NEXT_YEAR)]
     assert bare[0] != bare[1]  # the model alone belongs to no run: today's date
-
-
-def without_date(run: Path, began: datetime | None) -> None:
-    """Make the run's last checkpoint one of an earlier version, of a run that began at ``began``."""
-    found = find_latest(run)
-    assert found is not None
-    state = {**found.state, "data": {k: v for k, v in found.state["data"].items() if k != "template_date"}}
-    names = [name for name in found.files if name.endswith(".safetensors")]
-    tensors = {name: tensors_of(mx.load(str(found.path / name))) for name in names}
-    write_checkpoint(found.path, found.step, found.run_id, state, tensors)
-    if began is not None:
-        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        lines = [json.dumps(event | {"time": began.timestamp()} if "versions" in event else event) for event in events]
-        (run / "metrics.jsonl").write_text("\n".join([*lines, ""]))
-
-
-def test_a_checkpoint_without_a_date_goes_on_with_that_of_its_runs_start(flags: dict[str, Any], tmp_path: Path) -> None:
-    whole = train(flags, EVENING, adapter_path=str(tmp_path / "whole"))
-    run = train(flags, EVENING, iters=2)
-    without_date(run, EVENING)
-    assert weights(train(flags, MORNING, resume="auto")) == weights(whole)
-
-
-def test_a_checkpoint_without_a_date_says_what_is_missing(flags: dict[str, Any], tmp_path: Path) -> None:
-    run = train(flags, EVENING, iters=2)
-    without_date(run, None)
-    with pytest.raises(DataError, match="date"):
-        train(flags, MORNING, resume="auto")
-    # Other data, with the date in the checkpoint: it is not the date's fault.
-    again = train(flags, EVENING, iters=2, adapter_path=str(tmp_path / "again"))
-    with pytest.raises(DataError) as caught:
-        train(flags, MORNING, resume=str(again), data=str(write_chat_data(tmp_path / "other", train=11, seed=5)))
-    assert "date" not in caught.value.message
 
 
 def test_tokens_of_a_date_are_found_again(flags: dict[str, Any]) -> None:

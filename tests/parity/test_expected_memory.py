@@ -13,6 +13,7 @@ from tiny import run_allhands, write_chat_data, write_tokenizer
 
 from allhands.kernels import native
 from allhands.observe.monitor import read_samples
+from allhands.parallel.costs import Memory
 from allhands.run.expecting import held_by, scarce
 from allhands.run.training_memory import Blocks, Work, blocks_of, of_process, on_cpu
 from allhands.runtime.sizing import Sizing
@@ -175,6 +176,16 @@ def test_what_makes_it_more_or_less() -> None:
     # With few tokens the update is the peak: weights, what AdamW keeps, and a quarter more than the gradients.
     assert arrays(tokens=1, method="full", trained_bytes=30_000_000) == pytest.approx(4.25 * 30_000_000, rel=1e-6)
     assert of_process(on_cpu(BLOCKS, WORK), 200_000_000, 30_000_000) > 170_000_000 + usual
+
+
+@pytest.mark.parametrize(
+    ("arrays", "others", "peak"),
+    [(8.2, 121.7, 136.7), (22.2, 127.7, 159.4), (58.0, 132.6, 208.7), (146.1, 135.0, 307.5), (229.2, 152.4, 415.5)],
+)
+def test_a_process_takes_more_than_its_arrays(arrays: float, others: float, peak: float) -> None:
+    """Megabytes of pre-trainings of two layers, 64 to 512 wide, as the monitor saw them."""
+    found = of_process(Memory(0, 0, int(1e6 * arrays), 0, 0), int(1e6 * others), 0)
+    assert found == pytest.approx(1e6 * peak, rel=0.025)
 
 
 def test_too_much_is_told() -> None:

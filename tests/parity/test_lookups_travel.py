@@ -92,7 +92,7 @@ def trained(kind, overlap, compiled, ahead, shard):
         result = step(batches, upcoming=lambda: coming)
         found.append([result.loss_sum, result.grad_norm, counting.summed, counting.gathered])
     if shard:
-        assert step.shards.divided[step.updater.graph.leaves.index_of(model.model.embed_tokens)]
+        assert step.shards.divided[step.updater.flat.leaves.index_of(model.model.embed_tokens)]
     return [found, {name: np.array(value).tolist() for name, value in flatten(model.parameters())}]
 
 print(json.dumps([trained(*case) for case in json.loads(sys.argv[1])]), flush=True)

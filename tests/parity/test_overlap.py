@@ -80,7 +80,7 @@ def trained(overlap, ahead, poisoned, sole, shard, clipped, compress="none"):
         assert result.comm_s >= 0 and result.compute_s >= 0
         begun.append(step.strategy.ahead is not None and step.strategy.ahead.pending is not None)
     names = [name for name, _ in flatten(optimizer.present_state)]
-    kept = sharded_state(model, optimizer, step.updater.graph)["optimizer.safetensors"]
+    kept = sharded_state(model, optimizer, step.updater.flat)["optimizer.safetensors"]
     if shard:
         assert step.shards is not None and set(step.shards.divided) == {True, False}
     state = [(name, whole(kept.get(name), shapes.get(name.rpartition(".")[0]))) for name in names]

@@ -6,6 +6,7 @@ import io
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     Raises:
         Exception: the parser's own, with ``show`` and ``exit_code``, for what it does not accept.
     """
-    command: Any = typer.main.get_command(make_app())
+    command = _whole_command()
     rest, names = with_auto_resume(list(arguments)), list[str]()
     context = command.context_class(command, info_name="allhands", **command.context_settings)
     while hasattr(command, "commands"):
@@ -95,4 +96,10 @@ def verbs() -> Iterator[tuple[str, Any]]:
         for name, inner in command.commands.items():
             yield from walk(inner, (*names, name))
 
-    yield from walk(typer.main.get_command(make_app()), ())
+    yield from walk(_whole_command(), ())
+
+
+@cache
+def _whole_command() -> Any:
+    """``allhands`` with all verbs: made once, because that takes five times as long as to parse a line."""
+    return typer.main.get_command(make_app())

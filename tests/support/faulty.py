@@ -224,15 +224,6 @@ class Trial:
         records = [json.loads(line) for line in lines if line.startswith('{"event": "train"') and line.endswith("}")]
         return [record["step"] for record in records]
 
-    def wait_for_step(self, step: int, timeout: float = 60.0) -> None:
-        """Return when that many steps have been reported."""
-
-        def reached() -> bool:
-            assert self.jobs[-1].process.poll() is None, self.jobs[-1].process.communicate()
-            return max(self.steps(), default=0) >= step
-
-        until(reached, timeout, f"step {step} is not reached")
-
     def wait_for_fired(self, count: int = 1, timeout: float = 60.0) -> None:
         """Return when so many failures have happened."""
 

@@ -14,7 +14,7 @@ BEGAN = 1_795_000_000.0
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b|`*"
 
 
-def write_run(
+def write_run(  # noqa: PLR0913 - each one describes the run
     directory: Path,
     *,
     steps: int = 60,

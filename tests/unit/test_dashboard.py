@@ -22,13 +22,13 @@ from allhands.observe.monitor import encode_sample, read_samples
 from allhands.plan.kept import keep_plan
 from allhands.report.dashboard.runs import (
     ask_to_stop,
-    facts_of,
     find_runs,
     head_of,
     logs_of,
     summary_of,
     tail_of,
 )
+from allhands.report.facts import read_facts
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_only_a_process_of_the_run_is_asked_to_stop(tmp_path: Path) -> None:
             process.stdout.readline()
             written_for(process)
             ours = held == [f"{file}:a"]
-            assert (head_of(facts_of(run)) is not None) == ours, held
+            assert (head_of(read_facts(run)) is not None) == ours, held
             if ours:
                 assert str(process.pid) in ask_to_stop(run)
                 assert process.wait(10) == 7
@@ -135,7 +135,7 @@ def test_who_has_got_the_number_of_a_process_is_not_asked(tmp_path: Path) -> Non
         process.stdout.readline()
         sample = replace(read_samples(run)[-1], pid=process.pid, time=time.time() - 1000.0, ended=False)
         file.write_text(f"{encode_sample(sample)}\n")
-        assert head_of(facts_of(run)) is None
+        assert head_of(read_facts(run)) is None
         process.kill()
 
 

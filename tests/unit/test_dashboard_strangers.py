@@ -25,7 +25,8 @@ from written_runs import HOSTILE, write_run, write_samples
 
 from allhands.errors import AllhandsError
 from allhands.report.dashboard.app import Settings, make_app
-from allhands.report.dashboard.runs import facts_of, logs_of, processes_of, summary_of
+from allhands.report.dashboard.runs import logs_of, processes_of, summary_of
+from allhands.report.facts import read_facts
 from allhands.report.html import page_parts
 from allhands.report.page import make_page
 from allhands.runtime.http_guard import Guard
@@ -339,7 +340,7 @@ def check_files(folder: Path, count: int, seed: int) -> None:
             path.write_bytes(spoiled(source, whole[path]))
         with contextlib.suppress(AllhandsError):
             summary_of("run", run)
-            facts = facts_of(run)
+            facts = read_facts(run)
             html, charts = page_parts(make_page([facts], now=None))
             processes_of(facts, time.time())
             assert "<img" not in html

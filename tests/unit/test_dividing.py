@@ -114,7 +114,7 @@ def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch
 
     def agreed(recorded: dict[str, Any] | None = None, **options: Any) -> tuple[int, ...]:
         chosen = build_config({"strategy": "pipeline", **options})
-        mesh = Mesh(0, 2, local_size=2, data=1, pipe=2)
+        mesh = Mesh(0, 2, local_size=2, pipe=2)
         return split_agreed(chosen, divided, mesh, CPU, SingleProcess(), recorded)[0]
 
     assert agreed() == (3, 3)
@@ -143,7 +143,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Divided:
 def notes_of(divided: Divided, rooms: Sequence[int], **options: Any) -> list[str]:
     """What is said of stages of two ranks that may have so many bytes, beside those of their processes."""
     config = build_config({"strategy": "pipeline", "batch_size": 8, "num_layers": -1, **options})
-    mesh = Mesh(0, 2, local_size=2, data=1, pipe=2)
+    mesh = Mesh(0, 2, local_size=2, pipe=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dividing, "present_bytes", lambda _: 0)
         patch.setattr(dividing, "gather_json", lambda _, own: [{**own, "room": room} for room in rooms])

@@ -55,7 +55,7 @@ def test_no_model_no_figures(tmp_path: Path) -> None:
 def figures(a: str, b: str, seconds: float) -> Figures:
     """All-reduces of 4 kB in 0.1 ms, and of 1 MB in ``seconds``."""
     timings = [Timing(4096, 9, 1e-4, 9e-5, 2e-4), Timing(1_000_000, 9, seconds, seconds, seconds)]
-    return Figures.of((a, b), 2, "ring", timings)
+    return Figures((a, b), 2, "ring", tuple(timings))
 
 
 HOSTS = [Host(f"node{i}", f"node{i}") for i in (1, 2, 3)]
@@ -86,7 +86,7 @@ def test_speeds_are_those_of_computers(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [Host("node1", "node1"), Host("node2", "node2", slots=2), Host("absent", "absent")]
     told: tuple[float, ...] = (3e9, 1e9, 0.5e9)
     for speeds, expected in ((told, {"node1": 3e9, "node2": 1.5e9}), ((3e9, 1e9), {}), ((3e9, float("nan"), 1e9), {})):
-        whole = Figures.of(("node1", "node2"), 3, "ring", timings, speeds)
+        whole = Figures.from_json(Figures(("node1", "node2"), 3, "ring", tuple(timings), speeds).as_json())
         monkeypatch.setattr(netbench, "measure", lambda *arguments, whole=whole: Measurement("ring", whole))
         assert measured(hosts, cluster(), lambda words: None).speeds == expected
         assert Figures.from_json(whole.as_json()) == whole

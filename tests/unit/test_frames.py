@@ -29,8 +29,6 @@ SOUND: dict[str, Frame] = {
         "ports": [5001],
         "step": None,
         "own": False,
-        "hostname": "node1",
-        "cores": 2,
         "versions": {"python": "3.12.1", "mlx": None},
     },
     "refused": {"type": "DataError", "message": "no", "where": None, "hint": None},

@@ -9,7 +9,7 @@ import pytest
 from chat_tokenizers import CHATML, GEMMA, LLAMA2, THINKING, ZEPHYR, from_npm, qwen25, tiny
 
 from allhands.data.check import CheckOptions, Examiner, check, template_findings
-from allhands.data.heard import WORDS, words_of
+from allhands.data.heard import WORDS, lost_markers, mark, words_of
 from allhands.data.records import Record
 from allhands.data.render import Renderer
 from allhands.data.shapes import Example
@@ -362,3 +362,8 @@ def test_every_code_has_words_and_a_remedy() -> None:
             assert message
             assert remedy
             assert "{" not in message
+
+
+def test_words_that_look_like_a_marker_of_many_digits_are_none() -> None:
+    marked = mark([{"role": "user", "content": "Hello, you"}], None)
+    assert lost_markers("Zq" + "9" * 5000 + "qZ", marked) == frozenset({0})

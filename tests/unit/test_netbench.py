@@ -1,15 +1,14 @@
-"""Figures of the network: the fit, times between sizes, the slowest link, what is asked of whom, the tables."""
+"""Figures of the network: times between sizes, the slowest link, what is asked of whom, the tables."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from allhands.cli.main import main
 from allhands.cli.netbench import chosen_hosts, rate_text, seconds_text, show, size_text
 from allhands.cluster import netbench
-from allhands.cluster.figures import SIZES, Failure, Figures, Measurement, Timing, fit
+from allhands.cluster.connection import HostError
+from allhands.cluster.figures import SIZES, Failure, Figures, Measurement, Timing
 from allhands.cluster.hosts import Host
 from allhands.cluster.netbench import BenchOptions, measure
+from allhands.cluster.outcome import Fault, Outcome
+from allhands.cluster.ranks import LaunchSpec
 from allhands.distributed.bench import BenchPlan, time_all_sum
 from allhands.errors import ConfigError, DistributedError
 
@@ -30,42 +33,25 @@ from allhands.errors import ConfigError, DistributedError
 def figures(latency_s: float, bytes_per_s: float, hosts: Sequence[str] = ("a", "b"), ranks: int = 2) -> Figures:
     """Of a network that is exactly a line."""
     times = [(size, latency_s + size / bytes_per_s) for size in SIZES]
-    return Figures.of(hosts, ranks, "ring", [Timing(size, 5, t, t * 0.9, t * 1.1) for size, t in times])
+    return Figures(tuple(hosts), ranks, "ring", tuple(Timing(size, 5, t, t * 0.9, t * 1.1) for size, t in times))
 
 
-# --- the fit ------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------
 
 
 def test_sizes_are_those_that_were_asked_for() -> None:
     assert SIZES == (4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 
-@pytest.mark.parametrize(("latency", "rate"), [(20e-6, 1e9), (1e-3, 1.25e6), (5e-6, 50e9)])
-def test_a_line_is_found_again(latency: float, rate: float) -> None:
-    found = fit([(size, latency + size / rate) for size in SIZES])
-    assert found == pytest.approx((latency, rate), rel=1e-6)
-
-
-def test_noise_moves_the_fit_little() -> None:
-    noise = np.random.default_rng(0).lognormal(0, 0.1, len(SIZES))
-    latency, rate = fit([(size, (30e-6 + size / 1e9) * n) for size, n in zip(SIZES, noise, strict=True)])
-    assert latency == pytest.approx(30e-6, rel=0.25)
-    assert rate == pytest.approx(1e9, rel=0.25)
-
-
-@pytest.mark.parametrize(
-    "points", [[(4096, 1e-3)], [(4096, 1e-3), (65536, 0.9e-3)], [(4096, 1e-6), (65536, 100e-6)], [(4, 1.0), (8, 1.0)]]
-)
-def test_odd_times_give_no_impossible_line(points: list[tuple[float, float]]) -> None:
-    latency, rate = fit(points)
-    assert latency >= 0
-    assert math.isfinite(rate)
-    assert rate > 0
+def test_small_arrays_tell_the_latency_and_large_ones_the_speed() -> None:
+    found = figures(1e-3, 1e9)
+    assert found.latency_s == pytest.approx(1e-3, rel=1e-2)
+    assert found.bytes_per_s == pytest.approx(1e9, rel=2e-2)
 
 
 def test_seconds_are_as_measured_and_linear_between() -> None:
     timings = [Timing(4096, 9, 1e-3, 1e-3, 1e-3), Timing(8192, 9, 4e-3, 4e-3, 4e-3)]
-    found = Figures.of(["a"], 2, "mpi", timings)
+    found = Figures(("a",), 2, "mpi", tuple(timings))
     assert [found.seconds(size) for size in (1, 4096, 8192)] == [1e-3, 1e-3, 4e-3]
     assert found.seconds(6144) == pytest.approx(2.5e-3)
     assert found.seconds(81920) == pytest.approx(40e-3)
@@ -139,62 +125,102 @@ def hosts_of(count: int, slots: int = 1) -> list[Host]:
     return [Host(f"node{i}", f"node{i}", slots=slots) for i in range(count)]
 
 
-def pairs_of(count: int, slots: int = 1) -> list[tuple[int, ...]]:
-    groups = netbench._groups(hosts_of(count, slots), BenchOptions())
-    assert groups[0] == (list(range(count)), [slots] * count)
-    assert all(ranks == [1, 1] for _, ranks in groups[1:])
-    return [tuple(members) for members, _ in groups[1:]]
+@dataclass
+class Attempts:
+    """Attempts that are pretended: each takes no time, and ends as ``ends`` says for its computers."""
+
+    ends: dict[tuple[str, ...], Exception | Outcome] = field(
+        default_factory=dict[tuple[str, ...], "Exception | Outcome"]
+    )
+    made: list[LaunchSpec] = field(default_factory=list[LaunchSpec])
+    told: Mapping[str, Any] = field(default_factory=lambda: figures(1e-5, 1e9).as_json())
+
+    def __call__(self, spec: LaunchSpec, *_: object) -> Attempts:
+        self.made.append(spec)
+        return self
+
+    def run(self, poll: Callable[[], None]) -> Outcome:
+        poll()
+        end = self.ends.get(self.groups[-1][0], Outcome())
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def attested(self) -> Mapping[str, Any]:
+        return self.told
+
+    @property
+    def groups(self) -> list[tuple[tuple[str, ...], list[int]]]:
+        """The computers of each attempt, with their ranks."""
+        return [(tuple(p.name for p in spec.places), [p.num_ranks for p in spec.places]) for spec in self.made]
 
 
-def test_every_pair_up_to_six_computers_and_neighbours_beyond() -> None:
-    assert pairs_of(1) == []
-    assert pairs_of(2) == [], "the group is the link"
-    assert pairs_of(2, slots=2) == [(0, 1)]
-    assert len(pairs_of(6)) == 15
-    assert pairs_of(7) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (0, 6)]
-    assert netbench._groups(hosts_of(3), BenchOptions(links=False)) == [([0, 1, 2], [1, 1, 1])]
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    made = Attempts()
+    monkeypatch.setattr(netbench, "Attempt", made)
+    return made
 
 
-def answers(count: int) -> netbench._Answers:
-    hosts = hosts_of(count)
-    return netbench._Answers(hosts, netbench._groups(hosts, BenchOptions()))
+def test_every_pair_up_to_six_computers_and_neighbours_beyond(attempts: Attempts) -> None:
+    def pairs(count: int, slots: int = 1, **options: Any) -> list[tuple[str, ...]]:
+        attempts.made.clear()
+        measure(hosts_of(count, slots), "ring", BenchOptions(**options))
+        whole, *links = attempts.groups
+        assert whole == (tuple(f"node{i}" for i in range(count)), [slots] * count)
+        assert all(ranks == [1, 1] for _, ranks in links)
+        return [names for names, _ in links]
+
+    assert pairs(2) == [], "the group is the link"
+    assert pairs(2, slots=2) == [("node0", "node1")]
+    assert len(pairs(6)) == 15
+    numbers = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (0, 6)]
+    assert pairs(7) == [(f"node{one}", f"node{other}") for one, other in numbers]
+    assert pairs(3, links=False) == []
 
 
-def measured(number: int, hosts: Sequence[str]) -> dict[str, Any]:
-    return {"kind": "measured", "group": number, **figures(1e-5, 1e9, hosts, len(hosts)).as_json()}
-
-
-def test_answers_become_a_measurement() -> None:
-    found = answers(3)
-    found.take({"kind": "begins", "group": 0})
-    found.take({"kind": "failed", "group": 0, "hosts": ["node2"], "message": "no", "hint": None, "log_tail": []})
-    found.take(measured(0, ["node0", "node1"]))
-    found.take(measured(1, ["node0", "node1"]))
-    found.take({"kind": "left out", "group": 2})
-    result = found.measurement("ring", 3.0)
+def test_a_computer_that_is_missing_is_named_and_the_others_are_measured(attempts: Attempts) -> None:
+    everybody = ("node0", "node1", "node2")
+    attempts.ends[everybody] = HostError(["node2"], "no", hint="look")
+    result = measure(hosts_of(3), "ring")
+    assert attempts.groups == [(everybody, [1, 1, 1]), (("node0", "node1"), [1, 1]), (("node0", "node1"), [1, 1])]
     assert result.whole is not None
     assert result.whole.hosts == ("node0", "node1")
     assert [link.hosts for link in result.links] == [("node0", "node1")]
-    assert result.failures == (Failure(("node2",), ("node0", "node1", "node2"), "no"),)
-    assert result.not_measured == (("node1", "node2"),)
+    assert result.failures == (Failure(("node2",), everybody, "no", "look"),)
+    assert result.not_measured == ()
 
 
-def test_two_computers_are_their_own_link() -> None:
-    found = answers(2)
-    found.take(measured(0, ["node0", "node1"]))
-    result = found.measurement("ring", 1.0)
+def test_two_computers_are_their_own_link(attempts: Attempts) -> None:
+    result = measure(hosts_of(2), "ring")
     assert result.links == (result.whole,)
 
 
-def test_a_failure_without_a_log_gets_what_was_said() -> None:
-    found = answers(2)
-    said = iter([("old",), ("ImportError: x",)])
-    found.take({"kind": "begins", "group": 0}, lambda: next(said))
-    failed = {"kind": "failed", "group": 0, "hosts": [], "message": "no", "hint": None, "log_tail": []}
-    found.take(failed, lambda: next(said))
-    (failure,) = found.measurement("ring", 1.0).failures
-    assert failure.log_tail == ("ImportError: x",)
-    assert failure.hosts == ("node0", "node1")
+def test_a_fault_is_told_with_its_computer_and_its_log(attempts: Attempts) -> None:
+    fault = Fault("error", 1, "node1", "rank 1 failed", 5, explanation="no\n  what to do: it", log_tail=("last",))
+    attempts.ends["node0", "node1"] = Outcome(fault)
+    (failure,) = measure(hosts_of(2), "ring").failures
+    assert failure == Failure(("node1",), ("node0", "node1"), "no", "it", ("last",))
+
+
+def test_groups_for_which_there_is_no_time_are_told(attempts: Attempts) -> None:
+    result = measure(hosts_of(3), "ring", BenchOptions(timeout_s=1.0))
+    assert attempts.made == []
+    assert len(result.not_measured) == 4
+
+
+@pytest.mark.parametrize("told", [{}, {"timings": []}, {"timings": [{"num_bytes": "x"}]}])
+def test_what_is_no_measurement_is_a_failure(attempts: Attempts, told: dict[str, Any]) -> None:
+    attempts.told = told
+    result = measure(hosts_of(2), "ring")
+    assert result.whole is None
+    assert [failure.hosts for failure in result.failures] == [("node0", "node1")]
+
+
+def test_a_signal_ends_the_measurement(attempts: Attempts) -> None:
+    attempts.ends["node0", "node1"] = Outcome(stopped=2)
+    with pytest.raises(KeyboardInterrupt):
+        measure(hosts_of(2), "ring")
 
 
 @pytest.mark.parametrize(
@@ -212,25 +238,15 @@ def test_what_cannot_be_is_refused(hosts: list[Host], backend: str, options: Ben
         measure(hosts, backend, options)
 
 
-def test_a_program_that_hangs_is_ended_and_what_it_said_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = {"kind": "failed", "group": 0, "hosts": [], "message": "first", "hint": None, "log_tail": []}
-    program = (
-        f"import json, sys, time; mark = json.load(sys.stdin)['mark']; print('noise'); "
-        f"print(mark + json.dumps({line!r}), flush=True); time.sleep(60)"
+def test_ranks_that_hang_are_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('ALLHANDS_RANK') == '1':\n    time.sleep(60)\n"
     )
-    monkeypatch.setattr(netbench, "_PROGRAM", ("-c", program))
-    monkeypatch.setattr(netbench, "_GRACE_S", 0.2)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     began = time.monotonic()
-    result = measure([Host("here", slots=2)], "ring", BenchOptions(timeout_s=1.5))
-    assert 1.5 < time.monotonic() - began < 6
-    assert [failure.message for failure in result.failures] == ["first"]
-
-
-def test_a_program_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netbench, "_PROGRAM", ("-c", "raise SystemExit('out of luck')"))
-    (failure,) = measure([Host("here", slots=2)], "ring", BenchOptions(timeout_s=20)).failures
-    assert failure.message == "the measurement ended with code 1"
-    assert failure.log_tail == ("out of luck",)
+    (failure,) = measure([Host("here", slots=2)], "ring", BenchOptions(timeout_s=4.5, connect_s=60)).failures
+    assert time.monotonic() - began < 10
+    assert failure.hosts == ("here",)
 
 
 # --- timing -------------------------------------------------------------------------------------------
@@ -355,6 +371,17 @@ def test_which_computers(tmp_path: Path) -> None:
     for wrong in (("x", "a", None), (None, "a", 2), (None, "a,a", None), (None, "a,-oProxyCommand=x", None)):
         with pytest.raises(ConfigError):
             chosen_hosts(*wrong)
+
+
+def test_ctrl_c_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("allhands.cli.netbench.measure", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "bench", "--backend", "ring"])
+    assert ended.value.code == 130
+    assert "interrupted: " in capsys.readouterr().err
 
 
 def test_nothing_needs_mlx_before_it_measures() -> None:

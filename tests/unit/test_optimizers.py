@@ -68,8 +68,8 @@ def in_graph(model: nn.Module, optimizer: optim.Optimizer, steps: int = 5) -> di
     update = GraphUpdate(model, optimizer, None, compiled=True)
     for step in range(steps):
         sums = flatten(gradients(model, step))
-        if update.leaves is not None:
-            sums = [(str(i), array) for i, array in enumerate(update.leaves.joined(dict(sums)))]
+        if update.flat is not None:
+            sums = [(str(i), array) for i, array in enumerate(update.flat.leaves.joined(dict(sums)))]
         mx.eval(update(sums, mx.array(1.0), mx.array(1.0)))
     mx.eval(update.arrays())
     return weights(model)

@@ -18,12 +18,12 @@ from allhands.observe.metrics.events import encode_event
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
 from allhands.plan.job import Job, Prices
-from allhands.plan.links import Link, Measured, link_of
+from allhands.plan.links import ExchangeTimes, Link, Measured, link_of
 from allhands.plan.outgrown import signs_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel, enough, fitted, laws, predict
-from allhands.plan.strategies import Way, ways_of_one, ways_of_team
-from allhands.run.model_sizes import adapter_weights, all_weights, expert_weights, flops_per_token
+from allhands.plan.strategies import Setting, Way, all_ways
+from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token
 from allhands.run.training_memory import Blocks, Work, on_cpu, on_gpu
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
@@ -76,7 +76,7 @@ def test_what_is_no_link(text: str) -> None:
 def test_measured_times_are_kept_between_and_scaled_beyond() -> None:
     times = [(1000, 0.001), (1_000_000, 0.011), (4_000_000, 0.041)]
     timings = [Timing(num_bytes, 9, seconds, seconds, seconds) for num_bytes, seconds in times]
-    found = Measured(2, Figures.of(["a", "b"], 2, "ring", timings).seconds)
+    found = Measured(2, Figures(("a", "b"), 2, "ring", tuple(timings)).seconds)
     assert found.seconds(500, 2) == 0.001
     assert found.seconds(2_500_000, 2) == pytest.approx(0.026)
     assert found.seconds(8_000_000, 2) == pytest.approx(0.082)
@@ -109,7 +109,6 @@ def test_without_an_exchange_it_is_amdahls_law() -> None:
     for ranks in (1, 2, 4, 8):
         found = predict(STEP, FREE, [1.0] * ranks)
         assert found.speed_up == pytest.approx(laws(0.1, ranks)["amdahl"])
-        assert found.scaled == pytest.approx(ranks)
     assert laws(0.1, 4) == pytest.approx({"amdahl": 1 / (0.1 + 0.225), "gustafson": 3.7})
 
 
@@ -146,14 +145,18 @@ def test_where_another_computer_saves_little() -> None:
 
 
 def strategies(
-    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, of: Any, *, quantised: bool, divides: bool = True
+    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, *, quantised: bool = False, divides: bool = True
 ) -> list[Way]:
-    """All ways on one computer and on so many equal ones."""
-    found = list(ways_of_one(work, of, quantised=quantised))
-    if ranks > 1:
-        shares = [1 / ranks] * ranks
-        found += ways_of_team(work, blocks, shares, bucket_bytes, of, quantised=quantised, divides=divides)
-    return found
+    """All ways on one GPU and on so many equal ones."""
+    setting = Setting(
+        of=lambda each: on_gpu(blocks, each),
+        needed=lambda memory, number: memory.arrays,
+        quantised=quantised,
+        bucket_bytes=bucket_bytes,
+        divides=divides,
+    )
+    found = all_ways(work, (1.0,), setting)
+    return found if ranks == 1 else found + all_ways(work, [1 / ranks] * ranks, setting)
 
 
 def test_numbers_of_a_known_model() -> None:
@@ -173,8 +176,6 @@ def test_numbers_of_a_known_model() -> None:
 def test_numbers_of_a_model_with_experts() -> None:
     # Mixtral 8x7B: 46,702,792,704 parameters, of which 65 x 4096 are norms; 12.9 billion of them compute a token.
     assert all_weights(MIXTRAL, tied=False) == 46_702_792_704 - 65 * 4096
-    assert expert_weights(MIXTRAL) == 32 * 8 * 3 * 4096 * 14336
-    assert expert_weights(LLAMA) == 0
     flops = flops_per_token(MIXTRAL, "full", 32, recomputed=False)
     assert flops / 6 == pytest.approx(12.88e9 - 32000 * 4096, rel=0.001)
     # Each expert has factors of its own, and so does the router.
@@ -189,19 +190,6 @@ def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> N
     assert [work.divided(n).accumulated for n in (1, 2, 4, 8)] == [True, True, False, False]
     # Accumulated over batches, not for want of room.
     assert replace(work, batch_tokens=2048).divided(2).accumulated
-
-
-def test_experts_are_divided_and_the_rest_is_not() -> None:
-    work = Work("full", 8192, 32, 93_400_000_000, 93_400_000_000, "adamw")
-    found = {s.name: s for s in strategies(work, MIXTRAL, 8, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)}
-    divided, plain = found["experts sharded"], found["data parallel"]
-    # 45.1 of 46.7 billion are experts', of which a rank keeps an eighth; attention and embeddings are on each.
-    assert divided.parts["weights"] == pytest.approx(93.4e9 * (1 - 45.1 / 46.7 * 7 / 8), rel=0.02)
-    assert divided.parts["optimizer"] == 2 * divided.parts["weights"]
-    assert divided.parts["activations"] == plain.parts["activations"]
-    assert not divided.built
-    few = strategies(work, MIXTRAL, 16, 0, lambda w: on_gpu(MIXTRAL, w), quantised=False)
-    assert "experts sharded" not in {s.name for s in few}
 
 
 @pytest.mark.parametrize(
@@ -227,35 +215,28 @@ def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: Blocks, work: Wor
 
 def test_each_way_saves_what_it_divides() -> None:
     work = Work("full", 32_768, 16, 2_500_000_000, 2_500_000_000, "adamw", masters=True)
-    found = {s.name: s for s in strategies(work, LLAMA, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
+    found = {s.name: s for s in strategies(work, LLAMA, 4, 128_000_000)}
     plain, divided = found["data parallel"], found["optimizer divided"]
     assert plain.parts["optimizer"] == 6 * 2_500_000_000
     assert divided.parts["optimizer"] == plain.parts["optimizer"] // 4
     assert plain.rank_bytes - divided.rank_bytes == plain.parts["optimizer"] - divided.parts["optimizer"]
     # With few tokens the update is the peak, and what is renewed there is divided, too.
     few = replace(work, tokens=4096)
-    less = {s.name: s for s in strategies(few, LLAMA, 4, 128_000_000, lambda w: on_gpu(LLAMA, w), quantised=False)}
+    less = {s.name: s for s in strategies(few, LLAMA, 4, 128_000_000)}
     saved = less["data parallel"].rank_bytes - less["optimizer divided"].rank_bytes
     renewed = on_gpu(LLAMA, few).renewed
     assert plain.parts["optimizer"] * 3 / 4 < saved <= plain.parts["optimizer"] * 3 / 4 + renewed
     assert found["checkpointing"].parts["activations"] < 0.2 * found["as it is"].parts["activations"]
     assert plain.parts["activations"] == pytest.approx(found["as it is"].parts["activations"] / 4, rel=0.01)
-    assert found["parameters sharded"].parts["weights"] < 0.4 * plain.parts["weights"]
-    assert {name for name, s in found.items() if not s.built} == {
-        "parameters sharded",
-        "tensors sharded",
-    }
-    undivided = list(strategies(work, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False, divides=False))
+    undivided = strategies(work, LLAMA, 4, 0, divides=False)
     simple = {name for name, each in found.items() if not each.combined}
     assert {s.name for s in undivided if not s.combined} == simple - {"optimizer divided"}
     whole = replace(work, optimizer="muon")
-    found_whole = strategies(whole, LLAMA, 4, 0, lambda w: on_gpu(LLAMA, w), quantised=False)
+    found_whole = strategies(whole, LLAMA, 4, 0)
     assert "optimizer divided" not in {s.name for s in found_whole}
-    small = list(strategies(work, LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True))
+    small = strategies(work, LLAMA, 1, 0, quantised=True)
     assert [s.ranks for s in small if not s.combined] == [1, 1, 1]
-    one_row = list(
-        strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, lambda w: on_gpu(LLAMA, w), quantised=True)
-    )
+    one_row = strategies(replace(work, row_tokens=32_768), LLAMA, 1, 0, quantised=True)
     assert [s.name for s in one_row] == ["as it is", "checkpointing"], "no micro-batch is smaller than a row"
 
 
@@ -316,6 +297,20 @@ def test_processes_of_one_computer_share_its_memory_and_its_price() -> None:
     fits = [look_ahead(job(numbers=(1, 2), usable_bytes=enough_for_one, **kind)).memory[place].fits for kind in kinds]
     assert fits == [True, True, False]
     assert [one.memory[place].flags for one in (apart, together)] == ["--hostfile hosts.json", "-n 2"]
+
+
+def test_a_process_has_room_for_the_back_end_that_was_measured() -> None:
+    def exchange(link: ExchangeTimes) -> float:
+        """Bytes of a rank of two beyond its arrays and its buckets, against one rank with the same arrays."""
+        work = Work("full", 8, 16, 25_000_000, 25_000_000, "adamw", batch_tokens=16)
+        found = look_ahead(job(numbers=(1, 2), present_bytes=100_000_000, link=link, work=work)).memory
+        one, two = next(way for way in found if way.ranks == 1), next(way for way in found if way.ranks == 2)
+        assert {name: size for name, size in one.parts.items() if name != "buckets"}.items() <= two.parts.items()
+        return two.rank_bytes - one.rank_bytes - two.parts["buckets"]
+
+    measured = {name: exchange(Measured(2, lambda size: 1e-3 + size / 1e9, name=name)) for name in ("ring", "mpi")}
+    assert measured == {"ring": 34_000_000, "mpi": 12_000_000}
+    assert exchange(link_of("10GbE")) == measured["ring"], "computers that are only described"
 
 
 def test_processes_that_share_a_computer_are_held_to_one_that_has_all_of_it() -> None:

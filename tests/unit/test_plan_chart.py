@@ -83,7 +83,8 @@ ALONE = {"machines": 1, "offer": None}
 )
 def test_the_chart(changed: dict[str, Any], outcome: str, asked: list[str] | None) -> None:
     found = advise(situation(**changed))
-    assert found.outcome == outcome
+    several = ("data parallel", "accumulate", "divide the optimizer")
+    assert (found.outcome, found.machines) == (outcome, 2 if outcome in several else 1)
     if asked is not None:
         assert [question.text for question in found.path] == asked
     arrows = arrows_of(found)
@@ -128,10 +129,7 @@ def test_flags_with_which_it_fits_are_for_each_of_several_machines() -> None:
 def test_the_chart_says_how_long_and_why_it_goes_on() -> None:
     short = advise(situation(alone_s=98.0))
     assert short.path[-1].why == "about 1m38s"
-    once = advise(situation(again=False, alone_s=200_000))
-    assert once.path[0].why == "--once; several would save 1d02h"
-    assert "does not fit" in advise(situation(again=False, fits_one=False)).path[0].why
-    assert advise(situation(again=False, alone_s=20_000)).path[0].why == "--once"
+    assert "--once" in advise(situation(again=False, alone_s=200_000)).path[0].why
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/tmp"])
@@ -143,12 +141,12 @@ def test_a_directory_is_no_name_of_a_picture(name: str) -> None:
 def test_advice_for_a_slow_link_is_of_that_link_and_that_training() -> None:
     slow = situation(exposed=0.99, speed_up=0.0027, accumulated=0.011, faster=faster_than(link_of("100MbE")))
     full, lora = advise(slow).reasons, advise(replace(slow, adapters=True)).reasons
-    assert full[0] == "on 2 machines the training would be about 400 times slower: the link eats the rest"
+    assert "about 400 times slower on 2 machines" in full[0]
     assert full[1] == "10GbE or Thunderbolt in place of 100MbE; or LoRA, whose gradients are small"
     assert lora[1] == "10GbE or Thunderbolt in place of 100MbE"
     assert advise(slow).path[-1].why == "about 90 times slower with four in one on 2 machines"
     less = advise(situation(exposed=0.7, speed_up=0.6, accumulated=0.9))
-    assert less.reasons[0].startswith("on 2 machines the training would be 0.60 times as")
+    assert "0.60 times as fast on 2 machines" in less.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_larger_batches_are_offered_on_the_computers_whose_numbers_are_told() ->
     assert few.offer is not None
     four = replace(few.offer, machines=4, speed_up=0.8, accumulated=2.4)
     found = advise(replace(few, larger=four))
-    assert found.outcome == "accumulate"
+    assert (found.outcome, found.machines) == ("accumulate", 4)
     told = next(question.why for question in found.path if question.text == chart.LARGER)
     assert "2.4" in told
     assert "4 machines" in told

@@ -128,6 +128,6 @@ def test_what_was_planned_is_held_to_what_validations_took(tmp_path: Path) -> No
     )
     without = compared(0.0)
     assert "validations" not in without
-    assert without["steps"].why == ("validations took 12 s, which the plan has not",)
+    assert without["steps"].off
     other = compared(took, val_batches=1)
     assert (other["step"].marked, other["steps"].marked, other["validations"].marked) == (False, True, True)

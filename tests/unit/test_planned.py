@@ -26,10 +26,9 @@ from allhands.report.planned import comparison_of, plan_words
 
 # What the runs of written_runs are: 60 steps of 0.5 s with 200 tokens, 31 s and 600 MB in all.
 WAYS = [
-    {"name": "as it is", "ranks": 1, "rank_bytes": 600_000_000, "built": True, "flags": ""},
-    {"name": "checkpointing", "ranks": 1, "rank_bytes": 400_000_000, "built": True, "flags": "--grad-checkpoint"},
-    {"name": "data parallel", "ranks": 2, "rank_bytes": 500_000_000, "built": True, "flags": "-n 2"},
-    {"name": "parameters sharded", "ranks": 2, "rank_bytes": 300_000_000, "built": False, "flags": ""},
+    {"name": "as it is", "ranks": 1, "rank_bytes": 600_000_000, "flags": ""},
+    {"name": "checkpointing", "ranks": 1, "rank_bytes": 400_000_000, "flags": "--grad-checkpoint"},
+    {"name": "data parallel", "ranks": 2, "rank_bytes": 500_000_000, "flags": "-n 2"},
 ]
 OPTIONS = {"model": "models/tiny", "batch_size": 8, "data": "data/pirate"}
 
@@ -92,12 +91,13 @@ def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
     assert {key: (one.planned, one.measured) for key, one in figures(found).items()} == {
         "start": (2.0, pytest.approx(2.2)),
         "step": (0.5, 0.5),
+        "tokens": (200.0, pytest.approx(200.0)),
         "steps": (30.0, 31.0),
         "memory": (600_000_000, 600_000_000),
         "expected": (600_000_000, 600_000_000),
     }
-    assert [one.ratio for one in found.figures] == [pytest.approx(r) for r in (1.1, 1.0, 31 / 30, 1.0, 1.0)]
-    assert (found.differences, found.notes, any(one.why for one in found.figures)) == ((), (), False)
+    assert [one.ratio for one in found.figures] == [pytest.approx(r) for r in (1.1, 1.0, 1.0, 31 / 30, 1.0, 1.0)]
+    assert (found.differences, found.notes, any(one.off for one in found.figures)) == ((), (), False)
     assert told(found) == [
         (
             "good",
@@ -109,25 +109,21 @@ def test_a_run_as_it_was_planned(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_off_is_said_with_what_may_explain_it(tmp_path: Path) -> None:
+def test_what_is_off_is_said_and_what_may_explain_it_is_beside_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    waits = dict.fromkeys(range(5, 65, 5), 0.1)
-    change(run, data_wait_s=waits)
     step = {"tokens": 160.0}
     found = compared(run, machines=[line(1, 0.4)], memory=[{**WAYS[0], "rank_bytes": 500_000_000}], step=step)
     assert told(found) == [
-        (
-            "warning",
-            "Not as planned. A step: 500 ms, 1.25 times the 400 ms planned. What may explain it: a step had 200 "
-            "tokens, and 160 were planned; 20% of a step was waiting for data.",
-        ),
+        ("warning", "Not as planned. A step: 500 ms, 1.25 times the 400 ms planned."),
         ("warning", "Not as planned. All steps: 31 s, 1.29 times the 24 s planned."),
         (
             "warning",
-            "Not as planned. Memory of a rank at its peak (as it is): 600 MB, 1.20 times the 500 MB planned. What may "
-            "explain it: longer rows than those of the steps that it was planned with.",
+            "Not as planned. Memory of a rank at its peak (as it is): 600 MB, 1.20 times the 500 MB planned.",
         ),
     ]
+    tokens = figures(found)["tokens"]
+    assert (tokens.planned, tokens.measured, tokens.off) == (160.0, pytest.approx(200.0), False)
+    assert "| tokens of a step | 160 | 200 | 1.25 | – |" in to_markdown(make_page([read_facts(run)]))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +151,8 @@ def test_the_exchange_and_the_ranks_of_the_run(tmp_path: Path) -> None:
     assert found.machines == 2
     step, memory = figures(found)["step"], figures(found)["memory"]
     assert (step.planned, step.measured, step.ratio) == (0.2, 0.25, pytest.approx(1.25))
-    assert step.why == (
-        "the exchange took 25 ms of a step, and 5 ms were planned: a slower link, or a slower rank that was waited for",
-    )
+    exchange = figures(found)["exchange"]
+    assert (exchange.planned, exchange.measured, exchange.off) == (0.005, pytest.approx(0.025), False)
     assert (memory.of, memory.ratio) == ("memory of a rank at its peak (data parallel)", pytest.approx(1.22))
 
 
@@ -183,11 +178,7 @@ def test_a_peak_that_rose_later(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=30)
     change(run, peak_memory_bytes={step: [900_000_000 if step > 15 else 500_000_000] for step in range(5, 35, 5)})
     memory = figures(compared(run, memory=[{**WAYS[0], "rank_bytes": 500_000_000}]))["memory"]
-    assert memory.ratio == pytest.approx(1.8)
-    assert memory.why == (
-        "until step 15 it was 500 MB; between that and step 20 came something that no plan has, as a validation, a "
-        "save, or a batch of another shape",
-    )
+    assert (memory.ratio, memory.off) == (pytest.approx(1.8), True)
 
 
 def test_nothing_is_interpolated(tmp_path: Path) -> None:
@@ -264,15 +255,6 @@ def test_another_number_of_steps_has_its_share_of_the_time(tmp_path: Path) -> No
     assert [one.told for one in found.differences] == ["planned with --iters 600, trained with --iters 60"]
 
 
-def test_validations_do_not_explain_that_it_was_quicker(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    whole = figures(compared(run, machines=[{**line(1, 0.5), "training_s": 92.0}]))["steps"]
-    assert whole.off
-    assert whole.ratio is not None
-    assert whole.ratio < 1
-    assert not any("validations" in one for one in whole.why)
-
-
 def test_which_tokens_are_trained_is_compared(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     set_option(run, mask_prompt=False)
@@ -304,9 +286,7 @@ def test_described_computers_and_other_cores(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     described = compared(run, device="M1 Pro", measured=None, start_s=0.0, machines=[line(1, 0.25)])
     assert "start" not in figures(described)
-    assert figures(described)["step"].why == (
-        "the plan is from what the makers of computers say: good within a factor of 1.5, not better",
-    )
+    assert figures(described)["step"].off
     (difference,) = compared(run, measured={"exchanged": 1_000, "cores_per_rank": 2}).differences
     assert difference.told == "planned with 2 cores a rank, trained with 1 core a rank"
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from allhands.data.outcome import PrepareOutcome
 from allhands.data.prepare import NothingLeft, prepare
 from allhands.data.reading import read_records
 from allhands.data.records import ColumnNames, Record
+from allhands.data.render import Rendered
 from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.splitting import (
     SPLITS,
@@ -354,10 +356,11 @@ def test_a_chain_of_near_duplicates_is_not_torn(tmp_path: Path) -> None:
 
 
 def test_lengths_are_measured_and_what_cannot_be_is_left_out(tmp_path: Path) -> None:
-    def measure(record: Record) -> int:
+    def measure(record: Record) -> Rendered:
         if record.text == sentence(3):
             raise DataError("the template says no", where=record.where, hint="change it")
-        return len(str(record.text).split())
+        count = len(str(record.text).split())
+        return Rendered(np.zeros(count, dtype=np.int32), np.ones(count, dtype=np.bool_), 0)
 
     outcome = run(tmp_path, {"a.jsonl": texts(range(20))}, measure=measure, max_seq_length=10)
     assert outcome.lengths is not None
@@ -405,7 +408,7 @@ def test_a_run_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     class PowerCut(BaseException):
         pass
 
-    def measure(record: Record) -> int:
+    def measure(record: Record) -> Rendered:
         raise PowerCut
 
     with pytest.raises(PowerCut):

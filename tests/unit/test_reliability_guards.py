@@ -21,7 +21,8 @@ from rich.console import Console
 from tiny import write_chat_data, write_model
 from twins import ThreadCommunicator, run_ranks
 
-from allhands.checkpoints import checkpoints_in, open_checkpoint, write_checkpoint
+from allhands.checkpoints import checkpoints_in, open_checkpoint
+from allhands.checkpoints.writing import drafting
 from allhands.cli import launching
 from allhands.cli.train import RESTARTS_OF_SEVERAL, job_of
 from allhands.cluster.supervisor import LaunchSpec
@@ -167,13 +168,13 @@ def test_ranks_that_shall_regroup_go_on_until_all_have_saved(
     """Only rank 1 has heard of the wish; at the first boundary the disk of one rank is full."""
     failed: list[Path] = []
 
-    def write(target: Path, *arguments: Any, **named: Any) -> Any:
-        if named["step"] == 2 and target.is_relative_to(tmp_path / f"run-{broken}"):
+    def begin(target: Path) -> Any:
+        if target.name == "step-0000002" and target.is_relative_to(tmp_path / f"run-{broken}"):
             failed.append(target)
             raise StorageError("cannot be written: No space left on device", where=str(target))
-        return write_checkpoint(target, *arguments, **named)
+        return drafting(target)
 
-    monkeypatch.setattr("allhands.checkpoints.saving.write_checkpoint", write)
+    monkeypatch.setattr("allhands.checkpoints.saving.drafting", begin)
     results = on_computers(
         2, flags | {"checkpoint_copies": 2}, regroup_requested=lambda rank: lambda: rank == 1, run_id=lambda _: "r"
     )
@@ -206,12 +207,12 @@ def test_a_copy_that_cannot_be_kept_keeps_nobody_from_regrouping(
 def _without_room(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no checkpoint be written in ``directory``."""
 
-    def write(target: Path, *arguments: Any, **named: Any) -> Any:
+    def begin(target: Path) -> Any:
         if target.is_relative_to(directory):
             raise StorageError("cannot be written: No space left on device", where=str(target))
-        return write_checkpoint(target, *arguments, **named)
+        return drafting(target)
 
-    monkeypatch.setattr("allhands.checkpoints.saving.write_checkpoint", write)
+    monkeypatch.setattr("allhands.checkpoints.saving.drafting", begin)
 
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "not a number"])

@@ -14,8 +14,7 @@ from allhands.observe.metrics import read_metrics
 from allhands.observe.monitor import Sample, read_samples
 from allhands.observe.times import times_markdown
 from allhands.report import make_page, read_facts, to_markdown
-from allhands.report.charts import Bars
-from allhands.report.phases import phase_charts
+from allhands.report.charts import Bars, phase_charts
 
 NAMES = ["data wait", "compute", "reduce", "update and rest", "whole step"]
 

@@ -479,6 +479,9 @@ def test_thinking_and_calls_are_told_apart_however_the_text_comes(size: int) -> 
     assert json.loads(said.calls[0]["function"]["arguments"]) == {"zone": "CET"}
     said, finish = answered("A <call>torn", [], end="length")
     assert (said.text, said.calls, finish) == ("A torn", [], "length")
+    for no_call in ("[1]", '{"name": "clock"}', "3"):
+        said, finish = answered(f"A <call>{no_call}</call>", [])
+        assert (said.text, said.calls, finish) == (f"A {no_call}", [], "stop")
     said, finish = answered("a < b <thin", [])
     assert (said.text, finish) == ("a < b <thin", "stop")
     said, finish = answered("<think>Hm. Well.</think>Never", ["m. W"])

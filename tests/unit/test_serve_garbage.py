@@ -8,16 +8,18 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from garbage import CHAT, FIELDS, answers, ask_a_hundred_thousand, is_wrong, some_body, some_request
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Served, served
 
 from allhands.infer.completions import Refused, read_request
 from allhands.infer.completions import Served as Model
+from allhands.infer.replies import Piece, Reply, Token
 
 MODEL = Model("tiny", None, 259)
 
@@ -66,6 +68,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ({"role": "user", "content": ""}, True),
         ({"role": "developer", "content": "Be short."}, True),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, True),
+        ({"role": "assistant", "content": "Hello", "tool_calls": None, "name": None}, True),
         ({"role": "user"}, False),
         ({"role": "user", "content": None}, False),
         ({"role": "assistant"}, False),
@@ -81,6 +84,11 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda of: st.lists(of) | st.dictionaries(st.text(), of),
 )
+
+
+@given(JSON)
+def test_bodies_of_any_json_are_read_or_refused(body: Any) -> None:
+    read(json.dumps(body).encode())
 
 
 @settings(max_examples=40)
@@ -101,6 +109,8 @@ NO_NUMBER: list[Any] = ["many", True, [3], {"x": 3}]
 NO_TRUTH: list[Any] = ["many", 1, [True], {"x": True}]
 NO_OBJECT: list[Any] = ["many", True, 1, [{}]]
 NO_TEXT: list[Any] = [True, 1, ["x"], {"x": "x"}]
+STRANGE = "\U000e0000" * 300  # each is ten characters of a message
+NO_MODEL = [*NO_TEXT, STRANGE]
 WRONG: dict[str, list[Any]] = {
     **dict.fromkeys(("stream", "logprobs"), NO_TRUTH),
     **{name: [*NOT_WHOLE, 0, -1, 10**30] for name in ("max_tokens", "max_completion_tokens")},
@@ -115,10 +125,10 @@ WRONG: dict[str, list[Any]] = {
     **{name: [*NO_NUMBER, 1e300, -1e300] for name in ("presence_penalty", "frequency_penalty")},
     **{
         "stream_options": [*NO_OBJECT, {"include_usage": 3}],
-        "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}],
+        "logit_bias": [*NO_OBJECT, {"7": "x"}, {"259": 1}, {"-1": 1}, {STRANGE: 1}],
     },
     **{"stop": [True, 3, {"x": 3}, [3], [""], "", [], ["a"] * 5], "tools": ["x", 3, {"x": 3}, ["f"]]},
-    **dict.fromkeys(("model", "adapters", "draft_model"), NO_TEXT),
+    **dict.fromkeys(("model", "adapters", "draft_model"), NO_MODEL),
     **{"prompt": [True, 1, {"x": "x"}, ["x", "y"], [259], [True], [["x"]], [[1], [2]]]},
     **{"user": NO_TEXT, "tool_choice": [True, 3, ["x"]], "response_format": [*NO_OBJECT, {"type": "json_object"}]},
     **{"chat_template_kwargs": [*NO_OBJECT, {"chat_template": "x"}], "role_mapping": [*NO_OBJECT, {"user": 3}]},
@@ -195,6 +205,46 @@ def test_garbage_over_the_network(server: Served) -> None:
     still_answers(server)
 
 
+WORDS = st.text("ab é\n{<", max_size=6) | st.sampled_from(["{", '{"a": [1]}', "[1]", "Zq" + "9" * 5000 + "qZ"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS,
+    lambda of: st.lists(of, max_size=2) | st.dictionaries(WORDS, of, max_size=2),
+    max_leaves=3,
+)
+
+
+def some_function() -> st.SearchStrategy[dict[str, Any]]:
+    more = dict.fromkeys(("arguments", "parameters", "description", "x"), VALUES)
+    return st.fixed_dictionaries({"name": WORDS}, optional=more)
+
+
+def some_message() -> st.SearchStrategy[dict[str, Any]]:
+    calls = st.lists(st.fixed_dictionaries({"function": some_function()}, optional={"id": VALUES}), max_size=2)
+    more = {"tool_calls": st.none() | calls, "name": VALUES, "reasoning_content": VALUES}
+    roles = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+    return st.fixed_dictionaries({"role": roles, "content": WORDS}, optional=more)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(some_message(), min_size=1, max_size=3), st.none() | st.lists(some_function(), max_size=2))
+def test_conversations_of_any_form_are_answered_or_refused(
+    server: Served, messages: list[dict[str, Any]], functions: list[dict[str, Any]] | None
+) -> None:
+    tools = functions and [{"type": "function", "function": function} for function in functions]
+    body = {"messages": messages, "tools": tools, "max_tokens": 1}
+    status, _, answer = server.ask("POST", "/v1/chat/completions", body)
+    assert status in (200, 400), answer
+
+
+def test_a_message_with_nulls_is_one_without_these_fields(server: Served) -> None:
+    message = {"role": "assistant", "content": "Hello"}
+    nulls = {"tool_calls": None, "name": None, "reasoning_content": None}
+    asked = [{**CHAT, "messages": [each, *CHAT["messages"]]} for each in (message, message | nulls)]
+    plain, with_nulls = (server.ask("POST", "/v1/chat/completions", body) for body in asked)
+    assert (plain[0], with_nulls[0]) == (200, 200)
+    assert plain[2]["usage"]["prompt_tokens"] == with_nulls[2]["usage"]["prompt_tokens"]
+
+
 @pytest.mark.parametrize("head", ["", "Connection: clos", "Connection: close", "Connection: close\r\n"])
 def test_a_head_that_ends_too_early_is_refused(server: Served, head: str) -> None:
     """Perhaps what would have followed forbids it."""
@@ -221,3 +271,13 @@ def test_a_hundred_thousand_inputs_over_the_network(tiny_model: Path) -> None:
         still_answers(server)
         assert server.process.poll() is None
         footprint.has_not_grown(megabytes=100)
+
+
+@pytest.mark.parametrize("logprob", [-float("inf"), float("nan")])
+def test_likelihoods_that_are_no_numbers_of_jsons(logprob: float) -> None:
+    tokens = SimpleNamespace(of=lambda _: b"a", shown=lambda _: "a")
+    token = {"id": 3, "logprob": logprob, "end": 1}
+    for kind in ("chat", "text"):
+        reply = Reply("1", kind, "tiny", 0, "", tokens, logprobs=True)  # type: ignore[arg-type]
+        piece = Piece(text="a", tokens=[Token(**token, top=({"id": 3, "logprob": logprob},))])
+        assert "-9999" in json.dumps(reply.whole(piece, {}), allow_nan=False)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from twins import ThreadCommunicator, run_ranks
 
 from allhands.checkpoints import Checkpoint, Tensor, open_checkpoint, parts, write_checkpoint
-from allhands.checkpoints.arrays import local_arrays, owned, snapshot
+from allhands.checkpoints.arrays import Held, local_arrays, owned, snapshot
 from allhands.checkpoints.format import Groups
 from allhands.checkpoints.parts import PartExchange
 from allhands.checkpoints.slices import stored_numbers
@@ -200,7 +200,7 @@ def save(size: int, way: str, directories: list[Path]) -> list[Any]:
         def mine() -> Groups:
             return groups(rank, size, way)
 
-        exchange = PartExchange.agreed(communicator, directory, mine, keeps)
+        exchange = PartExchange.agreed(communicator, directory, Held(mine), keeps)
         target = directory / "checkpoints" / "step-0000001"
         if exchange is None:
             if rank:
@@ -251,7 +251,7 @@ def test_a_part_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path: Pat
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, directory, lambda: groups(rank, 2, "flat"), rank == 0)
+        exchange = PartExchange.agreed(communicator, directory, Held(lambda: groups(rank, 2, "flat")), rank == 0)
         assert exchange is not None
         try:
             delivery = exchange.begin(directory / "checkpoints" / "step-0000001")
@@ -284,7 +284,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(tmp_path: Path, monkey
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, tmp_path, lambda: groups(rank, 2, "flat"), rank == 0)
+        exchange = PartExchange.agreed(communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0)
         assert exchange is not None
         delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
         exchange.close()
@@ -310,7 +310,7 @@ def test_a_rank_can_wait_for_what_it_writes_itself(tmp_path: Path, monkeypatch: 
 
     def work(communicator: ThreadCommunicator) -> Any:
         rank = communicator.rank
-        exchange = PartExchange.agreed(communicator, tmp_path, lambda: groups(rank, 2, "flat"), rank == 0)
+        exchange = PartExchange.agreed(communicator, tmp_path, Held(lambda: groups(rank, 2, "flat")), rank == 0)
         assert exchange is not None
         delivery = exchange.begin(tmp_path / "checkpoints" / "step-0000001")
         exchange.settle()
@@ -335,7 +335,7 @@ import allhands
 import mlx.core as mx
 from twins import run_ranks
 from allhands.checkpoints import open_checkpoint, write_checkpoint
-from allhands.checkpoints.arrays import local_arrays, owned, shared_arrays, snapshot
+from allhands.checkpoints.arrays import Held, local_arrays, owned, shared_arrays, snapshot
 from allhands.io.regions import Flat
 from allhands.checkpoints.parts import PartExchange
 
@@ -362,7 +362,7 @@ def slice_of(n, rank):
 def save(communicator):
     rank = communicator.rank
     own = directory if way == "shared" or rank == 0 else directory / str(rank)
-    exchange = PartExchange.agreed(communicator, own, lambda: state(rank), rank == 0)
+    exchange = PartExchange.agreed(communicator, own, Held(lambda: state(rank)), rank == 0)
     delivery = exchange.begin(target)
     if delivery is not None:
         with delivery.opened() as draft:

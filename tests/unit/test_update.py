@@ -76,8 +76,8 @@ def take(
     update: GraphUpdate, sums: list[tuple[str, mx.array]], loss: float = 1.0, num_targets: float = TOKENS
 ) -> float:
     """An update by gradients of the trained arrays, in the form that ``update`` takes; the norm."""
-    if update.leaves is not None:
-        sums = [(str(i), array) for i, array in enumerate(update.leaves.joined(dict(sums)))]
+    if update.flat is not None:
+        sums = [(str(i), array) for i, array in enumerate(update.flat.leaves.joined(dict(sums)))]
     return number(update(sums, mx.array(loss), mx.array(num_targets)))
 
 
@@ -208,7 +208,8 @@ def test_the_state_of_single_weights_is_shown_to_those_who_look(monkeypatch: pyt
     model, optimizer = network(), KernelAdamW(WARM_UP)
     update = GraphUpdate(model, optimizer, None, compiled=False)
     named: list[int] = []
-    leaves: Any = update.leaves
+    assert update.flat is not None
+    leaves: Any = update.flat.leaves
     plain = leaves.named
     monkeypatch.setattr(leaves, "named", lambda wholes: (named.append(1), plain(wholes))[1])
     in_graph(update, range(3))

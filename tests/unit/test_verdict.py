@@ -19,7 +19,8 @@ from written_runs import BEGAN, write_run
 from allhands.cli.main import main
 from allhands.observe.metrics import RunEnded
 from allhands.observe.monitor import Sample, encode_sample, monitor_file
-from allhands.report.dashboard.runs import facts_of, summary_of
+from allhands.report import read_facts
+from allhands.report.dashboard.runs import summary_of
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def journal(run: Path, kind: str, *, at: float = BEGAN + 100, **facts: Any) -> N
 
 def standing(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The status, which all three must tell."""
-    status = facts_of(run).status
+    status = read_facts(run).status
     summary = summary_of(run.name, run)
     assert summary is not None
     assert summary.status == status

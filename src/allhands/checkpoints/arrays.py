@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from allhands.checkpoints.format import Groups, OwnedSlice, ShardedState, num_bytes_of
@@ -71,7 +72,8 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
             one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
             use, and the next step would wait until they are back.
     """
-    arrays = {name: _words(each.get()) for name, each in state.items()}
+    own = {name: each.get() for name, each in state.items()}
+    arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
     data: dict[str, Any]
     if on_device:
         # The bits in memory of their own: integers, to which nothing is added.
@@ -83,6 +85,26 @@ def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
         data = {name: _view(array) for name, array in arrays.items()}
     parts = {name: (each.shape, each.region) for name, each in state.items()}
     return [Tensor(name, state[name].dtype, state[name].region.shape, data[name], parts[name]) for name in state]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of a step that is held while training goes on.
+
+    Attributes:
+        groups: gives the slices that this rank holds now.
+        spare_bytes: bytes that a GPU's own memory has beside a step.
+        ranks_here: ranks that share this computer's memory.
+    """
+
+    groups: Callable[[], Groups]
+    spare_bytes: Callable[[], int] = lambda: 0
+    ranks_here: int = 1
+
+    def waits(self) -> bool:
+        """True if training has to wait, because there is no room for this state beside that of the next steps."""
+        size = num_bytes_of(self.groups())
+        return 2 * size >= self.spare_bytes() and psutil.virtual_memory().available < self.ranks_here * size
 
 
 def snapshot(groups: Groups, spare_bytes: int) -> Callable[[], dict[str, list[Tensor]]]:
@@ -109,10 +131,6 @@ def _view(array: mx.array) -> memoryview | Callable[[], memoryview]:
     """The bytes where MLX has them; of an array that lies in another order there a copy, made when it is written."""
     plain = np.asarray(array)
     return plain.reshape(-1).data if plain.flags.c_contiguous else lambda: plain.reshape(-1).data
-
-
-def _words(array: mx.array) -> mx.array:
-    return array.view(_WORDS[array.dtype.size])
 
 
 # --- to be read --------------------------------------------------------------------------------------

@@ -10,21 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 
 from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.handout import gather_json
 from allhands.errors import AllhandsError
 from allhands.io.trees import numbers
 from allhands.observe.metrics import SavedReport, Warned
 
 NUMBERS = 2  # of a rank, for the others
-_TEXT_BYTES = 512  # of what a rank says of its copy
-_NAME = 64
 
 
 @dataclass
 class Copies:
-    """What a rank knows of the copies.
+    """The copies, as far as a rank knows of them.
 
     Attributes:
         keeps: whether this rank keeps a copy.
@@ -69,7 +67,7 @@ class Copies:
         return [float(self._changes), float(self._step)]
 
     def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
-        """What rank 0 is to tell of the copies at ``step``; called on all ranks together.
+        """The warnings of rank 0 about the copies at ``step``; called on all ranks together.
 
         Args:
             told: :attr:`told` of every rank, one after the other.
@@ -85,7 +83,7 @@ class Copies:
         ]
         if not news:
             return []
-        texts = self._gathered()
+        texts = gather_json(self.communicator, [self.computer, self.trouble])
         if self.communicator.rank != 0:
             return []
         return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
@@ -102,14 +100,6 @@ class Copies:
                 self._step = self.newest()
             except (AllhandsError, OSError):
                 self._step = 0
-
-    def _gathered(self) -> list[tuple[str, str]]:
-        """Every rank's computer, and what is wrong with its copy."""
-        text = self.computer.encode()[:_NAME].ljust(_NAME) + self.trouble.encode()
-        row = np.frombuffer(text[:_TEXT_BYTES].ljust(_TEXT_BYTES), np.uint8).astype(np.float32)
-        table = np.asarray(self.communicator.all_gather(mx.array(row))).astype(np.uint8).reshape(-1, _TEXT_BYTES)
-        whole = [(row[:_NAME].tobytes(), row[_NAME:].tobytes()) for row in table]
-        return [(name.decode(errors="ignore").strip(), text.decode(errors="ignore").strip()) for name, text in whole]
 
 
 def _warning(said: tuple[str, str], copied: int, step: int, *, ends: bool) -> Warned:

@@ -37,7 +37,7 @@ _WEIGHTS_ONLY = "to begin anew from these weights, without optimizer state and p
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """What lies at a place where a checkpoint should.
+    """The state of a place where a checkpoint should be.
 
     Attributes:
         path: its directory.
@@ -82,7 +82,7 @@ def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
 
 
 def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
-    """What is at ``path``: ``None`` if it is removed meanwhile, what replaces it if it is replaced meanwhile."""
+    """The checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it is replaced meanwhile."""
     while (before := _identity(path)) is not None:
         found = None
         try:
@@ -150,7 +150,7 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
 
 
 def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """What :func:`survey` finds in a run directory, or the one checkpoint that ``place`` is.
+    """The result of :func:`survey` in a run directory, or the one checkpoint that ``place`` is.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -162,7 +162,7 @@ def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the directory ``path`` is, or should be, a checkpoint itself and not a directory with some."""
+    """True if the directory ``path`` is, or should be, a checkpoint itself and not a directory with some."""
     return is_step_name(path.name) or (path / MANIFEST).exists() or (path / STATE).exists()
 
 
@@ -224,7 +224,7 @@ def find_latest(
 
 
 def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
-    """What was last set aside in ``run_dir`` and has a whole checkpoint, with the last step of it, by sizes alone.
+    """The directory that was last set aside in ``run_dir`` with a whole checkpoint, and its last step, by sizes alone.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -234,7 +234,7 @@ def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
 
 
 def damage(error: CheckpointError) -> str:
-    """Which file of a checkpoint it is, and what is wrong with it."""
+    """The file of a checkpoint that is damaged, and its damage."""
     file = Path(error.where or "")
     what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
     return f"{file.parent.name}/{file.name}: {what}"
@@ -245,18 +245,18 @@ def _told(errors: Iterable[CheckpointError]) -> str:
 
 
 def _aside(run_dir: Path) -> list[Path]:
-    """What earlier runs left here, the latest first."""
+    """Checkpoints that earlier runs left here, the latest first."""
     found = [path for path in listed(run_dir) if path.name.startswith(f"{CHECKPOINTS}.") and path.is_dir()]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def _of_other_version(errors: Iterable[CheckpointError]) -> str | None:
-    """What to do with the first checkpoint of another version."""
+    """The remedy for the first checkpoint of another version."""
     return next((error.hint for error in errors if isinstance(error, OtherFormatError)), None)
 
 
 def _from_weights(place: Path) -> str | None:
-    """What to do with weights that are whole in checkpoints that are not."""
+    """The remedy where weights are whole in checkpoints that are not."""
     for it in (found.checkpoint for found in survey(place, verify=False)):
         facts = it.files.get(WEIGHTS_FILE) if it else None
         with suppress(CheckpointError):
@@ -283,7 +283,7 @@ def _not_a_directory(path: Path) -> CheckpointError:
 
 
 def _advice(run_dir: Path) -> str:
-    """What there is to resume from instead."""
+    """The checkpoints to resume from instead, in words."""
     there = [str(found.path) for found in survey(run_dir, verify=False) if found.error is None]
     if not there:
         return "give the directory of a checkpoint or of a run that has some"

@@ -27,7 +27,7 @@ LEFT_FILE = "left-out.safetensors"
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """What a rank holds of an array.
+    """The slice that a rank holds of an array.
 
     Attributes:
         shape: of the whole array.

@@ -44,12 +44,12 @@ def run_name(run_dir: Path) -> str | None:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a directory of this name should be a checkpoint."""
+    """True if a directory of this name should be a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_plain(name: str) -> bool:
-    """Whether a checkpoint's file may have this name: visible, printable, no path."""
+    """True if a checkpoint's file may have this name: visible, printable, no path."""
     return name != "" and Path(name).name == name and name.isprintable() and not name.startswith(".")
 
 
@@ -79,13 +79,13 @@ def best_in(run_dir: Path) -> Path | None:
 
 
 def leftovers(paths: list[Path]) -> list[tuple[Path, str, str]]:
-    """Those that killed writers and removals have left: path, name that it stands for, kind."""
+    """Leftovers of killed writers and removals: path, name that it stands for, kind."""
     found = [(path, _LEFT.fullmatch(path.name)) for path in paths]
     return [(path, match[1], match[2]) for path, match in found if match]
 
 
 def entries(directory: Path) -> list[Path]:
-    """What lies in a directory; nothing if there is none.
+    """The content of a directory; nothing if there is none.
 
     Raises:
         OSError: it cannot be read.

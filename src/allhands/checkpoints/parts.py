@@ -1,4 +1,4 @@
-"""How arrays that ranks have divided among them come into one checkpoint.
+"""Bring arrays that ranks have divided among them into one checkpoint.
 
 Each rank owns what it is the first to hold; what all hold, whoever keeps files has anyway. Where all ranks see rank 0's
 directory each writes a file of its own slices into the checkpoint that rank 0 is making; otherwise ranks send their
@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from allhands.checkpoints.arrays import snapshot
+from allhands.checkpoints.arrays import Held, snapshot
 from allhands.checkpoints.format import (
     WEIGHTS_FILE,
     Groups,
@@ -39,7 +38,7 @@ from allhands.checkpoints.resuming import sees_main
 from allhands.checkpoints.slices import MappedFile
 from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
 from allhands.distributed.backend import Communicator
-from allhands.distributed.handout import gather_bytes, gather_json, hand_out_json
+from allhands.distributed.handout import all_equal, gather_bytes, gather_json, hand_out_json, votes
 from allhands.errors import AllhandsError, StorageError
 from allhands.io.files import storage_error_of
 from allhands.io.regions import ITEM_BYTES
@@ -54,7 +53,7 @@ _NOWHERE = "weights"
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which slices each rank is to write.
+    """The slices that each rank is to write.
 
     Attributes:
         by_rank: what each rank is the first to hold, as it will lie in its file; of what not all ranks hold.
@@ -66,7 +65,7 @@ class Ownership:
 
     @classmethod
     def agreed(cls, communicator: Communicator, groups: Groups) -> Ownership | None:
-        """Of what the ranks hold; ``None`` if all hold the same. Called on all ranks together."""
+        """Divide the slices that the ranks hold; ``None`` if all hold the same. Called on all ranks together."""
         mine = sorted(
             (
                 StoredArray(array_name(file, key), each.shape, each.dtype, (StoredSlice(file, key, each.region),))
@@ -75,10 +74,7 @@ class Ownership:
             ),
             key=lambda array: array.name,
         )
-        told = json.dumps([[each.to_json() for each in array.slices] for array in mine])
-        digest = np.frombuffer(hashlib.sha256(told.encode()).digest(), dtype=np.int32)
-        digests = np.asarray(communicator.all_gather(mx.array(digest)[None])).reshape(communicator.size, -1)
-        if (digests == digests[0]).all():
+        if all_equal(communicator, json.dumps([[each.to_json() for each in array.slices] for array in mine])):
             return None
         everyone = gather_json(communicator, [array.to_json() for array in mine])
         holders: dict[tuple[StoredSlice, ...], list[tuple[int, StoredArray]]] = {}
@@ -92,18 +88,18 @@ class Ownership:
         return cls(tuple(map(tuple, owned)), communicator.rank)
 
     def mine(self, groups: Groups) -> dict[str, ShardedState]:
-        """What this rank writes as its part, by file."""
+        """The slices that this rank writes as its part, by file."""
         return _selected(groups, {array.name for array in self.by_rank[self.rank]})
 
     def common(self, groups: Groups) -> dict[str, ShardedState]:
-        """What all ranks hold, by file."""
+        """The slices that all ranks hold, by file."""
         divided = {array.name for arrays in self.by_rank for array in arrays}
         found = _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
         return {file: state for file, state in found.items() if state}
 
     @property
     def divides_weights(self) -> bool:
-        """Whether some weights are not on all ranks."""
+        """True if some weights are not on all ranks."""
         return any(_is_weight(array) for arrays in self.by_rank for array in arrays)
 
     def files(self, rank: int) -> list[str]:
@@ -140,7 +136,7 @@ class Delivery:
     _weights: list[list[Tensor]] | None = None
 
     def parts(self, progress: Callable[[], None]) -> list[WrittenPart]:
-        """What all ranks have written, once they have.
+        """The parts of all ranks, once they have written them.
 
         Raises:
             StorageError: one of them could not.
@@ -209,9 +205,7 @@ class PartExchange:
 
     Attributes:
         directory: of the run.
-        groups: gives what this rank holds now.
-        spare_bytes: what a GPU's own memory has beside a step.
-        waits: whether there is no room for what is held while training goes on, see :meth:`Held.waits`.
+        held: the state of this rank.
         keeps: whether this rank keeps files.
         shared: whether all ranks see rank 0's directory.
     """
@@ -219,11 +213,9 @@ class PartExchange:
     communicator: Communicator
     ownership: Ownership
     directory: Path
-    groups: Callable[[], Groups]
+    held: Held
     keeps: bool
     shared: bool
-    spare_bytes: Callable[[], int] = lambda: 0
-    waits: Callable[[], bool] = lambda: False
     busy: Callable[[], None] = lambda: None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "allhands-part"))
     _pending: list[Future[None]] = field(default_factory=list[Future[None]])
@@ -231,14 +223,18 @@ class PartExchange:
 
     @classmethod
     def agreed(
-        cls, communicator: Communicator, directory: Path, groups: Callable[[], Groups], keeps: bool, **more: Any
+        cls,
+        communicator: Communicator,
+        directory: Path,
+        held: Held,
+        keeps: bool,
+        busy: Callable[[], None] = lambda: None,
     ) -> PartExchange | None:
         """``None`` if all ranks hold the same; called on all ranks together."""
-        if communicator.size == 1 or (ownership := Ownership.agreed(communicator, groups())) is None:
+        if communicator.size == 1 or (ownership := Ownership.agreed(communicator, held.groups())) is None:
             return None
-        seen = communicator.all_sum(mx.array([float(sees_main(communicator, directory))]))
-        shared = bool(np.asarray(seen)[0] == communicator.size)
-        return cls(communicator, ownership, directory, groups, keeps, shared, **more)
+        shared = votes(communicator, sees_main(communicator, directory)) == communicator.size
+        return cls(communicator, ownership, directory, held, keeps, shared, busy)
 
     def begin(self, target: Path | None) -> Delivery | None:
         """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files, what is to be finished.
@@ -280,9 +276,9 @@ class PartExchange:
             return Delivery(stack, None, error)
 
     def _tensors(self, *, only_weights: bool) -> dict[str, list[Tensor]]:
-        mine, rank = self.ownership.mine(self.groups()), self.communicator.rank
+        mine, rank = self.ownership.mine(self.held.groups()), self.communicator.rank
         mine = {file: state for file, state in mine.items() if file == WEIGHTS_FILE or not only_weights}
-        tensors = snapshot({file: state for file, state in mine.items() if state}, self.spare_bytes())()
+        tensors = snapshot({file: state for file, state in mine.items() if state}, self.held.spare_bytes())()
         return {file_of_rank(file, rank): of_file for file, of_file in tensors.items()}
 
     # --- into one directory ---
@@ -297,7 +293,7 @@ class PartExchange:
             return delivery
         directory = target.resolve().parent / name
         self._pending = [self._thread.submit(self._write, directory, tensors())]
-        if self.waits():
+        if self.held.waits():
             wait(self._pending)
         if delivery is not None:
             delivery.collect = lambda progress: self._collected(directory, progress)
@@ -322,7 +318,7 @@ class PartExchange:
             os.replace(draft, note)
 
     def _collected(self, directory: Path, progress: Callable[[], None]) -> list[WrittenPart]:
-        """What all ranks have written, once they have."""
+        """The parts of all ranks, once they have written them."""
         return [self._part(directory, rank, progress) for rank in range(self.communicator.size)]
 
     def _part(self, directory: Path, rank: int, progress: Callable[[], None]) -> WrittenPart:

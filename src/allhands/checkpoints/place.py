@@ -82,7 +82,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(metrics: Path) -> bool:
-    """Whether a line of it is an event of a run, or there is none that is whole."""
+    """True if a line of it is an event of a run, or there is none that is whole."""
     from allhands.observe.metrics.events import decode_event
 
     with metrics.open(encoding="utf-8", errors="replace") as lines:

@@ -14,24 +14,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 
 from allhands.checkpoints.arrays import StoredArrayReader, local_arrays, require_same, shared_arrays
 from allhands.checkpoints.finding import find, find_latest, kept_aside, latest, survey
 from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
-from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name, run_of
+from allhands.checkpoints.layout import BEST, CHECKPOINTS, run_name
 from allhands.checkpoints.reading import Checkpoint, OtherFormatError, open_checkpoint
 from allhands.checkpoints.writing import sweep
 from allhands.config.schema import TrainConfig
 from allhands.data.dates import DATE_KEY
 from allhands.distributed.backend import Communicator
-from allhands.distributed.handout import hand_out_json
+from allhands.distributed.handout import gather_rows, hand_out_json, votes
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier
-from allhands.errors import AllhandsError, CheckpointError
+from allhands.errors import CheckpointError
 from allhands.io.files import make_directory
-from allhands.io.trees import numbers, unflatten
+from allhands.io.trees import unflatten
 from allhands.model.adapters import trained_weights
-from allhands.observe.metrics import read_metrics
 
 AUTO = "auto"
 _SEEN = ".seen-"
@@ -81,7 +81,8 @@ def find_checkpoint(
     if found is None and config.resume is not None:
         found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
     errors = {one.where: one for one in rejected}.values()
-    notes = [f"a {_kind(one)} checkpoint is left out: {one.where}: {one.message}" for one in errors]
+    kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
+    notes = [f"a {kind} checkpoint is left out: {one.where}: {one.message}" for one, kind in kinds.items()]
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
         notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
@@ -92,34 +93,16 @@ def find_checkpoint(
     return found, notes
 
 
-def _kind(error: CheckpointError) -> str:
-    return "foreign" if isinstance(error, OtherFormatError) else "damaged"
-
-
-def seen_date(config: TrainConfig, directory: Path, run_id: str, attempt: int) -> datetime | None:
-    """:func:`date_of` the checkpoint that rank 0 will go on from, as far as another rank can tell without it."""
-    with suppress(AllhandsError):
-        found, _ = find_checkpoint(config, directory, run_id, attempt, verify=False)
-        return None if found is None else date_of(open_checkpoint(found.path, verify=False))
-    return None
-
-
 def date_of(checkpoint: Checkpoint) -> datetime | None:
-    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it wrote none, or unknown."""
-    data: dict[str, Any] = checkpoint.state.get("data", {})
-    if DATE_KEY in data:
-        return datetime.fromisoformat(data[DATE_KEY]) if data[DATE_KEY] else None
-    # One of an earlier version, whose tokens were made when the run began.
-    with suppress(AllhandsError):
-        if starts := read_metrics(run_of(checkpoint.path)).starts:
-            return datetime.fromtimestamp(starts[0].time)
-    return None
+    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it writes none."""
+    told = checkpoint.state["data"][DATE_KEY]
+    return datetime.fromisoformat(told) if told else None
 
 
 def _asked_for(
     resume: str, directory: Path, run_id: str | None, rejected: list[CheckpointError], verify: bool
 ) -> Checkpoint | None:
-    """What ``--resume`` means; ``run_id``: to a restart of that run, whose own checkpoints are not whole."""
+    """The checkpoint for ``--resume``; ``run_id``: of a restart whose own checkpoints are not whole."""
     if resume != AUTO:
         return find(resume, directory, verify=verify)
     if run_id is not None and _began_without(directory, run_id):
@@ -128,7 +111,7 @@ def _asked_for(
 
 
 def _began_without(directory: Path, run_id: str) -> bool:
-    """Whether the run's first attempt found nothing to go on from: all that is here is the run's own."""
+    """True if the run's first attempt found nothing to go on from: all that is here is the run's own."""
     runs = {found.checkpoint.run_id for found in survey(directory, verify=False) if found.checkpoint}
     try:
         return run_name(directory) == run_id and runs <= {run_id}
@@ -160,9 +143,8 @@ def receive(
         return None
     with busy():
         own = checkpoint or _same_here(told["path"], told["digest"])
-    everywhere = numbers(communicator.all_sum(mx.array([float(own is not None)])))[0] == communicator.size
-    if everywhere:
-        assert own is not None
+    everywhere = votes(communicator, own is not None) == communicator.size
+    if everywhere and own is not None:
         state: Any = own.state
         weights, optimizer, left = (local_arrays(own, file) for file in _FILES)
     else:
@@ -218,7 +200,7 @@ def _same_here(path: str, digest: str) -> Checkpoint | None:
 
 
 def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies: int) -> bool:
-    """Whether this rank writes the run's files: rank 0, and one rank on each of a few hosts that cannot see them.
+    """True if this rank writes the run's files: rank 0, and one rank on each of a few hosts that cannot see them.
 
     So the loss of rank 0's computer loses nothing. Called on all ranks together.
     """
@@ -232,13 +214,12 @@ def keeps_files(communicator: Communicator, mesh: Mesh, directory: Path, copies:
             sweep(directory / CHECKPOINTS)
         with suppress(OSError):
             sweep(directory)
-    flags = numbers(communicator.all_gather(mx.array([float(blind)])))
-    chosen = [rank for rank, flag in enumerate(flags) if flag][: copies - 1]
+    chosen = np.flatnonzero(gather_rows(communicator, [float(blind)]))[: copies - 1]
     return mesh.is_main or mesh.rank in chosen
 
 
 def sees_main(communicator: Communicator, directory: Path) -> bool:
-    """Whether this rank's ``directory`` is rank 0's; called on all ranks together."""
+    """True if this rank's ``directory`` is rank 0's; called on all ranks together."""
     probe = directory / hand_out_json(communicator, f"{_SEEN}{secrets.token_hex(8)}")
     leads = communicator.rank == 0
     if leads:

@@ -1,4 +1,4 @@
-"""What an earlier run left in a run's directory: set aside, or gone on from. Nothing of it is removed."""
+"""Files of an earlier run in a run's directory: set aside, or gone on from. None of them is removed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
-
 from allhands.checkpoints.finding import quick_step, survey
 from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, CHECKPOINTS, RUN_NAME, checkpoint_path, entries, run_name
 from allhands.checkpoints.resuming import Restored
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
-from allhands.distributed.handout import hand_out_bytes, hand_out_json
+from allhands.distributed.handout import hand_out_bytes, hand_out_json, votes
 from allhands.errors import AllhandsError, CheckpointError
 from allhands.io.files import make_directory, storage_error, storage_error_of, write_whole
 from allhands.io.names import MEMORY_FILE, PLOT_FILE
 from allhands.io.staging import publish, staging
-from allhands.io.trees import numbers
 from allhands.model.adapters import CONFIG_FILE
 from allhands.model.fresh import MARK
 from allhands.model.load import BEST_MODEL, MODEL
@@ -217,7 +214,7 @@ def share_history(
     lacks, leads = newcomer, communicator.rank == 0
     with suppress(CheckpointError):  # it cannot be read
         lacks = newcomer and not _has_kept(directory, restored)
-    if not numbers(communicator.all_sum(mx.array([float(lacks)])))[0]:
+    if not votes(communicator, lacks):
         return
     staged = directory / BEST
     files = [directory / METRICS_FILE, *entries(staged)] if leads else []
@@ -253,7 +250,7 @@ def _error_of(action: Callable[[], None]) -> AllhandsError | OSError | None:
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
-    """Whether this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
+    """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
     kept = checkpoint_path(directory, int(restored.state["step"]))
     found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
     return (directory / METRICS_FILE).exists() and any(one and one.run_id == restored.run_id for one in found)

@@ -10,18 +10,17 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-import psutil
-
-from allhands.checkpoints.arrays import snapshot
-from allhands.checkpoints.format import WEIGHTS_FILE, Groups, num_bytes_of
+from allhands.checkpoints.arrays import Held, snapshot
+from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.checkpoints.layout import BEST, checkpoint_path
 from allhands.checkpoints.parts import Delivery, PartExchange
 from allhands.checkpoints.pruning import prune
 from allhands.checkpoints.reading import Checkpoint, open_checkpoint, sum_of
-from allhands.checkpoints.writing import write_checkpoint
+from allhands.checkpoints.writing import drafting
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.distributed.backend import Communicator
 from allhands.errors import AllhandsError, CheckpointError, StorageError
@@ -37,8 +36,7 @@ from allhands.runtime.faults import inject_fault
 # "same" is "last" of a run that was resumed and has not changed: what is there stays as it is.
 SaveKind = Literal["last", "best", "suspect", "same"]
 _Tensors = Callable[[], dict[str, list[Tensor]]]
-P = TypeVar("P", bound="Progress")
-Save = Callable[[P, SaveKind], None]
+Save = Callable[[Any, SaveKind], None]
 Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 
@@ -56,7 +54,7 @@ class CopyError(StorageError):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What is kept, where.
+    """The plan of what is kept, and where.
 
     Attributes:
         directory: the adapter path.
@@ -86,26 +84,6 @@ class SavePlan:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What is held of a step while training goes on.
-
-    Attributes:
-        groups: gives what this rank holds now.
-        spare_bytes: what a GPU's own memory has beside a step.
-        ranks_here: how many ranks share this computer's memory.
-    """
-
-    groups: Callable[[], Groups]
-    spare_bytes: Callable[[], int] = lambda: 0
-    ranks_here: int = 1
-
-    def waits(self) -> bool:
-        """Whether there is no room for that beside what the next steps make of it: then training waits."""
-        size = num_bytes_of(self.groups())
-        return 2 * size >= self.spare_bytes() and psutil.virtual_memory().available < self.ranks_here * size
-
-
-@dataclass(frozen=True)
 class _Request:
     kind: SaveKind
     step: int
@@ -125,7 +103,7 @@ def checkpoint_of(directory: Path, step: int, kind: SaveKind, keep_last: int) ->
     return checkpoint_path(directory, step) if keep_last and kind != "suspect" else None
 
 
-class Saver(Generic[P]):
+class Saver:
     """Writes in a thread of its own, one request after the other.
 
     Args:
@@ -141,7 +119,7 @@ class Saver(Generic[P]):
         self,
         plan: SavePlan,
         hold: Callable[[], _Tensors],
-        describe: Callable[[P], dict[str, Any]],
+        describe: Callable[[Any], dict[str, Any]],
         parts: PartExchange | None = None,
         waits: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -156,7 +134,7 @@ class Saver(Generic[P]):
         self._has_room = False
         self._held: tuple[int, weakref.ref[_Tensors]] | None = None
 
-    def save(self, state: P, kind: SaveKind) -> None:
+    def save(self, state: Progress, kind: SaveKind) -> None:
         """Begin to write what the run is now.
 
         What an earlier step left to write is waited for: two versions of all weights are enough in memory.
@@ -174,7 +152,7 @@ class Saver(Generic[P]):
             wait([future])
 
     def _tensors(self, step: int) -> _Tensors:
-        """Those of a step, once for everything that is still to be written of them."""
+        """The tensors of a step, once for everything that is still to be written of them."""
         held = self._held[1]() if self._held is not None and self._held[0] == step else None
         if held is None:
             held = self._hold()
@@ -182,7 +160,7 @@ class Saver(Generic[P]):
         return held
 
     def saved(self, wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
-        """What has been written, or could not be, since the last call."""
+        """The outcomes of saves since the last call, failures included."""
         if wait_for_all:
             wait([future for _, future in self._pending])
         # Each is looked at once: one that ends meanwhile is told the next time.
@@ -246,7 +224,7 @@ class Saver(Generic[P]):
         return self._plan.directory / f"{request.iteration:07d}_{WEIGHTS_FILE}"
 
     def _wanted(self, request: _Request) -> frozenset[Path]:
-        """What there should be after a save of the last weights: the checkpoint, and files beside it."""
+        """The files that there should be after a save of the last weights: the checkpoint, and those beside it."""
         plan = self._plan
         checkpoint = [checkpoint_path(plan.directory, request.step)] if plan.keep_last else []
         numbered = [self._numbered(request)] if plan.numbered else []
@@ -257,7 +235,7 @@ class Saver(Generic[P]):
         return frozenset([*checkpoint, *numbered, *template, *own])
 
     def _there(self, request: _Request) -> frozenset[Path]:
-        """What of it lies in its place already, whole, with these weights."""
+        """The wanted files that lie in their place already, whole, with these weights."""
         digest = hashlib.sha256()
         for piece in safetensors_pieces(self._all_weights(request)):
             digest.update(piece)
@@ -352,22 +330,20 @@ class Saver(Generic[P]):
             self._troubles.append(Warned(request.step, text))
 
     def _checkpoint(self, target: Path, request: _Request) -> Checkpoint:
-        texts = {CONFIG_FILE: adapter_config_text(self._plan.adapter_config)}
-        if self._plan.chat_template is not None and self._plan.model is None:
-            texts[TEMPLATE_FILE] = self._plan.chat_template
-        delivery, busy = request.delivery, self._plan.busy
-        contents: dict[str, Any] = {
-            "step": request.step,
-            "run_id": self._plan.run_id,
-            "state": {**request.state, **self._plan.constants()},
-            "tensors": {**request.tensors(), WEIGHTS_FILE: self._all_weights(request)},
-            "texts": texts,
-            "progress": busy,
-        }
-        if delivery is None:
-            return write_checkpoint(target, **contents)
-        with delivery.opened() as draft:
-            return draft.publish(**contents, parts=lambda: delivery.parts(busy))
+        plan, delivery = self._plan, request.delivery
+        texts = {CONFIG_FILE: adapter_config_text(plan.adapter_config)}
+        if plan.chat_template is not None and plan.model is None:
+            texts[TEMPLATE_FILE] = plan.chat_template
+        with drafting(target) if delivery is None else delivery.opened() as draft:
+            return draft.publish(
+                step=request.step,
+                run_id=plan.run_id,
+                state={**request.state, **plan.constants()},
+                tensors={**request.tensors(), WEIGHTS_FILE: self._all_weights(request)},
+                texts=texts,
+                progress=plan.busy,
+                parts=tuple if delivery is None else partial(delivery.parts, plan.busy),
+            )
 
 
 @contextmanager
@@ -375,23 +351,22 @@ def saving(
     communicator: Communicator,
     plan: SavePlan,
     held: Held,
-    describe: Callable[[P], dict[str, Any]],
+    describe: Callable[[Any], dict[str, Any]],
     *,
     keeps: bool,
-) -> Generator[tuple[Save[P], Saved]]:
-    """What begins to save on this rank, and what tells of it; entered, and saving, on all ranks together.
+) -> Generator[tuple[Save, Saved]]:
+    """Functions that begin to save on this rank, and tell of it; entered, and saving, on all ranks together.
 
     Args:
         keeps: whether this rank keeps files; others write what only they hold, if there is such.
     """
-    how: Any = {"spare_bytes": held.spare_bytes, "waits": held.waits, "busy": plan.busy}
-    parts = PartExchange.agreed(communicator, plan.directory, held.groups, keeps, **how)
+    parts = PartExchange.agreed(communicator, plan.directory, held, keeps, plan.busy)
 
     def hold() -> _Tensors:
         groups = held.groups()
         return snapshot(groups if parts is None else parts.ownership.common(groups), held.spare_bytes())
 
-    def offer(state: P, kind: SaveKind) -> None:
+    def offer(state: Progress, kind: SaveKind) -> None:
         target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
         if parts is not None:
             parts.begin(target)

@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the one it goes on from, and what it may change."""
+"""The settings that a resumed run must have in common with the one it goes on from, and those that it may change."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 from allhands.checkpoints import Checkpoint
+from allhands.checkpoints.format import WEIGHTS_FILE
 from allhands.config.pretrain_schema import NUMBERS, pretraining
 from allhands.config.schema import TrainConfig
-from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import CheckpointError, ConfigError, DataError, ModelError
 from allhands.model.shapes import find_shape
@@ -43,7 +42,7 @@ _FLOATING = "the learning rate follows it over the whole run, so the rest of it 
 
 
 def check_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
-    """What a person should know about settings that differ from the checkpoint's.
+    """Notes on settings that differ from the checkpoint's.
 
     Raises:
         ConfigError: a setting that must be the same differs.
@@ -82,7 +81,7 @@ def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, 
         return
     # What was given, before what only follows from it, as head_dim does from heads.
     key = next((key for key in differing if before[key] != now[key]), differing[0])
-    hint = f"begin a new run from these weights with --resume-adapter-file {checkpoint.path / 'adapters.safetensors'}"
+    hint = f"begin a new run from these weights with --resume-adapter-file {checkpoint.path / WEIGHTS_FILE}"
     if key in (*NUMBERS, "shape"):
         hint = "begin a new run, whose model has another shape, in a directory of its own: --adapter-path"
     raise ConfigError(
@@ -93,7 +92,7 @@ def _check_fixed(checkpoint: Checkpoint, config: TrainConfig, before: dict[str, 
 
 
 def _as_it_was(key: str, value: Any) -> str:
-    """What to do so that a setting is that of the checkpoint."""
+    """The way to make a setting that of the checkpoint."""
     flag = f"--{key.replace('_', '-')}"
     if value is None:
         return f"leave {flag} out, as it was"
@@ -117,7 +116,6 @@ def check_contents(
     config: TrainConfig,
     model: Callable[[str], bool],
     data: Mapping[str, str | None],
-    dated: datetime | None = None,
     template: str | None = None,
 ) -> list[str]:
     """Compare model and data by their content; what a person should know.
@@ -125,7 +123,6 @@ def check_contents(
     Args:
         model: whether a fingerprint is that of the weights.
         data: fingerprint of each split.
-        dated: the moment whose date is in them; ``None`` if the chat template writes none.
         template: the chat template that was chosen.
 
     Raises:
@@ -134,64 +131,49 @@ def check_contents(
     """
     state = checkpoint.state
     fresh = pretraining(config) is not None
-    other = not model(state["model"]["fingerprint"])
-    if other and fresh:
-        raise ModelError(
-            "the model is not the checkpoint's: the tokenizer has another vocabulary or other special tokens than "
-            f"{state['model']['path']}, or --vocabulary or --dtype is another",
-            where="--tokenizer",
-            hint="name the tokenizer that the run began with",
-        )
-    if other:
+    if not model(state["model"]["fingerprint"]):
+        if fresh:
+            raise ModelError(
+                "the model is not the checkpoint's: the tokenizer has another vocabulary or other special tokens than "
+                f"{state['model']['path']}, or --vocabulary or --dtype is another",
+                where="--tokenizer",
+                hint="name the tokenizer that the run began with",
+            )
         raise ModelError(
             f"these are not the weights of {state['model']['path']}, from which the checkpoint was trained",
             where="--model",
             hint="name the model that the run began with",
         )
     if state["data"].get("train") != data.get("train"):
-        _check_template(checkpoint, template)
-        raise _other_data(checkpoint, fresh, dated)
+        raise _other_data(checkpoint, fresh, template)
     before, now = state["data"].get("valid"), data.get("valid")
     if before is not None and now is not None and before != now:
         return ["the validation data have changed: losses before and after cannot be compared"]
     return []
 
 
-def _check_template(checkpoint: Checkpoint, template: str | None) -> None:
-    """Tell another chat template from other data, as which it would show, too."""
-    if "chat_template" not in checkpoint.state or checkpoint.state["chat_template"] == template:
-        return
-    raise DataError(
-        "the chat template, or the place of system messages in it, is not that with which the checkpoint was trained",
-        where="--chat-template",
-        hint=_own_template(checkpoint),
-    )
-
-
-def _own_template(checkpoint: Checkpoint) -> str:
-    if checkpoint.state["chat_template"] is None:
-        return "leave out --chat-template and --system: it was the model's own"
-    return f"give --chat-template {checkpoint.path / TEMPLATE_FILE}, which was used, and leave out --system"
-
-
-def _other_data(checkpoint: Checkpoint, fresh: bool, dated: datetime | None) -> DataError:
-    what = "data and the tokenizer" if fresh else "data"
-    problem = "the training data, or how they become tokens, are not those that the checkpoint was trained on"
-    if dated is not None and DATE_KEY not in checkpoint.state["data"]:
-        problem += (
-            "; or else it is the date that the chat template writes, which this checkpoint of an earlier version does "
-            f"not hold ({dated:%d %b %Y, %H:%M} was tried)"
+def _other_data(checkpoint: Checkpoint, fresh: bool, template: str | None) -> DataError:
+    """The error of other training data, as which another chat template shows, too."""
+    trained_with = checkpoint.state.get("chat_template")
+    if trained_with != template:
+        hint = "leave out --chat-template and --system: it was the model's own"
+        if trained_with is not None:
+            hint = f"give --chat-template {checkpoint.path / TEMPLATE_FILE}, which was used, and leave out --system"
+        return DataError(
+            "the chat template, or the place of system messages in it, is not the one of the checkpoint",
+            where="--chat-template",
+            hint=hint,
         )
     return DataError(
-        problem,
+        "the training data, or how they become tokens, are not those that the checkpoint was trained on",
         where="--data",
-        hint=f"name the {what} that the run began with; or begin a new run from these weights with "
-        f"--resume-adapter-file {checkpoint.path / 'adapters.safetensors'}",
+        hint=f"name the data{' and the tokenizer' if fresh else ''} that the run began with; or begin a new run from "
+        f"these weights with --resume-adapter-file {checkpoint.path / WEIGHTS_FILE}",
     )
 
 
 def check_versions(checkpoint: Checkpoint, versions: Mapping[str, str]) -> list[str]:
-    """What a person should know about software that is not that of the checkpoint."""
+    """Notes on software that is not that of the checkpoint."""
     before: dict[str, str] = checkpoint.state["versions"]
     names = [name for name in before if before[name] != versions.get(name)]
     if not names:

@@ -65,7 +65,7 @@ class StoredNumbers:
 
     @property
     def in_ranges(self) -> bool:
-        """Whether numbers that follow each other do so in the files, too, slice by slice."""
+        """True if numbers that follow each other do so in the files, too, slice by slice."""
         return all(each.flat(self.shape) is not None for each, _, _ in self._slices)
 
     def _fill(self, result: Words, wanted: Region) -> None:
@@ -97,7 +97,7 @@ def _within(inner: Region, outer: Region) -> tuple[slice, ...]:
 
 
 def _shared(one: Region, other: Region) -> Region | None:
-    """What two regions of one kind have in common."""
+    """The common part of two regions of one kind."""
     if isinstance(one, Flat):
         assert isinstance(other, Flat)
         start, stop = max(one.start, other.start), min(one.stop, other.stop)

@@ -39,7 +39,7 @@ _OF_RANK = re.compile(r"-\d+(\.[a-z]+)$")
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What another writer has put into the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
+    """The part of another writer in the directory of a :class:`CheckpointDraft`, for its own slices of arrays."""
 
     files: dict[str, StoredFile]
     arrays: Sequence[StoredArray]
@@ -101,7 +101,9 @@ def drafting(target: Path) -> Generator[CheckpointDraft]:
         StorageError: it cannot be written. What stood at ``target`` is untouched and nothing else is left.
     """
     try:
-        _make_parent(target)
+        if not target.parent.exists():
+            make_directory(target.parent, private=True)
+            sync(target.parent.parent)
         sweep(target.parent)
         with staging(target, private=True) as staged:
             yield CheckpointDraft(target, staged)
@@ -140,7 +142,6 @@ def write_checkpoint(
         ValueError: the arguments describe no checkpoint.
         TypeError: ``state`` holds what JSON does not have.
     """
-    _contents(state, tensors, texts or {})
     with drafting(target) as draft:
         return draft.publish(step, run_id, state, tensors, texts, progress)
 
@@ -167,7 +168,7 @@ def sweep(directory: Path) -> None:
 
 
 def others_in(directory: Path, files: Collection[str]) -> list[str]:
-    """What lies in a checkpoint's directory and is not its own; hidden files of the system do not count.
+    """Names in a checkpoint's directory that are not its own; hidden files of the system do not count.
 
     Raises:
         OSError: the directory cannot be read.
@@ -209,12 +210,6 @@ def write_file(path: Path, pieces: _Pieces, progress: Callable[[], None]) -> Sto
     finally:
         os.close(descriptor)
     return StoredFile(size, digest.hexdigest())
-
-
-def _make_parent(target: Path) -> None:
-    if not target.parent.exists():
-        make_directory(target.parent, private=True)
-        sync(target.parent.parent)
 
 
 def _refuse_others(target: Path, names: Collection[str]) -> None:

@@ -44,7 +44,7 @@ def tell_harm(adapter_path: Path | None, model: str | None = None) -> None:
 
 
 def chat_choice(template: str | None, system: str) -> ChatChoice:
-    """What the two options ask for.
+    """Return the choice of the two options.
 
     Raises:
         ConfigError: ``system`` is neither of its two words.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
-from allhands.cli.divided import at_terminal, require_terminal_here, run_divided
+from allhands.cli.answering import chat_choice, ranks_asked
+from allhands.cli.divided import at_terminal, require_terminal_here
+from allhands.cli.generate import with_model
 from allhands.cli.verbs_models import Chat
 from allhands.errors import AllhandsError
 from allhands.infer.dialogue import VARIABLE, Talks
@@ -20,7 +21,6 @@ from allhands.io.paths import require_words
 from allhands.io.terminal import tell
 
 if TYPE_CHECKING:
-    from allhands.infer.conversation import Conversation
     from allhands.infer.divided import AnsweringRanks
     from allhands.model.load import LoadedModel
 
@@ -30,38 +30,24 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def chat(asked: Chat) -> None:
     """Run the verb."""
     ranks = ranks_asked(asked)
-    choice = chat_choice(asked.chat_template, asked.system)
-    if ranks is not None and VARIABLE not in os.environ:
+    chat_choice(asked.chat_template, asked.system)  # refused before a terminal is taken
+    path = os.environ.get(VARIABLE)
+    if ranks is not None and path is None:
         require_terminal_here(asked.hosts, asked.hostfile)
         raise typer.Exit(at_terminal(_talk))
-    from allhands.infer.conversation import Conversation
-    from allhands.infer.generate import Sampling, load_for_generation
-    from allhands.model.beyond import answering, limits_told
 
-    def conversation(loaded: LoadedModel, *, speaks: bool = True) -> Conversation:
-        if speaks:
-            tell_notes(loaded)
-            tell_harm(asked.adapter_path, asked.model)
+    def answer(loaded: LoadedModel, _: bool, answering: AnsweringRanks | None) -> None:
+        from allhands.infer.conversation import Conversation
+        from allhands.infer.generate import Sampling
+
         how = Sampling(asked.temp, asked.top_p, asked.seed)
-        return Conversation(loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt)
+        talks = Conversation(loaded, how, max_tokens=asked.max_tokens, system_prompt=asked.system_prompt)
+        if answering is None:
+            _talk(talks)
+        else:
+            answering.converse(talks, os.environ[VARIABLE])
 
-    if ranks is None:
-        with limits_told(answering(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code)):
-            loaded = load_for_generation(
-                asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code, chat=choice
-            )
-            _talk(conversation(loaded))
-        return
-    path = os.environ[VARIABLE]
-
-    def work(answering: AnsweringRanks, speaks: bool) -> None:
-        talks = conversation(answering.load(asked.adapter_path, choice), speaks=speaks)
-        answering.converse(talks, path)
-
-    env = {VARIABLE: path}
-    raise typer.Exit(
-        run_divided(asked.model, asked.adapter_path, ranks, work, trust_remote_code=asked.trust_remote_code, env=env)
-    )
+    with_model(asked, ranks, answer, None if path is None else {VARIABLE: path})
 
 
 def _talk(conversation: Talks) -> None:
@@ -89,7 +75,7 @@ def _is_text(line: str) -> bool:
 
 
 def _lines() -> Generator[str]:
-    """What the person types, or the lines of a pipe, until the end or Ctrl-D."""
+    """Yield lines of the person or of a pipe, until the end or Ctrl-D."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.strip()

@@ -18,7 +18,7 @@ from rich.text import Text
 from allhands.cli.findings import message_of, remedy_of, size_findings
 from allhands.cli.verbs_training import DataCheck
 from allhands.config.schema import TrainConfig, build_config
-from allhands.data.check import WHOLE, CheckOptions, DataFinding, Examiner, SplitReport, template_findings
+from allhands.data.check import CheckOptions, DataFinding, Examiner, SplitReport, template_findings
 from allhands.data.check import check as look
 from allhands.data.explained import Explained
 from allhands.data.lengths import LengthSummary, percent
@@ -217,7 +217,7 @@ class ShownSample:
 
 
 def _explained(config: TrainConfig, tokenizer: Any, record: Record) -> Explained | AllhandsError:
-    limit = WHOLE if config.packing else config.max_seq_length
+    limit = None if config.packing else config.max_seq_length
     renderer = Renderer(tokenizer, mask_prompt=config.mask_prompt, max_seq_length=limit, train_on=config.train_on)
     try:
         return renderer.explain(record)

@@ -97,7 +97,7 @@ def _survey(place: Path, *, verify: bool) -> list[FoundCheckpoint]:
 
 
 def _is_one(found: list[FoundCheckpoint], place: Path) -> bool:
-    """Whether it is a checkpoint that was asked for, not a run with some."""
+    """True if it is a checkpoint that was asked for, not a run with some."""
     return [look.path for look in found] == [place]
 
 
@@ -141,7 +141,7 @@ def _table(found: list[FoundCheckpoint], good: str, *, of_run: bool) -> Table:
 
 
 def _named(look: FoundCheckpoint) -> list[str]:
-    """What its directory's name says beyond the step."""
+    """The name of its directory, where that says more than the step."""
     it = look.checkpoint
     if it is None or look.path.name == checkpoint_path(Path(), it.step).name:
         return []
@@ -180,7 +180,7 @@ def _show(checkpoint: Checkpoint) -> None:
 
 
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    """What is known of the run, in the order in which a person asks."""
+    """Facts of the run, in the order in which a person asks."""
     state = checkpoint.state
     facts: list[tuple[str, object]] = [("step", checkpoint.step), ("iteration", checkpoint.iteration)]
     if (epoch := _number(state, "epoch")) is not None:

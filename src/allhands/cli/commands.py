@@ -14,9 +14,9 @@ from allhands.cli.parser import App, HostsCommand
 _TRAINING = {
     "train": """Fine-tune a model, on one process or on many.
 
-Starts -n processes on this machine, or is a rank of mpirun, mlx.launch and others.
+-n starts several processes on this computer. Under mpirun, mlx.launch and the like each process is a rank.
 
-Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --batch-size is global.
+Options are those of mlx_lm.lora, from flags or a YAML file (-c); flags win. --batch-size counts all ranks together.
 
 \b
 allhands train --model demo --data data/mine --adapter-path runs/first
@@ -24,7 +24,7 @@ allhands train -n 2 -c run.yaml --epochs 3 --resume auto
 """,
     "pretrain": """Train a new model from scratch, on one process or on many.
 
-Needs --data and --tokenizer; --shape is a size by name, or a family with numbers of your own.
+--data and --tokenizer are required. --shape is a size by name, or a family with your own numbers.
 
 Options are those of `allhands train`, with defaults for pre-training, from flags or a YAML file (-c); flags win.
 

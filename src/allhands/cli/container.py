@@ -134,9 +134,6 @@ def _become(words: Sequence[str]) -> NoReturn:
     Raises:
         ConfigError: there is no such program.
     """
-    if words[0] == "serve":
-        hint = "load /opt/ml/model with mlx_lm, or with an image that serves models"
-        raise ConfigError("this image trains; it does not serve models", where="serve", hint=hint)
     if shutil.which(words[0]) is None:
         hint = "give options of allhands train (they begin with --), or a program: allhands env"
         raise ConfigError(f"{words[0]!r} is not a program of this image", where="arguments", hint=hint)

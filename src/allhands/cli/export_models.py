@@ -9,7 +9,7 @@ from allhands.cli.fuse import tell, tell_gguf
 from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
 from allhands.export.gguf import check_convertible, write_gguf
 from allhands.export.huggingface import export_hf
-from allhands.export.ollama import Recognised, modelfile, recognise
+from allhands.export.ollama import GGUF_FILE, MODELFILE, Recognised, modelfile, recognise
 from allhands.io.staging import publish, require_place, staging
 from allhands.model.sources import name_of, resolve
 
@@ -21,38 +21,32 @@ def export_model(to: str, options: FuseOptions, out: Path) -> None:
         print(f'AutoModelForCausalLM.from_pretrained("{out}")')
         return
 
-    source = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
-    assert source is not None
     # All that can be wrong with the model, before any work is done.
-    path = resolve(source)
+    path = resolve(described(options)[1])
     check_convertible(path)
     chat = recognise(path, options.adapter_path) if to == "ollama" else None
     text = None if chat is None else modelfile(chat)
     done = _with_gguf(options, out, text)
     tell(done, out, ", before it was converted", options.adapter_path)
-    tell_gguf(_GGUF)
+    tell_gguf(GGUF_FILE)
     if chat is None:
-        print(f"llama-cli --model {out / _GGUF}")
+        print(f"llama-cli --model {out / GGUF_FILE}")
         return
     _tell_format(chat)
-    print(f"ollama create NAME --file {out / 'Modelfile'}")
-
-
-_GGUF = "model.gguf"
-_OURS = (_GGUF, "Modelfile", "README.md")
+    print(f"ollama create NAME --file {out / MODELFILE}")
 
 
 def _with_gguf(options: FuseOptions, out: Path, modelfile: str | None) -> Fused:
     """A directory with the GGUF, and with ``modelfile`` if there is one, whole or not at all."""
-    require_place(out, "an export", _OURS, force=options.force)
+    require_place(out, "an export", (GGUF_FILE, MODELFILE, "README.md"), force=options.force)
     with staging(out) as staged:
         fused = staged / "fused"
         done = fuse_model(options, fused)
-        write_gguf(fused, staged / _GGUF, name_of(done.source))
+        write_gguf(fused, staged / GGUF_FILE, name_of(done.source))
         shutil.move(fused / "README.md", staged / "README.md")
         shutil.rmtree(fused)
         if modelfile is not None:
-            (staged / "Modelfile").write_text(modelfile, encoding="utf-8")
+            (staged / MODELFILE).write_text(modelfile, encoding="utf-8")
         publish(staged, out)
     return done
 

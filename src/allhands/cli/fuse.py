@@ -26,7 +26,7 @@ def fuse(asked: Fuse) -> None:
     )
     if asked.export_gguf:
         # Before any work is done.
-        below = described(asked.adapter_path, asked.model)[1]
+        below = described(options)[1]
         writer = gguf_writer(asked.gguf_path or GGUF_NAME, name_of(below))
         check_convertible(resolve(below), dense=asked.dequantize)
         done = fuse_model(options, asked.save_path, writer)
@@ -41,7 +41,7 @@ def fuse(asked: Fuse) -> None:
 
 
 def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) -> None:
-    """What was written of which ``adapter``, and how near it is to that; ``when`` that was looked at."""
+    """Print the written model, its ``adapter``, and the difference of both; ``when``: a note on the check."""
     what = "all weights" if done.kind == "full" else f"{done.num_layers} layer{'s' * (done.num_layers != 1)}"
     of = f" of {adapter}" if adapter is not None else ""
     print(f"written: {out} ({'no adapter' if done.kind == 'none' else f'{done.kind}{of}, {what}'})")
@@ -53,5 +53,5 @@ def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) ->
 
 
 def tell_gguf(name: str) -> None:
-    """What :func:`allhands.export.gguf.write_gguf` has made sure of."""
+    """Print the check of :func:`allhands.export.gguf.write_gguf`."""
     print(f"checked: every weight of {name} is that of the model, within rounding")

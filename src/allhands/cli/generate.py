@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from allhands.cli.answering import chat_choice, ranks_asked, tell_harm, tell_notes
 from allhands.cli.divided import run_divided
-from allhands.cli.verbs_models import Generate
+from allhands.cli.verbs_models import Chat, Generate
 from allhands.errors import ConfigError
 
 if TYPE_CHECKING:
     from allhands.infer.divided import AnsweringRanks
     from allhands.model.load import LoadedModel
 
+# Answers with a model, and speaks if it is told to; the ranks are those that have it together.
+Work = Callable[["LoadedModel", bool, "AnsweringRanks | None"], None]
+
 
 def generate(asked: Generate) -> None:
     """Run the verb."""
-    prompt = asked.prompt
     ranks = ranks_asked(asked)
-    chat = chat_choice(asked.chat_template, asked.system)
-    if prompt == "-":
-        if ranks is not None:
-            raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
-        prompt = sys.stdin.read()
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
-    if asked.ignore_chat_template and (asked.chat_template is not None or asked.system != "template"):
-        flag = "--system" if asked.chat_template is None else "--chat-template"
-        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
+    prompt = _prompt(asked, on_ranks=ranks is not None)
 
-    def answer(loaded: LoadedModel, *, speaks: bool = True) -> None:
+    def answer(loaded: LoadedModel, speaks: bool, _: AnsweringRanks | None) -> None:
         from allhands.infer.generate import Sampling, prompt_tokens, stream_answer
 
-        if speaks:
-            tell_notes(loaded)
-            tell_harm(asked.adapter_path, asked.model)
-        tokens = prompt_tokens(
-            loaded, prompt, system_prompt=asked.system_prompt, use_template=not asked.ignore_chat_template
-        )
+        use_template = not asked.ignore_chat_template
+        tokens = prompt_tokens(loaded, prompt, system_prompt=asked.system_prompt, use_template=use_template)
         cost, sampling = None, Sampling(asked.temp, asked.top_p, asked.seed)
         for text, cost in stream_answer(loaded, tokens, asked.max_tokens, sampling):  # noqa: B007
             if speaks:
@@ -53,17 +43,55 @@ def generate(asked: Generate) -> None:
             print(f"Generation: {cost.generation_tokens} tokens, {cost.generation_tps:.3f} tokens-per-sec")
             print(f"Peak memory: {cost.peak_memory_bytes / 1e9:.3f} GB")
 
-    def work(answering: AnsweringRanks, speaks: bool) -> None:
-        answer(answering.load(asked.adapter_path, chat), speaks=speaks)
+    with_model(asked, ranks, answer)
+
+
+def _prompt(asked: Generate, *, on_ranks: bool) -> str:
+    """Return the text to ask.
+
+    Raises:
+        ConfigError: it is empty, or options of it exclude each other.
+    """
+    if asked.ignore_chat_template and (asked.chat_template is not None or asked.system != "template"):
+        flag = "--system" if asked.chat_template is None else "--chat-template"
+        raise ConfigError("it has no effect with --ignore-chat-template", where=flag, hint="leave one of the two out")
+    if asked.prompt == "-" and on_ranks:
+        raise ConfigError("several ranks have no standard input", where="--prompt -", hint="give the text itself")
+    prompt = sys.stdin.read() if asked.prompt == "-" else asked.prompt
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", where="--prompt", hint="say what to ask")
+    return prompt
+
+
+def with_model(
+    asked: Generate | Chat, ranks: Mapping[str, Any] | None, work: Work, env: Mapping[str, str] | None = None
+) -> None:
+    """Load the model, on this process or with its blocks on ``ranks``, tell what is to be known of it, and let it work.
+
+    Args:
+        env: further variables of the ranks.
+
+    Raises:
+        AllhandsError: the model cannot be loaded, or options do not fit together.
+        typer.Exit: the ranks have ended.
+    """
+    adapter, trust = asked.adapter_path, asked.trust_remote_code
+    chat = chat_choice(asked.chat_template, asked.system)
+
+    def told(loaded: LoadedModel, speaks: bool, answering: AnsweringRanks | None) -> None:
+        if speaks:
+            tell_notes(loaded)
+            tell_harm(adapter, asked.model)
+        work(loaded, speaks, answering)
 
     if ranks is not None:
-        raise typer.Exit(
-            run_divided(asked.model, asked.adapter_path, ranks, work, trust_remote_code=asked.trust_remote_code)
-        )
+
+        def on_rank(answering: AnsweringRanks, speaks: bool) -> None:
+            told(answering.load(adapter, chat), speaks, answering)
+
+        raise typer.Exit(run_divided(asked.model, adapter, ranks, on_rank, trust_remote_code=trust, env=env))
     from allhands.infer.generate import load_for_generation
     from allhands.model.beyond import answering, limits_told
 
-    with limits_told(answering(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code)):
-        answer(
-            load_for_generation(asked.model, asked.adapter_path, trust_remote_code=asked.trust_remote_code, chat=chat)
-        )
+    with limits_told(answering(asked.model, adapter, trust_remote_code=trust)):
+        told(load_for_generation(asked.model, adapter, trust_remote_code=trust, chat=chat), True, None)

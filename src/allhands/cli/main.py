@@ -26,7 +26,7 @@ _LEFT = {
     "eval": "there is no result",
     "plan": "no plan was made, and none was kept",
     "data check": "the data were not checked to their end",
-    **dict.fromkeys(("cluster netbench", "cluster check"), "there is no result"),
+    **dict.fromkeys(("cluster bench", "cluster check"), "there is no result"),
 }
 _TRAINING = {"train", "pretrain", "plan"}  # verbs with the options of a training
 
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _tell_interrupted(arguments: list[str]) -> None:
-    """That a person has ended it, and what is left, which is another thing for each verb."""
+    """Say that Ctrl-C ended the command, and what is left."""
     verbs = (" ".join(arguments[:count]) for count in (1, 2))
     left = next((_LEFT[verb] for verb in verbs if verb in _LEFT), None)
     tell(f"allhands: interrupted{': ' + left if left else ''}")
@@ -129,7 +129,7 @@ def _told_by_validator(message: str, cause: BaseException | None) -> str:
 
 
 def _hint_for_flag(error: Exception) -> str | None:
-    """What to do instead of an unknown flag, where it is other people's name for something that we have."""
+    """The hint for an unknown flag that is another program's name for an option of allhands."""
     flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if not flag or context is None or not hasattr(error, "possibilities"):
         return None

@@ -16,19 +16,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from allhands.cli.netbench import chosen_hosts
 from allhands.cli.verbs_runs import Monitor
-from allhands.cluster.hosts import Host
+from allhands.cluster.hosts import Host, hosts_named
 from allhands.cluster.monitoring import RemoteSamples
-from allhands.errors import AllhandsError, DataError
+from allhands.errors import AllhandsError
 from allhands.io.formatting import format_bytes, format_duration, format_rate, format_shares, format_size
-from allhands.io.names import LOGS
-from allhands.io.paths import meant
 from allhands.io.terminal import broken, console_for, is_read_live, is_screen, progress_console, tell
 from allhands.observe.journal import read_events
 from allhands.observe.metrics import RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Follower, Sample, encode_sample, gone_here
-from allhands.observe.monitor.samples import in_order
+from allhands.observe.monitor.samples import in_order, no_samples, require_run
 
 if TYPE_CHECKING:
     from allhands.report.verdict import Verdict
@@ -64,22 +61,20 @@ Read = Callable[[], list[Sample]]
 
 @contextmanager
 def _sources(options: Monitor) -> Generator[tuple[Read, RemoteSamples], None, None]:
-    """What returns the samples that are new, in order, and the other computers among those that tell them."""
+    """Yield the function that returns new samples in order, and the other computers."""
     follower = Follower(options.run)
     with RemoteSamples(_hosts(options), options.run, follow=not options.once) as remote:
         yield lambda: in_order([*follower.samples(), *remote.samples()]), remote
 
 
 def _hosts(options: Monitor) -> Sequence[Host]:
-    return chosen_hosts(options.hostfile, options.hosts, None) if options.hostfile or options.hosts else ()
+    return hosts_named(options.hosts, options.hostfile)
 
 
 def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
-    """What is known at first, once every computer has answered, or had time to."""
-    if not options.hosts and not options.hostfile and not options.run.is_dir():
-        raise DataError(
-            "there is no such directory", where=str(options.run), hint=meant(options.run, "give the directory of a run")
-        )
+    """Return the first samples, once every computer has answered or had time to."""
+    if not options.hosts and not options.hostfile:
+        require_run(options.run)
     samples = new()
     deadline = time.monotonic() + _PATIENCE_S
     while remote.pending() and time.monotonic() < deadline:
@@ -87,13 +82,7 @@ def _first(options: Monitor, new: Read, remote: RemoteSamples) -> list[Sample]:
         samples = in_order([*samples, *new()])
     samples = in_order([*samples, *new()])
     if not samples:
-        reasons = "".join(f"; {reason}" for reason in remote.complaints())
-        raise DataError(
-            f"no process of a run has left samples of its memory here{reasons}",
-            where=str(options.run),
-            hint="give the directory of a run (its --adapter-path, or --log-dir of allhands launch); a run that has "
-            "just been started has some in a few seconds",
-        )
+        raise no_samples(options.run, "".join(f"; {reason}" for reason in remote.complaints()))
     for reason in remote.complaints():
         tell(f"allhands: warning: not asked: {reason}")
     return samples
@@ -141,10 +130,10 @@ def _view_now(run: Path, board: Board, width: int) -> Group:
 
 
 def _verdict(run: Path, history: RunHistory | None, board: Board, now: float) -> Verdict | None:
-    """How the run stands, in the report's words; ``None``: nothing but its processes tells."""
+    """The state of the run as in reports; ``None`` without metrics and events."""
     from allhands.report.verdict import verdict_of
 
-    journal = read_events(run) or read_events(run / LOGS)
+    journal = read_events(run)
     if history is None and not journal:
         return None
     return verdict_of(run, history or RunHistory(run.name), journal, board, now)
@@ -232,7 +221,7 @@ def _columns(rows: Sequence[BoardRow], now: float, gone: set[tuple[str, int]]) -
         "process": lambda row: row.last.name,
         "host": lambda row: row.last.host,
         "pid": lambda row: str(row.last.pid),
-        "doing": lambda row: _doing(row, now, gone),
+        "doing": lambda row: row.doing(now, gone),
         "RSS": lambda row: row.last.rss_bytes,
         "peak\nRSS": lambda row: row.peak_rss_bytes,
         kind: lambda row: row.last.pss_bytes,
@@ -258,23 +247,13 @@ def _shown(cell: str | float | None) -> str:
     return _NONE if cell is None else cell if isinstance(cell, str) else format_bytes(cell)
 
 
-def _doing(row: BoardRow, now: float, gone: set[tuple[str, int]]) -> str:
-    state = row.state(now, gone)
-    if state != "lives":
-        return state
-    busiest = row.busiest_phase()
-    if busiest is None:
-        return row.last.phase or "watches"
-    return f"{busiest[0]} {busiest[1]:.0%}"
-
-
 def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tuple[str, str]]:
     """Return the traffic of each computer, by the row that shows it: that of a rank, if one lives there."""
-    speakers: dict[str, BoardRow] = {}
+    found: dict[str, BoardRow] = {}
     for row in sorted(rows, key=lambda row: row.last.role != "rank"):
         if lives[id(row)]:
-            speakers.setdefault(row.last.host, row)
-    known = {id(row): rates for row in speakers.values() if (rates := row.net_per_s()) is not None}
+            found.setdefault(row.last.host, row)
+    known = {id(row): rates for row in found.values() if (rates := row.net_per_s()) is not None}
     return {place: (format_size(sent), format_size(received)) for place, (sent, received) in known.items()}
 
 

@@ -13,7 +13,7 @@ from allhands.cli.launching import require_cores
 from allhands.cli.verbs_cluster import MEASURED, ClusterBench
 from allhands.cluster.candidates import candidates, facts_of
 from allhands.cluster.figures import Failure, Figures, Measurement
-from allhands.cluster.hosts import Host, host_from_name, read_hostfile
+from allhands.cluster.hosts import Host, hosts_named
 from allhands.cluster.netbench import BenchOptions, measure
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.terminal import console_for, table_of
@@ -47,23 +47,11 @@ def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None)
     Raises:
         ConfigError: options contradict each other, name no computer, or ask it for too many processes.
     """
-    given = [
-        flag
-        for flag, value in (("--hostfile", hostfile), ("--hosts", hosts), ("-n", num_ranks))
-        if value not in (None, "")
-    ]
-    if len(given) > 1:
-        raise ConfigError(
-            f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one; slots go into the hostfile"
-        )
-    if hostfile:
-        return read_hostfile(hostfile)
-    if hosts:
-        names = [name.strip() for name in hosts.split(",")]
-        if len(set(names)) < len(names):
-            raise ConfigError("a computer is named twice", where="--hosts", hint="slots go into a hostfile")
-        return tuple(host_from_name(name, "--hosts") for name in names)
-
+    named = hosts_named(hosts, hostfile)
+    if named and num_ranks:
+        raise ConfigError("-n is for this computer alone", where="-n", hint="write slots: --hosts node1:2,node2:2")
+    if named:
+        return named
     require_cores(num_ranks or 2)
     return (Host("this computer", slots=num_ranks or 2),)
 
@@ -127,8 +115,6 @@ def _show_whole(console: Console, figures: Figures) -> None:
         for timing in figures.timings
     ]
     console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
-    latency, rate = seconds_text(figures.latency_s), rate_text(figures.bus_bytes_per_s())
-    console.print(f"fitted: latency {latency}, bandwidth of the bus {rate}")
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
     text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
     console.print(text, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a person is told of a job under the supervisor, on standard error."""
+"""Messages about a job under the supervisor, on standard error."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Notices:
             tell(f"  {way}")
 
     def _show_sync(self, host: str | None, error: str | None) -> None:
-        """What helps where a computer lacks a file."""
+        """Print the command that brings a missing file to a computer."""
         if host and self.sync and (error or "").startswith(_OF_FILES):
             tell(f"  if {host} has no copy, or an old one: {self.sync}")
 

@@ -79,7 +79,7 @@ def _annotation(name: str, kind_of: type[TrainConfig]) -> Any:
 
 
 def _metavar(annotation: Any, kind: Any) -> str | None:
-    """What stands for the value in the help: the choices, if it is one of a few."""
+    """The words for the value in the help: the choices, if it is one of a few."""
     if typing.get_origin(annotation) is Literal:
         return "|".join(typing.get_args(annotation))
     return None if kind is bool else {int: "INTEGER", float: "NUMBER"}.get(kind, "TEXT")

@@ -135,7 +135,7 @@ def _require_words(value: str, where: str) -> None:
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
-    """That an option is given more than once, as ``spelled``."""
+    """The error of an option that is given more than once, as ``spelled``."""
     return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
 
 
@@ -145,7 +145,7 @@ def _flag_of(option: Any) -> str:
 
 
 def _spelled(option: Any, words: Sequence[str], normal: Callable[[str], str] | None) -> list[str]:
-    """How often and with which values the option stands among ``words``."""
+    """The option as it stands among ``words``, with its values, each time."""
     names = {*option.opts, *option.secondary_opts}
     found: list[str] = []
     ends = words.index("--") if "--" in words else len(words)

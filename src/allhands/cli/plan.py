@@ -26,7 +26,7 @@ from allhands.io.names import PLAN_FILE
 from allhands.io.pictures import DRAWN_HERE, picture_suffix
 from allhands.io.terminal import echo, tell
 from allhands.plan.job import Prices
-from allhands.plan.kept import has_begun, keep_plan, plan_record
+from allhands.plan.kept import keep_plan, plan_record, runs_begun
 from allhands.plan.outlook import look_ahead
 
 
@@ -93,7 +93,7 @@ def _place_of(picture: Path | None, *, force: bool) -> Path | None:
 
 def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[Path | None, str]:
     """Leave the plan where the run will be; the file, and what happened in one line."""
-    if imagined and has_begun(directory):
+    if imagined and runs_begun(directory):
         # Beside a run it would be taken for the plan of that.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
         return None, f"the plan is not kept: {directory} is a run's already, and {hint}"

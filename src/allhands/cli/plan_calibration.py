@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allhands.cli.plan_noise import busy, contradiction, suspicious, watched
+from allhands.cli.plan_noise import busy, contradiction, watched
 from allhands.cluster.guard import die_with_parent
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
 from allhands.errors import AllhandsError, ConfigError, DataError
@@ -32,7 +32,6 @@ _STEPS = 6  # of which the first does not count: it compiles, and fills caches
 _STEPS_OF_GPU = 24  # where rows are packed, and nearly all steps are alike
 _STEPS_OF_LENGTHS = 96  # where they are not: most of the first 30 meet a length for the first time
 _ALIKE = 0.02  # sizes of steps that differ by less tell nothing of how the time depends on them
-_LOOK_S = 1.0  # for whether the computer is still busy
 _FOLDER, _ABANDONED_S = "allhands-plan-", 86400.0
 # What belongs to the whole training, or to several computers.
 _DROPPED = (
@@ -90,8 +89,7 @@ def calibrate(
 ) -> Calibration:
     """Train a few steps with the whole batch and with half of it, each in a process of its own.
 
-    On a CPU all of it is measured once more where other programs computed besides and no longer do, or times contradict
-    each other; what was quicker counts.
+    On a CPU all of it is measured once more where other programs computed besides, or times contradict each other.
 
     Args:
         with_all_cores: whether the whole batch is trained by a process with all cores, too.
@@ -99,15 +97,24 @@ def calibrate(
     Raises:
         AllhandsError: it could not be trained; what the training said.
     """
+    found = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
+    if not found.doubt:
+        return found
+    say(f"{found.doubt}: measuring again ...")
+    return _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
+
+
+def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool) -> Calibration:
     began = time.perf_counter()
-    seen = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
-    amiss = "" if on_gpu else seen.amiss
-    if not on_gpu and (amiss or suspicious(seen.points)) and not _is_busy_still(seen):
-        say(f"{amiss or 'the whole batch took longer than its tokens explain'}: measuring again ...")
-        again = _measured(config, timeout_s, on_gpu=on_gpu, with_all_cores=with_all_cores)
-        seen = seen.quicker(again)
-        amiss = busy(again.others) or seen.amiss_in_times
-    first, points = seen.runs[0], seen.points
+    # Half of the batch first: the first process of new data makes their tokens, which takes memory and time to start.
+    sizes = sorted({max(1, config.batch_size // 2), config.batch_size})
+    runs = [_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes][::-1]
+    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
+    first, whole_s, others = runs[0], None, max(run.others for run in runs)
+    if with_all_cores:
+        # Whatever each of several ranks has.
+        whole = _run(config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s)
+        whole_s, others = _point(whole)[1], max(others, whole.others)
     return Calibration(
         points=points,
         exchanged=first.started.trainable_params,
@@ -122,55 +129,9 @@ def calibrate(
         longest=first.started.longest,
         first_s=_more_than(first.reports, *points[0]) if on_gpu else 0.0,
         # Nobody has to give a process all cores.
-        whole_s=None if seen.whole_s is None else min(seen.whole_s, points[0][1]),
-        doubt=amiss,
+        whole_s=None if whole_s is None else min(whole_s, points[0][1]),
+        doubt="" if on_gpu else busy(others) or contradiction(points, whole_s),
     )
-
-
-def _is_busy_still(seen: _Seen) -> bool:
-    """Whether what computed besides still does, so that another measurement would be no better."""
-    if not busy(seen.others):
-        return False
-    with watched() as watch:
-        time.sleep(_LOOK_S)
-    return bool(busy(watch.others))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Runs of each size of batch, their points, and what else was seen of them."""
-
-    runs: tuple[_ShortRun, ...]
-    points: tuple[tuple[float, float], ...]
-    whole_s: float | None
-    others: float
-
-    @property
-    def amiss_in_times(self) -> str:
-        return contradiction(self.points, self.whole_s)
-
-    @property
-    def amiss(self) -> str:
-        return busy(self.others) or self.amiss_in_times
-
-    def quicker(self, other: _Seen) -> _Seen:
-        """Of each the quicker; the runs of the other."""
-        pairs = zip(self.points, other.points, strict=True)
-        points = tuple(min(pair, key=lambda point: point[1] / point[0]) for pair in pairs)
-        wholes = [seconds for seconds in (self.whole_s, other.whole_s) if seconds is not None]
-        return _Seen(other.runs, points, min(wholes, default=None), other.others)
-
-
-def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_cores: bool) -> _Seen:
-    sizes = [config.batch_size, *([config.batch_size // 2] if config.batch_size > 1 else [])]
-    runs = tuple(_run(config, size, timeout_s, on_gpu=on_gpu) for size in sizes)
-    points = tuple(_point_of_gpu(run) if on_gpu else _point(run) for run in runs)
-    others, whole_s = max(run.others for run in runs), None
-    if with_all_cores:
-        # Whatever each of several ranks has.
-        whole = _run(config.model_copy(update={"cores_per_rank": None}), config.batch_size, timeout_s)
-        others, whole_s = max(others, whole.others), _point(whole)[1]
-    return _Seen(runs, points, whole_s, others)
 
 
 def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:

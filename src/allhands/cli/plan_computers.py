@@ -86,16 +86,15 @@ def _answering(
     hosts = hosts_of(config)
     say("asking the computers for their memory ...")
     told = ask_facts([host for host in hosts if host.ssh is not None], _ASK_S)
-    facts = {host.name: told.get(host.name) for host in hosts}
     found: list[Computer] = []
     for host in hosts:
-        one = replace(_here(kind), name=host.name) if host.ssh is None else _told(host, facts[host.name])
+        one = replace(_here(kind), name=host.name) if host.ssh is None else _told(host, told.get(host.name))
         if host.slots > 1:
             usable = one.usable_bytes if kind == "cuda" or one.usable_bytes is None else one.usable_bytes // host.slots
             why = f"{one.why}; its {host.slots} ranks share it" if kind != "cuda" else one.why
             one = replace(one, usable_bytes=usable, why=why.removeprefix("; "), part=1.0 / host.slots)
         found += [one] * host.slots
-    speeds = _speeds(config, hosts, facts, measured, notes)
+    speeds = _speeds(config, hosts, measured, notes)
     return tuple(replace(each, speed=speed) for each, speed in zip(found, speeds, strict=True))
 
 
@@ -111,13 +110,7 @@ def _told(host: Host, facts: HostFacts | None) -> Computer:
     return Computer(host.name, 1.0, usable, gpu.memory, MAC_KEEPS)
 
 
-def _speeds(
-    config: TrainConfig,
-    hosts: Sequence[Host],
-    facts: dict[str, HostFacts | None],
-    measured: Sequence[float],
-    notes: list[str],
-) -> list[float]:
+def _speeds(config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float], notes: list[str]) -> list[float]:
     """Return the speed of each rank against this computer's: as ``--rank-weights`` says, or as ``measured``."""
     slots = [host.slots for host in hosts]
     mine = next((sum(slots[:place]) for place, host in enumerate(hosts) if host.ssh is None), 0)
@@ -128,22 +121,11 @@ def _speeds(
         if max(measured) <= _ALIKE * min(measured):
             return [1.0] * len(measured)
         return [max(round(speed / measured[mine], 2), 0.01) for speed in measured]
-    kinds = {host.name: _processor(facts[host.name]) for host in hosts if host.ssh is not None}
-    others = ", ".join(f"{name} ({kind})" if kind else name for name, kind in kinds.items())
     notes.append(
-        f"only this computer was measured: {others or 'all ranks'} are taken to be as fast; if they are not, "
-        "say so with --rank-weights, as in '[2, 1]'"
+        "only this computer was measured: all ranks are taken to be as fast; if they are not, say so with "
+        "--rank-weights, as in '[2, 1]'"
     )
     return [1.0] * sum(slots)
-
-
-def _processor(facts: HostFacts | None) -> str:
-    """Name the processor; empty if it is not known."""
-    if facts is None:
-        return ""
-    if facts.gpus:
-        return facts.gpus[0].name
-    return f"{facts.processor.usable} cores" + (f" of {facts.processor.model}" if facts.processor.model else "")
 
 
 def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]) -> Prices:

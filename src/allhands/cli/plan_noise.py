@@ -15,7 +15,6 @@ from allhands.runtime.blas import allowed_cores, available_cores
 # Of this computer's cores others may take so much, and half a core in any case, before times are no measure.
 _BUSY, _HALF = 0.15, 0.5
 _LONGER = 1.05  # times that should be no longer than others may be so much longer
-_MORE = 1.15  # of a whole batch, against what half of it takes for as many tokens
 
 
 class LoadWatch:
@@ -79,9 +78,3 @@ def contradiction(points: Sequence[tuple[float, float]], whole_s: float | None) 
             "or the steps are too short to be measured"
         )
     return ""
-
-
-def suspicious(points: Sequence[tuple[float, float]]) -> bool:
-    """Whether the whole batch took more than its tokens explain: worth another look, although it may be so."""
-    (tokens, seconds), *rest = points
-    return any(seconds > _MORE * more * tokens / less for less, more in rest if less < tokens)

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from allhands.io.formatting import format_bytes, format_duration, format_size
 from allhands.io.terminal import console_for, print_table
-from allhands.plan.computers import largest
 from allhands.plan.job import Job
 from allhands.plan.outlook import Outlook
 
@@ -28,7 +27,7 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
     if outlook.pipelines:
         console.print("In stages, each with some of the blocks (--strategy pipeline):")
     for each in outlook.pipelines:
-        waiting = f", {100 * each.messages_s / each.step_s:.0f} % of it messages" if each.fits is not False else ""
+        waiting = f", {_percent(each.messages_s, each.step_s)} of it messages" if each.fits is not False else ""
         console.print(f"{each.machines}: {each.told}{waiting}")
     if outlook.pipelines:
         console.print()
@@ -44,19 +43,31 @@ def show(outlook: Outlook, notes: Sequence[str]) -> None:
 def _show_time(console: Console, outlook: Outlook) -> None:
     for line in _times_before(outlook):
         console.print(line)
-    heads = (_unit(outlook.job), "a step", "waiting", "all of it", "faster", "efficient", "Amdahl", "Gustafson")
-    rows: list[Sequence[str]] = []
+    rows: list[dict[str, str]] = []
     for line in outlook.lines:
         found, speed_up = line.prediction, outlook.lines[0].training_s / line.training_s
-        waiting, efficient = found.exposed_s / found.step_s, speed_up / found.capacity
-        laws = [f"{law:.2f}" for law in outlook.laws[line.machines].values()]
-        faster = f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}"
-        times = (_milliseconds(found.step_s), f"{100 * waiting:.0f} %", format_duration(line.training_s))
-        rows.append((str(line.machines), *times, faster, f"{100 * efficient:.0f} %", *laws))
-    print_table(console, heads, rows, ("Gustafson", "Amdahl", "efficient"))
+        laws = outlook.laws[line.machines]
+        rows.append(
+            {
+                _unit(outlook.job): str(line.machines),
+                "a step": _milliseconds(found.step_s),
+                "waiting": _percent(found.exposed_s, found.step_s),
+                "all of it": format_duration(line.training_s),
+                "faster": f"{speed_up:.2f}" if speed_up >= 0.01 else f"{speed_up:.1g}",
+                "efficient": _percent(speed_up, found.capacity),
+                "Amdahl": f"{laws['amdahl']:.2f}",
+                "Gustafson": f"{laws['gustafson']:.2f}",
+            }
+        )
+    _show_table(console, rows, "Gustafson", "Amdahl", "efficient")
     for line in _times_after(outlook):
         console.print(line)
     console.print()
+
+
+def _show_table(console: Console, rows: Sequence[dict[str, str]], *narrow: str) -> None:
+    """Print rows, whose keys are the heads of the columns; ``narrow`` are left out first where they do not fit."""
+    print_table(console, tuple(rows[0]), [tuple(row.values()) for row in rows], narrow)
 
 
 def _times_before(outlook: Outlook) -> Iterator[str]:
@@ -96,10 +107,7 @@ def _times_after(outlook: Outlook) -> Iterator[str]:
     alike = len({each.speed for each in job.computers}) == 1
     if len(lines) > 1 and not job.doubt and (alike or outlook.enough < lines[-1].machines):
         another = "process with as many cores" if job.together else "machine"
-        seconds = {line.machines: line.prediction.step_s for line in lines}
-        longer = [step_s > seconds.get(outlook.enough, step_s) for n, step_s in seconds.items() if n > outlook.enough]
-        what = "makes a step longer" if longer and all(longer) else "saves less than 5 % of a step"
-        yield f"Beyond {outlook.enough}, another {another} {what}."
+        yield f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step, or makes it longer."
     if len(lines) > 1:
         yield "Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged."
 
@@ -108,18 +116,23 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
     """Print the ways to send less, where the link is slow."""
     if not outlook.lighter:
         return
-    plain = outlook.lighter[0]
+    plain, *_ = outlook.lighter
     console.print(
-        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} {100 * plain.exposed_s / plain.step_s:.0f} % of a step "
+        f"On {outlook.lines[-1].machines} {_unit(outlook.job)} {_percent(plain.exposed_s, plain.step_s)} of a step "
         "is waiting for the link. With less to send a batch, which one of them computes in "
         f"{_milliseconds(outlook.lines[0].prediction.step_s)}, takes:"
     )
-    rows: list[Sequence[str]] = []
-    for way in outlook.lighter:
-        waiting = f"{100 * way.exposed_s / way.step_s:.0f} %"
-        price = "" if way is plain else "?" if way.price is None else f"{way.price:+.2%}"
-        rows.append((way.flags or "as it is", _milliseconds(way.step_s), waiting, format_size(way.sent_bytes), price))
-    print_table(console, ("with", "a batch", "waiting", "sent", "loss"), rows, ("waiting",))
+    rows = [
+        {
+            "with": way.flags or "as it is",
+            "a batch": _milliseconds(way.step_s),
+            "waiting": _percent(way.exposed_s, way.step_s),
+            "sent": format_size(way.sent_bytes),
+            "loss": "" if way is plain else "?" if way.price is None else f"{way.price:+.2%}",
+        }
+        for way in outlook.lighter
+    ]
+    _show_table(console, rows, "waiting")
     console.print(
         "Each is another training, so that none is chosen by itself. loss: what it added to the validation loss of a "
         "small model after 2,000 steps (docs/slow-links.md); of yours it may be more or less, and ? was not measured\n"
@@ -135,18 +148,16 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     parts["logits"] = "logits"
     shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
     ways = {f"{way.ranks}: {way.name}": way for way in outlook.memory if way.ranks in shown}
-    here = {name: way for name, way in ways.items() if way.built}
-    # Ways that are not here are of interest where none that is here is enough.
-    if any(each.fits is not False for each in (*here.values(), *outlook.pipelines)):
-        ways = here
     sends = any(way.sent_bytes for way in ways.values())
-    heads = (f"{_unit(job)}: way", *parts.values(), "peak", *["sent"] * sends, "fits")
-    rows: list[Sequence[str]] = []
+    rows: list[dict[str, str]] = []
     for name, way in ways.items():
-        cells = [format_bytes(way.parts[part]) for part in parts]
-        sent = [format_size(way.sent_bytes) if way.sent_bytes else "-"] * sends
-        rows.append((name, *cells, format_bytes(way.rank_bytes), *sent, _FITS[way.fits] if way.built else "-"))
-    print_table(console, heads, rows, ("grads", "logits", "optim.", "sent"))
+        row = {f"{_unit(job)}: way": name}
+        row |= {head: format_bytes(way.parts[part]) for part, head in parts.items()}
+        row["peak"] = format_bytes(way.rank_bytes)
+        if sends:
+            row["sent"] = format_size(way.sent_bytes) if way.sent_bytes else "-"
+        rows.append({**row, "fits": _FITS[way.fits]})
+    _show_table(console, rows, "grads", "logits", "optim.", "sent")
     sent = "; sent: by a rank in a step" * sends
     console.print(f"optim.: what the optimizer keeps; activ.: what the passes keep{sent}")
     for number in sorted({way.ranks for way in ways.values()}):
@@ -155,9 +166,6 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     for name, way in ways.items():
         if way.flags:
             console.print(f"{name}: {way.flags}")
-    if len(ways) > len(here):
-        where = "" if job.kind == "metal" else ": torchtitan and DeepSpeed have them, for NVIDIA GPUs"
-        console.print(f"-: allhands has no such way{where}")
     console.print()
 
 
@@ -169,12 +177,14 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
 
 
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
 def _there_is(job: Job) -> str:
-    """Tell whose memory a rank is held to, and how much of it there is."""
+    """Tell how much memory a rank is held to."""
     if len({each.usable_bytes for each in job.computers}) > 1:
-        most = largest(job.computers)
-        one = f"one machine is {most.name}, which has {most.memory_told}"
-        return f"; {one}; of several each is held to its own, and the largest share is shown"
+        return "; each of several machines is held to its own, one to the largest"
     if job.computers[0].usable_bytes is None:
         return ""
     return f"; there are {job.computers[0].memory_told}{', for all of them' if job.shares else ''}"

@@ -63,26 +63,19 @@ def valid_rows(config: TrainConfig, *, counted: bool, say: Callable[[str], objec
         notes.append("validations are not in these times: there are no data here to validate on")
         return nothing
     try:
-        found = _read(config, say)
+        chosen = config.model_copy(update={"test": False})
+        if "valid" not in find_splits(chosen):
+            notes.append("no validations: the data have no validation set")
+            return nothing
+        say("reading the validation data ...")
+        rows = open_splits(chosen, "valid").valid
     except AllhandsError as error:
         if counted:
             raise
         notes.append(f"validations are not in these times: {error.message}")
         return nothing
-    if found is None:
-        notes.append("no validations: the data have no validation set")
-        return nothing
-    return found
-
-
-def _read(config: TrainConfig, say: Callable[[str], object]) -> ValidRows | None:
-    """Return the rows that :class:`Evaluator` chooses; ``None``: there is no validation set."""
-    chosen = config.model_copy(update={"test": False})
-    if "valid" not in find_splits(chosen):
-        return None
-    say("reading the validation data ...")
-    rows = open_splits(chosen, "valid").valid
     assert rows is not None
+    # As allhands.train's evaluator chooses them.
     number = len(rows) if config.val_batches < 0 else min(len(rows), config.val_batches * config.batch_size)
     return ValidRows(number, int(rows.work[Shuffle(len(rows), 0).at(np.arange(number))].sum()))
 

@@ -32,7 +32,7 @@ def plot(asked: Plot) -> None:
 
 
 def _samples(run: Path) -> list[Sample] | None:
-    """What the run's processes held; ``None`` where it is too little for a picture."""
+    """The samples of the run's processes; ``None`` if they are too few for a picture."""
     try:
         found = read_samples(run if run.is_dir() else run.parent)
     except DataError:
@@ -41,5 +41,5 @@ def _samples(run: Path) -> list[Sample] | None:
 
 
 def _beside(out: Path) -> Path:
-    """Where the second picture goes; never where the first one is."""
+    """Place of the second picture, beside the first."""
     return out.with_name(f"memory{'-of-processes' * (out.stem == 'memory')}{out.suffix}")

@@ -29,10 +29,9 @@ from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.splitting import SplitShare
 from allhands.data.templates import ChatChoice
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.io.terminal import console_for, counting, table_of
 
-# Longer than any example: the renderer then cuts nothing.
-_WHOLE = 1 << 40
 _MAX_SEQ_LENGTH = 2048
 _NAME_WIDTH = 31
 _MANY = 12
@@ -139,14 +138,14 @@ def _measure(model: str, trust_remote_code: bool, chat: ChatChoice) -> Measure:
     # Where system messages are merged, they are so before they come here.
     chat = replace(chat, system="template")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, chat=chat).tokenizer
-    return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=_WHOLE).render
+    return Renderer(cast("Any", tokenizer), mask_prompt=False, max_seq_length=None).render
 
 
 # --- the screen -------------------------------------------------------------------------------------
 
 
 class _Screen:
-    """What became of the rows, for a terminal of 80 columns."""
+    """Print the outcome for a terminal of 80 columns."""
 
     def __init__(self, console: Console, outcome: PrepareOutcome) -> None:
         self._console = console
@@ -182,7 +181,7 @@ class _Screen:
 
     def _sources(self) -> None:
         outcome = self._outcome
-        self._title(f"read: {_rows(outcome.rows_read)}")
+        self._title(f"read: {counted(outcome.rows_read, 'row')}")
         if self._folder:
             self._say(f"names are those in {self._folder}")
         any_split = any(source.split for source in outcome.sources)
@@ -202,7 +201,7 @@ class _Screen:
 
     def _splits(self) -> None:
         outcome = self._outcome
-        self._title(f"kept: {_rows(outcome.num_kept)}")
+        self._title(f"kept: {counted(outcome.num_kept, 'row')}")
         rows = [(name, f"{outcome.kept[name]}", f"{outcome.preference[name]}") for name in outcome.kept]
         with_preference = any(outcome.preference.values())
         names = ("split", "rows", "preference") if with_preference else ("split", "rows")
@@ -217,7 +216,7 @@ class _Screen:
         self._title(f"duplicates: {found.exact} exact, {found.near} near, {found.removed} removed")
         for pair, count in found.across.items():
             own, other = pair.split(", ")
-            self._say(f"{_rows(count)} of {own} {'is' if count == 1 else 'are'} also in {other}")
+            self._say(f"{counted(count, 'row')} of {own} {'is' if count == 1 else 'are'} also in {other}")
         for twin in found.examples:
             like = "repeats" if twin.similarity >= 1 else f"is {twin.similarity:.0%} like"
             self._say(f"{self._short(twin.row)} {like} {self._short(twin.of)}")
@@ -229,8 +228,8 @@ class _Screen:
         if not self._outcome.reasons:
             return
         unread = sum(source.unread for source in self._outcome.sources)
-        files = f" and {unread} file{'s' * (unread != 1)}" if unread else ""
-        self._title(f"left out: {_rows(self._outcome.left_out)}{files}")
+        files = f" and {counted(unread, 'file')}" if unread else ""
+        self._title(f"left out: {counted(self._outcome.left_out, 'row')}{files}")
         self._reasons(self._outcome.reasons)
         if out is not None:
             self._say(f"all of them: {out / 'left-out.jsonl'}")
@@ -268,7 +267,7 @@ class _Screen:
             )
 
     def _whole_texts(self, flags: DataPrepare) -> bool:
-        """Whether a text file may have become a single row."""
+        """Return True if a text file may have become a single row."""
         files = (Path(source.name) for source in self._outcome.sources if source.rows == 1)
         return flags.documents in ("auto", "file") and any(file_type(file) == "text" for file in files)
 
@@ -284,10 +283,6 @@ class _Screen:
             self._console.print(Text(f"  {shlex.join(command)}"), soft_wrap=True)
         if any(self._outcome.preference.values()):
             self._say(f"preference data, for methods that learn from it: {flags.out / 'preference'}")
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'s' * (count != 1)}"
 
 
 def _common_folder(names: Sequence[str]) -> str:

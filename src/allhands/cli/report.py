@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from allhands.cli.verbs_runs import Report
 from allhands.errors import ConfigError
 from allhands.io.files import make_directory, require_ours, write_whole
 from allhands.io.terminal import echo
-from allhands.observe.journal import read_events
 from allhands.observe.metrics import METRICS_FILE
 from allhands.report import html, make_page, markdown, read_facts, to_html, to_markdown
 from allhands.report.markdown import one_line
@@ -26,7 +23,7 @@ def report(asked: Report) -> None:
     beside = target.with_suffix(".md")
     for file in (target, beside):
         require_ours(file, [html.MARK.encode(), markdown.MARK.encode()], "report", force=asked.force)
-    found = [read_facts(run, _journal(run, read_events)) for run in asked.runs]
+    found = [read_facts(run) for run in asked.runs]
     page = make_page(found, title=asked.title, now=time.time())
     texts = {target: to_html(page), beside: to_markdown(page)}
     # It holds what is in private files of the run: prompts, answers, names of directories.
@@ -60,10 +57,3 @@ def _usual(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path("report.html")
     return (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
-
-
-def _journal(run: Path, read: Callable[[Path], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the supervisor wrote beside the metrics, or among the logs."""
-    if not run.is_dir():
-        run = run.parent
-    return read(run) or read(run / "logs")

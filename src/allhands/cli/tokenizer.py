@@ -13,7 +13,7 @@ from allhands.data.sources import SourceOptions, find_sources
 from allhands.data.tokens_shown import cut, load_tokenizer_file
 from allhands.data.vocabulary import OUTPUT, VocabularyOptions, VocabularyReport, train_tokenizer
 from allhands.errors import ConfigError
-from allhands.io.formatting import format_duration, format_size
+from allhands.io.formatting import counted, format_duration, format_size
 from allhands.io.staging import require_place
 from allhands.io.terminal import counting
 
@@ -58,9 +58,9 @@ def bracketed(pieces: Sequence[str]) -> str:
 
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
-    """What was made, in words."""
+    """Describe a tokenizer that was made."""
     fewer = f" of {wanted} asked for: the text has no more to join" if report.vocabulary < wanted else ""
-    documents = f"{report.documents} text{'s' * (report.documents != 1)} of {format_size(report.num_bytes)}"
+    documents = f"{counted(report.documents, 'text')} of {format_size(report.num_bytes)}"
     measured = "too little text to measure bytes per token on"
     if report.bytes_per_token is not None:
         size = format_size(report.held_out_bytes)

@@ -225,19 +225,19 @@ def job_of(config: TrainConfig) -> TrainingJob:
         compared=config.hostfile is not None,
         # A second a batch is a guess of the right order.
         expected_s=float(config.iters or 1000),
-        explain=_tell if config.log_level == "verbose" else lambda lines: None,
+        explain=lambda lines: print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None,
         **options,
     )
 
 
 def _paths_there(config: TrainConfig) -> dict[Path, str]:
-    """What began with ``~``, as ranks on other computers read it in the same command or file."""
+    """Paths that began with ``~``, as ranks on other computers read them in the same command or file."""
     given = (config.adapter_path, config.resume)
     return {Path(path): written(path) for path in given if path is not None and written(path) != path}
 
 
 def _sync_command(config: TrainConfig) -> str | None:
-    """What brings model and data, as far as they lie here, to the computers of the hostfile."""
+    """The command that brings model and data, as far as they lie here, to the computers of the hostfile."""
     if config.hostfile is None:
         return None
     found = {"--model": config.model, "--data": config.data}
@@ -245,12 +245,8 @@ def _sync_command(config: TrainConfig) -> str | None:
     return shlex.join(["allhands", "cluster", "sync", "--hostfile", config.hostfile, *words]) if words else None
 
 
-def _tell(lines: list[str]) -> None:
-    print(*lines, sep="\n", file=sys.stderr)
-
-
 def _has_begun(directory: Path) -> bool:
-    """Whether ranks have been started for this directory before, here or on other computers."""
+    """True if ranks have been started for this directory before, here or on other computers."""
     return run_name(directory) is not None or any(event["kind"] == "started" for event in read_events(directory))
 
 
@@ -334,7 +330,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
 
 
 def tell_troubles(directory: Path) -> None:
-    """That training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
+    """Tell that training did harm, as a report says it: a run that has got worse looks like any other when it ends."""
     # A supervisor needs none of it, and starts sooner.
     from allhands.observe.judging import harm
     from allhands.observe.metrics.history import read_metrics

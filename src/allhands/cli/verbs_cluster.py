@@ -16,12 +16,12 @@ PLACE = "~/.allhands/env"
 class ClusterInit(NamedTuple):
     """Make computers ready to train together, and write the hostfile.
 
-    Looks what each of them has, and asks before anything is changed: ssh keys are
-    accepted and installed, the same environment is made everywhere. What is there
-    already stays. For example: allhands cluster init --hosts localhost,node1,node2
+    The command asks before each change: it accepts and installs ssh keys, and makes
+    the same environment on all computers. Finished work is not repeated. For
+    example: allhands cluster init --hosts localhost,node1,node2
 
-    If some cannot be used the hostfile is written without them (exit code 7); it
-    stays as it is if none can, or if you do not agree to what one of them needs.
+    If some cannot be used, the hostfile is written without them (exit code 7). It
+    stays unchanged if none can be used, or if you refuse a change.
     """
 
     hosts: Annotated[str, typer.Option("--hosts", metavar="A,B,...", help="Names of the computers, as ssh has them.")]
@@ -33,11 +33,13 @@ class ClusterInit(NamedTuple):
     ] = None
     env_dir: Annotated[str, typer.Option("--env-dir", metavar="DIR", help="Place of the environments.")] = PLACE
     install_key: Annotated[
-        bool, typer.Option("--install-key", help="Put your ssh key where it is refused (with ssh-copy-id).")
+        bool, typer.Option("--install-key", help="Install your ssh key on computers that refuse it (ssh-copy-id).")
     ] = False
     origin: Annotated[
         str | None,
-        typer.Option("--from", metavar="VERSION|WHEEL|DIR", help="Which allhands to install. [the one that runs here]"),
+        typer.Option(
+            "--from", metavar="VERSION|WHEEL|DIR", help="Version, wheel or directory of allhands to install. [this one]"
+        ),
     ] = None
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; change nothing.")] = False
@@ -46,7 +48,7 @@ class ClusterInit(NamedTuple):
 class ClusterSync(NamedTuple):
     """Copy model, data and configuration to every host, by rsync over ssh.
 
-    Only what differs is sent, and hosts pass it on; an interrupted transfer is resumed.
+    Only differences are sent, and hosts pass them on. An interrupted transfer is resumed.
     """
 
     paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Further files, directories.")] = None
@@ -55,7 +57,7 @@ class ClusterSync(NamedTuple):
     model: Annotated[str | None, typer.Option("--model", help="Model directory, Hub repository, or 'demo'.")] = None
     data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None
     config: Annotated[
-        str | None, typer.Option("--config", "-c", help="YAML file; also the model and data that it names.")
+        str | None, typer.Option("--config", "-c", help="YAML file to copy, with the model and data that it names.")
     ] = None
     stages: Annotated[
         bool, typer.Option("--stages", help="Only the weights that each host's stages of a pipeline need.")
@@ -63,13 +65,13 @@ class ClusterSync(NamedTuple):
     pp_split: Annotated[
         str | None, typer.Option("--pp-split", metavar="20,12", help="With --stages: blocks of each stage.")
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
-    chain: Annotated[bool, typer.Option("--chain", help="From host to host, in order.")] = False
+    chain: Annotated[bool, typer.Option("--chain", help="Send from host to host, in order.")] = False
     tree: Annotated[
-        bool, typer.Option("--tree", help="Every host that has everything sends to the next that waits. [default]")
+        bool, typer.Option("--tree", help="Hosts that have everything send to those that wait. [default]")
     ] = False
-    star: Annotated[bool, typer.Option("--star", help="This computer sends to all at once.")] = False
+    star: Annotated[bool, typer.Option("--star", help="Send from this computer to all at once.")] = False
     transport: Annotated[
         str,
         typer.Option("--transport", metavar="auto|ssh", help="auto: hosts send to each other; ssh: from here only."),
@@ -85,31 +87,33 @@ class ClusterCheck(NamedTuple):
 
     hostfile: Annotated[Path | None, typer.Option("--hostfile", help="MLX's JSON, or MPI's 'host slots=N'.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")] = None
-    model: Annotated[str | None, typer.Option("--model", help="Is it there, and the same everywhere?")] = None
-    data: Annotated[str | None, typer.Option("--data", help="Are they there, and the same everywhere?")] = None
-    backend: Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help="Meant for training.")] = "auto"
-    adapter_path: Annotated[str, typer.Option("--adapter-path", help="Where a run would write.")] = "adapters"
+    model: Annotated[str | None, typer.Option("--model", help="Model that must be equal everywhere.")] = None
+    data: Annotated[str | None, typer.Option("--data", help="Data that must be equal everywhere.")] = None
+    backend: Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help="Back-end of the training.")] = (
+        "auto"
+    )
+    adapter_path: Annotated[str, typer.Option("--adapter-path", help="Directory of the planned run.")] = "adapters"
     quick: Annotated[bool, typer.Option("--quick", help="Compare sizes of files only; do not read them.")] = False
-    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Measure a real group of MLX.")] = True
+    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Measure an exchange of gradients.")] = True
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1.0, help="Seconds to wait for a computer.")] = 20.0
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything that was found out as JSON.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False
 
 
 class ClusterBench(NamedTuple):
     """Measure how fast the computers exchange gradients.
 
-    A real group is formed, and all-reduces of 4 KiB to 64 MiB are timed over all ranks; then each link by itself.
+    All-reduces of 4 KiB to 64 MiB are timed over all ranks, then each link by itself.
     """
 
     hostfile: Annotated[
         str | None, typer.Option("--hostfile", help="Computers to measure, in MLX's JSON or MPI's lines.")
     ] = None
-    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="The same, by name.")] = None
+    hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Computers to measure, by name.")] = None
     num_ranks: Annotated[
         int | None, typer.Option("-n", "--num-ranks", min=2, max=1024, help="Ranks on this computer alone. [2]")
     ] = None
     backend: Annotated[
-        str, typer.Option("--backend", metavar="|".join(MEASURED), help="Back-end; 'all': each that is possible.")
+        str, typer.Option("--backend", metavar="|".join(MEASURED), help="Back-end; 'all' measures each possible one.")
     ] = "auto"
     links: Annotated[bool, typer.Option("--links/--no-links", help="Also measure each pair of computers.")] = True
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=5.0, help="Seconds for each back-end, at most.")] = (

@@ -30,8 +30,7 @@ class DataPrepare(NamedTuple):
     Chats, prompts with completions, texts, Alpaca, ShareGPT and preference data are recognised. Rows that cannot be
     used are left out and listed with file and line.
 
-    Splits that are cut here have no content in common, near duplicates included.
-    The directory is whole or absent, and every row is in it or listed as left out.
+    New splits have no rows in common, near duplicates included. The directory is whole or absent.
     """
 
     sources: Annotated[
@@ -43,7 +42,9 @@ class DataPrepare(NamedTuple):
     ] = None
     max_seq_length: Annotated[
         int | None,
-        typer.Option("--max-seq-length", min=2, metavar="TOKENS", help="With --model: where training cuts. [2048]"),
+        typer.Option(
+            "--max-seq-length", min=2, metavar="TOKENS", help="With --model: length at which training cuts. [2048]"
+        ),
     ] = None
     chat_template: ChatTemplate = None
     system: System = "template"
@@ -51,22 +52,30 @@ class DataPrepare(NamedTuple):
         list[str] | None, typer.Option("--column", metavar="PART=NAME", help="A column: prompt=question. Repeatable.")
     ] = None
     valid: Annotated[
-        str | None, typer.Option("--valid", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+        str | None,
+        typer.Option(
+            "--valid", metavar="SIZE", help="Rows for validation: fraction or number. [0.05, or the sources' split]"
+        ),
     ] = None
     test: Annotated[
-        str | None, typer.Option("--test", metavar="SIZE", help="Fraction or number of rows. [0.05 or the sources']")
+        str | None,
+        typer.Option(
+            "--test", metavar="SIZE", help="Rows for testing: fraction or number. [0.05, or the sources' split]"
+        ),
     ] = None
     split_by: Annotated[
         str | None,
-        typer.Option("--split-by", metavar="COLUMN", help="Rows alike in it stay in one split; 'source': the file."),
+        typer.Option(
+            "--split-by", metavar="COLUMN", help="Keep rows with the same value in one split; 'source': rows of a file."
+        ),
     ] = None
-    resplit: Annotated[bool, typer.Option("--resplit", help="Split anew what has splits already.")] = False
+    resplit: Annotated[bool, typer.Option("--resplit", help="Make new splits of sources that have splits.")] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of splits and order.")] = 0
     shuffle: Annotated[
         bool, typer.Option("--shuffle/--no-shuffle", help="Order by hash and seed, or as in the sources. [shuffle]")
     ] = True
     dedupe: Annotated[
-        str, typer.Option("--dedupe", metavar="off|exact|near", help="Which repeated rows to drop; all are reported.")
+        str, typer.Option("--dedupe", metavar="off|exact|near", help="Repeated rows to drop; all are reported.")
     ] = "off"
     near_threshold: Annotated[
         float, typer.Option("--near-threshold", help="Similarity of near duplicates; 1 looks for exact ones only.")
@@ -75,15 +84,14 @@ class DataPrepare(NamedTuple):
     force: Annotated[bool, typer.Option("--force", help="Replace a directory that was prepared before.")] = False
     documents: Annotated[
         str,
-        typer.Option(
-            "--documents", metavar="HOW", help="What a text file is cut at: file, line, blank-line or a string."
-        ),
+        typer.Option("--documents", metavar="HOW", help="Cut of a text file: file, line, blank-line or a string."),
     ] = "auto"
     hub_split: Annotated[str | None, typer.Option("--hub-split", help="Split of a Hub data set. [all]")] = None
     hub_config: Annotated[str | None, typer.Option("--hub-config", help="Configuration of a Hub data set.")] = None
     streaming: Annotated[bool, typer.Option("--streaming", help="Stream from the Hub, without a copy on disk.")] = False
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
+        int | None,
+        typer.Option("--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
     ] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own code.")] = False
     features: Annotated[dict[str, str], _COLUMNS] = {}  # noqa: RUF012
@@ -98,8 +106,8 @@ class DataDemo(NamedTuple):
 class TokenizerTrain(NamedTuple):
     """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
 
-    Byte-level BPE: it can cut every text. It learns from the training split, and is measured on the validation split or
-    else on the end of the text. The same data give the same files.
+    It is byte-level BPE, which can cut every text. It learns from the training split, and is measured on the
+    validation split or else on the end of the text. The same data give the same files.
     """
 
     sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")] = None
@@ -113,14 +121,15 @@ class TokenizerTrain(NamedTuple):
         list[str] | None, typer.Option("--special", metavar="TOKEN", help="A further special token. Repeatable.")
     ] = None
     split_digits: Annotated[
-        bool, typer.Option("--split-digits", help="Every digit a token of its own; else up to three are one.")
+        bool, typer.Option("--split-digits", help="Make each digit a token; else up to three digits are one.")
     ] = False
     chat_template: Annotated[
-        str | None, typer.Option("--chat-template", metavar="chatml", help="Add the template, and its tokens.")
+        str | None, typer.Option("--chat-template", metavar="chatml", help="Add this chat template and its tokens.")
     ] = None
     text_key: Annotated[str, typer.Option("--text-key", metavar="NAME", help="Column of the text.")] = "text"
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="ROWS", help="Read so many rows of each source at most.")
+        int | None,
+        typer.Option("--limit", min=1, metavar="ROWS", help="Highest number of rows to read of each source."),
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Replace a tokenizer that was made before.")] = False
 

@@ -11,7 +11,7 @@ import typer
 ModelName = Annotated[str, typer.Option("--model", help="Model directory, Hugging Face repository, or 'demo'.")]
 Adapter = Annotated[Path | None, typer.Option("--adapter-path", help="Directory of a training run.")]
 SystemPrompt = Annotated[str | None, typer.Option("--system-prompt", help="System message.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Highest number of tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling; 1 is off.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")]
@@ -19,7 +19,7 @@ TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a mo
 
 
 class Divided(StrEnum):
-    """How a model is divided among ranks."""
+    """Division of a model among ranks."""
 
     pipeline = "pipeline"
 
@@ -32,7 +32,7 @@ NumRanks = Annotated[
 ]
 Hosts = Annotated[str | None, typer.Option("--hosts", help="With --strategy: computers, by name.")]
 Hostfile = Annotated[str | None, typer.Option("--hostfile", help="With --strategy: file of computers.")]
-BackendName = Annotated[str | None, typer.Option("--backend", help="With --strategy: who moves the bytes.")]
+BackendName = Annotated[str | None, typer.Option("--backend", help="With --strategy: communication back-end.")]
 Split = Annotated[str | None, typer.Option("--pp-split", help="With --strategy: blocks of each rank, such as 20,12.")]
 
 
@@ -51,35 +51,33 @@ System = Annotated[
     ),
 ]
 
-# Of the verbs that listen: ``serve`` and ``dashboard``.
-Host = Annotated[
-    str, typer.Option("--host", help="Address to listen on; of others than this computer's a token is asked for.")
-]
+# Options of the verbs that listen: ``serve`` and ``dashboard``.
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; other computers need a token.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 is any free one.")]
 Token = Annotated[
     str | None,
     typer.Option(
         "--token",
         envvar="ALLHANDS_TOKEN",
-        help="What visitors must know; also ALLHANDS_TOKEN, which no list of processes shows. "
-        "[made anew where others can reach it]",
+        help="Token of clients; also ALLHANDS_TOKEN, which no list of processes shows. "
+        "[a new one where other computers can reach the port]",
         show_envvar=False,
     ),
 ]
 HostNames = Annotated[
     list[str] | None,
-    typer.Option("--name", help="Further name or address under which it is asked for. Repeatable."),
+    typer.Option("--name", help="Further name or address of the server. Repeatable."),
 ]
 
 
 class Format(StrEnum):
-    """Of an adapter."""
+    """Format of an adapter."""
 
     peft = "peft"
 
 
 class Target(StrEnum):
-    """What an export is for."""
+    """Target of an export."""
 
     peft = "peft"
     hf = "hf"
@@ -88,25 +86,25 @@ class Target(StrEnum):
 
 
 OutDir = Annotated[Path, typer.Option("--out", help="Directory to write.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier one wrote to --out.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the result of an earlier export or import in --out.")]
 
-Below = Annotated[str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")]
+Below = Annotated[str | None, typer.Option("--model", help="Base model. [the one in adapter_config.json]")]
 RunDirectory = Annotated[Path, typer.Option("--adapter-path", help="Directory of a training run.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; default: the model's.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. [the model's]")]
 
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="'demo', a model directory, or a Hugging Face repository.")
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same model, as an option.")]
 
 
 class Generate(NamedTuple):
     """Ask a model, with or without a trained adapter.
 
-    Speed and peak memory are shown as mlx_lm does. A model larger than one computer answers with --strategy pipeline.
+    Prints speed and peak memory as mlx_lm does. --strategy pipeline is for a model larger than one computer.
     """
 
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")]
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt; '-' reads standard input.")]
     model: ModelName = "demo"
     adapter_path: Adapter = None
     max_tokens: MaxTokens = 256
@@ -129,8 +127,8 @@ class Generate(NamedTuple):
 class Chat(NamedTuple):
     """Talk with a model, with or without a trained adapter.
 
-    It remembers what was said. /reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe
-    is a turn. A model larger than one computer talks with --strategy pipeline.
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer. Each line of a pipe is a turn. A
+    model larger than one computer talks with --strategy pipeline.
     """
 
     model: ModelName = "demo"
@@ -154,12 +152,14 @@ class Chat(NamedTuple):
 class Compare(NamedTuple):
     """Answer held-out prompts before and after training.
 
-    The answers are shown side by side; of pirates, with a score of how pirate they are.
+    The answers are shown side by side; those of the pirate data have a score.
     """
 
     model: ModelName = "demo"
     adapter_path: Adapter = None
-    data: Annotated[str, typer.Option("--data", help="Whose test split to ask: a directory, or 'demo'.")] = "demo"
+    data: Annotated[str, typer.Option("--data", help="Data with the test split to ask: a directory, or 'demo'.")] = (
+        "demo"
+    )
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Prompts to ask.")] = 16
     show: Annotated[int, typer.Option("--show", min=0, help="Answers to print side by side.")] = 4
     max_tokens: MaxTokens = 60
@@ -178,9 +178,8 @@ class Compare(NamedTuple):
 class Serve(NamedTuple):
     """Answer requests to a model over HTTP, as OpenAI does.
 
-    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may ask;
-    web pages may not, unless --allow-origin names them; other computers only if --host lets them, with a token.
-    Ends with Ctrl-C.
+    The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may send
+    requests; web pages need --allow-origin, and other computers --host and a token. Ctrl-C ends it.
     """
 
     model: ModelName = "demo"
@@ -195,12 +194,18 @@ class Serve(NamedTuple):
             "--allow-origin",
             "--allowed-origins",
             metavar="URL",
-            help="Web pages elsewhere that may ask: http://localhost:3000. Repeatable; * is all. [none]",
+            help="Web pages that may send requests, such as http://localhost:3000. Repeatable; * is all. [none]",
         ),
     ] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer, unless asked otherwise.")] = 512
-    temp: Annotated[float, typer.Option("--temp", min=0.0, help="Temperature, unless asked otherwise.")] = 0.0
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Top-p, unless asked otherwise.")] = 1.0
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Tokens of an answer at most, unless a request says otherwise.")
+    ] = 512
+    temp: Annotated[
+        float, typer.Option("--temp", min=0.0, help="Sampling temperature, unless a request says otherwise.")
+    ] = 0.0
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus sampling, unless a request says otherwise.")
+    ] = 1.0
     chat_template: ChatTemplate = None
     system: System = "template"
     trust_remote_code: TrustCode = False
@@ -210,7 +215,7 @@ class Fuse(NamedTuple):
     """Merge a trained adapter into its model.
 
     The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
-    mlx_lm.fuse. Before it is in its place it is read back, and has to compute what model and adapter do.
+    mlx_lm.fuse. The result is read back and compared with model and adapter before it is in its place.
     """
 
     model: Below = None
@@ -218,7 +223,9 @@ class Fuse(NamedTuple):
     save_path: Annotated[Path, typer.Option("--save-path", help="Directory to write.")] = Path("fused_model")
     dequantize: Annotated[
         bool,
-        typer.Option("--dequantize", "--de-quantize", help="Unpack quantised weights: nothing of the adapter is lost."),
+        typer.Option(
+            "--dequantize", "--de-quantize", help="Unpack quantised weights, so that the adapter loses no precision."
+        ),
     ] = False
     dtype: Dtype = None
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is in --save-path.")] = False
@@ -226,7 +233,7 @@ class Fuse(NamedTuple):
     gguf_path: Annotated[
         str | None, typer.Option("--gguf-path", help="Name of that file inside --save-path. [ggml-model-f16.gguf]")
     ] = None
-    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Not here: allhands upload.")] = None
+    upload_repo: Annotated[str | None, typer.Option("--upload-repo", help="Refused: allhands upload does it.")] = None
     trust_remote_code: TrustCode = False
 
 
@@ -238,17 +245,16 @@ class Export(NamedTuple):
     that file and a Modelfile.
     """
 
-    to: Annotated[Target, typer.Option("--to", help="For whom.")]
+    to: Annotated[Target, typer.Option("--to", help="Program that reads the result.")]
     out: OutDir
     adapter_path: Annotated[
-        Path | None, typer.Option("--adapter-path", help="Directory of a training run; without one --model alone.")
+        Path | None,
+        typer.Option("--adapter-path", help="Directory of a training run; without it --model is exported alone."),
     ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model below it; default: as adapter_config.json says.")
-    ] = None
+    model: Below = None
     base: Annotated[
         str | None,
-        typer.Option("--base", help="peft: the name under which others load that model; default: --model."),
+        typer.Option("--base", help="peft: name under which PEFT loads the base model. [--model]"),
     ] = None
     dtype: Annotated[str | None, typer.Option("--dtype", help="hf: float32, float16 or bfloat16.")] = None
     force: Force = False
@@ -258,15 +264,13 @@ class Export(NamedTuple):
 class Import(NamedTuple):
     """Import an adapter that another program has trained.
 
-    peft: what save_pretrained of PEFT's LoRA and DoRA writes. The result is a directory for --adapter-path.
+    peft: LoRA and DoRA adapters that PEFT's save_pretrained wrote. The result is a directory for --adapter-path.
     """
 
     path: Annotated[Path, typer.Argument(help="Directory of the adapter.", show_default=False)]
-    source: Annotated[Format, typer.Option("--from", help="Who has written it.")]
+    source: Annotated[Format, typer.Option("--from", help="Program that wrote the adapter.")]
     out: OutDir
-    model: Annotated[str | None, typer.Option("--model", help="The model below it; default: as the adapter says.")] = (
-        None
-    )
+    model: Annotated[str | None, typer.Option("--model", help="Base model. [the one that the adapter names]")] = None
     force: Force = False
     trust_remote_code: TrustCode = False
 
@@ -274,26 +278,26 @@ class Import(NamedTuple):
 class Upload(NamedTuple):
     """Upload a model or an adapter to the Hugging Face Hub.
 
-    The one command that sends anything away. Checkpoints and logs of a run are left out. `hf auth login` comes first.
+    No other command sends data away. Checkpoints and logs of a run are left out. Run `hf auth login` first.
     """
 
     directory: Annotated[Path, typer.Argument(help="Directory of a model or an adapter.", show_default=False)]
     to: Annotated[str, typer.Option("--to", help="Repository on the Hub: owner/name.")]
-    private: Annotated[bool, typer.Option("--private", help="Only you, and whom you let, can see it.")] = False
-    message: Annotated[str, typer.Option("--message", help="Of the commit.")] = "Upload with allhands"
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False
+    message: Annotated[str, typer.Option("--message", help="Message of the commit.")] = "Upload with allhands"
 
 
 class ModelGet(NamedTuple):
     """Fetch a model into a normal MLX model directory.
 
-    It is quantised, dequantised or cast as asked.
+    Options quantise it, dequantise it or change its type.
     """
 
     source: ModelArgument = None
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write. [models/NAME]")] = None
     model: ModelOption = None
     quantize: Annotated[int | None, typer.Option("--quantize", metavar="BITS", help="Quantise to 2-8 bits.")] = None
-    group_size: Annotated[int | None, typer.Option("--group-size", help="Values a quantisation group.")] = None
+    group_size: Annotated[int | None, typer.Option("--group-size", help="Values of a quantisation group.")] = None
     dequantize: Annotated[bool, typer.Option("--dequantize", help="Write dense weights.")] = False
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = None
     force: Annotated[bool, typer.Option("--force", help="Replace an existing directory.")] = False

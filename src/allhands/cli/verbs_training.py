@@ -46,7 +46,7 @@ class Launch(NamedTuple):
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None
     num_ranks: Annotated[
         int | None,
-        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile the most. [1, all slots]"),
+        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile at most. [1, all slots]"),
     ] = None
     hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
     hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         bool | None,
         typer.Option(
             "--tag-output/--no-tag-output",
-            help="Show the output of every rank, each line with its rank before it, or that of rank 0 as it is. "
+            help="Show the lines of every rank, each after its rank, or only those of rank 0. "
             "[tagged with several ranks]",
             show_default=False,
         ),
@@ -80,24 +80,26 @@ class Launch(NamedTuple):
 class Eval(NamedTuple):
     """Measure loss and perplexity of a model on a split of the data.
 
-    The same number on any number of processes; of plain texts bits per byte, too. With --tasks public benchmarks.
+    The result is the same on any number of processes. Plain texts also have bits per byte. --tasks runs benchmarks.
     """
 
     flags: Annotated[dict[str, Any], options_of(EvalConfig, _EVALUATED)]
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", help="Instead: benchmarks of lm-evaluation-harness (a,b), or YAML files of your own."),
+        typer.Option("--tasks", help="Run benchmarks of lm-evaluation-harness (a,b), or your own YAML files."),
     ] = None
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each.")] = None
-    num_shots: Annotated[int | None, typer.Option("--num-shots", min=0, help="With --tasks: examples shown.")] = None
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --tasks: examples of each task.")] = None
+    num_shots: Annotated[
+        int | None, typer.Option("--num-shots", min=0, help="With --tasks: solved examples in each prompt.")
+    ] = None
 
 
 class DataCheck(NamedTuple):
     """Tell what training would see of a data set, before a run is spent on it.
 
-    DIR is what allhands train takes as --data: a folder, 'demo' or a Hub dataset. Options and defaults are those of
-    training, and so is the YAML file (-c).
+    DIR is the --data of allhands train: a folder, 'demo' or a Hub dataset. Options, defaults and the YAML file (-c) are
+    those of training.
     """
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _CHECKED)]
@@ -113,16 +115,17 @@ class DataCheck(NamedTuple):
     split: Annotated[str | None, typer.Option("--split", help="Only train, valid or test. [all]", metavar="NAME")] = (
         None
     )
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 if anything ruins the run.")] = False
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 3 if there is a serious problem.")] = (
+        False
+    )
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers and findings as JSON.")] = False
 
 
 class ModelCheck(NamedTuple):
     """Compare a training step's loss and gradient with those of mlx_lm's own model.
 
-    A short row and a long one are computed by both. Every training does this before its first step, but within
-    seconds: with fewer blocks where the model is large. Options are those of training; with --data its longest row
-    is compared.
+    Both compute a short row and a long one. Every training does this before its first step, for a large model with
+    fewer blocks. Options are those of training; with --data the longest row of the data is compared.
     """
 
     flags: Annotated[dict[str, Any], options_of(TrainConfig, _COMPARED)]

@@ -26,7 +26,6 @@ from allhands.cluster.frames import FROM_SUPERVISOR, GARBLED, Frame, FrameLink
 from allhands.cluster.processes import Share, reserve_ports, start
 from allhands.cluster.ranks import LaunchSpec, Marks, RankProcesses
 from allhands.cluster.reaper import Reaper
-from allhands.cluster.runfiles import read_attested
 from allhands.errors import AllhandsError, ConfigError, DistributedError, Interrupted, StorageError
 from allhands.io.files import make_directory, private_opener, storage_error_of
 from allhands.io.staging import Scratch
@@ -73,7 +72,8 @@ class Agent:
         hello = self._hello
         os.environ.update(hello["forwarded"])
         enter_directory(hello["cwd"], None if hello["cwd_required"] else hello["below_home"])
-        self._link.send("ready", ports=self._reserve(hello["address"]), **newest_step(hello), **self_description())
+        ports = self._reserve(hello["address"])
+        self._link.send("ready", ports=ports, versions=software_here(), **newest_step(hello))
 
     def start(self, peers: Sequence[str]) -> None:
         """Start the ranks of this computer; ``peers`` are the addresses of all ranks of the job.
@@ -98,6 +98,8 @@ class Agent:
         Raises:
             StorageError: rank 0 is here, whose files are the run's.
         """
+        if not self._hello["log_dir"]:
+            return replace(spec, log_dir=make_directory(self._run_dir / "logs", private=True))
         try:
             make_directory(spec.log_dir, private=True)
             for rank in self._own():
@@ -144,7 +146,7 @@ class Agent:
                 self._told[rank] = marks
                 self._link.send("marks", rank=rank, **_aged(marks, now))
         ends = self._ranks.exits()
-        if not self._attested and (content := read_attested(self._run_dir)) is not None:
+        if not self._attested and (content := self._ranks.attested()) is not None:
             self._attested = True
             self._link.send("attested", content=content)
         for end in ends:
@@ -183,7 +185,7 @@ class Agent:
         for thread in self._outputs:
             thread.join(_FLUSH_S)
         self._scratch.close()
-        if not self._hello.get("keep_logs", True):
+        if self._hello.get("log_dir") and not self._hello.get("keep_logs", True):
             self._remove_logs()
 
     def _remove_logs(self) -> None:
@@ -313,11 +315,6 @@ def newest_step(hello: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": step, "own": True}
     source = hello["resume"]
     return {"step": None if source is None else quick_step(Path(source).expanduser()), "own": False}
-
-
-def self_description() -> dict[str, Any]:
-    """Return what the supervisor compares among computers: name, cores and versions."""
-    return {"hostname": socket.gethostname(), "cores": allowed_cores(), "versions": software_here()}
 
 
 def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:

@@ -1,7 +1,7 @@
 """One rank of a measurement: ``python -P -m allhands.cluster.bench_rank '{"mark": "...", "sizes": [4096]}'``.
 
-Works under our supervisor and, like training, under any launcher that is recognised. Rank 0 writes the result, with
-what ``about`` holds, to standard output, as one line of JSON after the mark.
+Works under our supervisor, which rank 0 tells the result, and, like training, under any launcher that is recognised:
+there rank 0 writes it to standard output, as one line of JSON after the mark.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from allhands.cluster.environment import Launch, recognise_here
+from allhands.cluster.environment import recognise_here
 from allhands.cluster.join import join_group
 from allhands.cluster.worker import install
 from allhands.io.files import private_opener
@@ -25,7 +25,11 @@ def main(arguments: list[str]) -> None:
     """Join the group, measure, tell, and end."""
     request: dict[str, Any] = json.loads(arguments[0])
     launch = recognise_here()
-    output = _take_output(launch, os.environ.get("ALLHANDS_LOG_DIR"))
+    is_supervised = launch.launcher == "allhands"
+    if launch.rank == 0 and is_supervised:
+        _write_to_log(Path(os.environ["ALLHANDS_LOG_DIR"], "rank-0.log"))
+    elif launch.rank:
+        os.dup2(2, 1)
     with install(launch, os.environ) as worker:
         worker.mark_ready()
         preload_blas()
@@ -45,29 +49,21 @@ def main(arguments: list[str]) -> None:
                 "timings": timings,
                 "speeds": speeds,
             }
-            result = {**request.get("about", {}), **found}
-            _write(output, f"{request['mark']}{json.dumps(result)}\n".encode())
+            if is_supervised:
+                worker.attest(found)
+            else:
+                os.write(1, f"{request['mark']}{json.dumps(found)}\n".encode())
     sys.stderr.flush()
     # As training does: MLX's back-ends may hang in an ordinary end; a foreign mpirun needs one.
-    if launch.backend != "mpi" or launch.launcher == "allhands":
+    if launch.backend != "mpi" or is_supervised:
         os._exit(0)
 
 
-def _take_output(launch: Launch, log_dir: str | None) -> int:
-    """Keep standard output for the result: under our supervisor what else rank 0 says goes to its log."""
-    output = os.dup(1)
-    if launch.rank or log_dir is None:
-        os.dup2(2, 1)
-        return output
-    with open(Path(log_dir, "rank-0.log"), "ab", opener=private_opener) as log:
+def _write_to_log(path: Path) -> None:
+    """Keep standard output and error from the screen, on which the caller writes."""
+    with open(path, "ab", opener=private_opener) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    return output
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 if __name__ == "__main__":

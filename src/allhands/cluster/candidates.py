@@ -22,17 +22,13 @@ _ASK_S = 10.0
 
 # Each host's Python runs this; the standard library only.
 _QUESTION = """
-import json, platform, re, shutil, subprocess, sys, os
-def said(*argv):
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=6, stdin=subprocess.DEVNULL).stdout
-    except Exception:
-        return ""
-beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-mpirun = beside if os.path.exists(beside) else shutil.which("mpirun")
-found = re.search(r"Open MPI\\)? (\\d+\\.\\d+\\.\\d+)", said(mpirun, "--version")) if mpirun else None
-gpus = sum(line.startswith("GPU ") for line in said("nvidia-smi", "-L").splitlines())
-print("@" + json.dumps({"system": platform.system(), "gpus": gpus, "mpi": found.group(1) if found else None}))
+import json, platform, subprocess
+try:
+    listed = subprocess.run(["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, timeout=6).stdout
+except Exception:
+    listed = b""
+gpus = sum(line.startswith(b"GPU ") for line in listed.splitlines())
+print("@" + json.dumps({"system": platform.system(), "gpus": gpus}))
 """
 
 
@@ -43,7 +39,7 @@ class HostTraits:
     Attributes:
         system: the name that ``platform.system()`` gives.
         gpus: number of NVIDIA GPUs for its ranks.
-        mpi: the version of its Open MPI, empty if it has none.
+        mpi: the version of its Open MPI, empty if it has none; of this computer alone.
         rdma: the hostfile names RDMA devices to the other computers.
         here: it is this computer.
     """
@@ -139,19 +135,14 @@ def _jaccl(facts: Facts) -> Candidate:
 
 
 def _mpi(facts: Facts) -> Candidate:
-    first, versions = facts.hosts[0], [host.mpi for host in facts.hosts]
-    if not all(versions):
-        lacking = ", ".join(host.name for host in facts.hosts if not host.mpi)
-        return Candidate("mpi", False, f"no Open MPI 5 found on {lacking}: pip install 'allhands[mpi]'")
-    if len(set(versions)) > 1:
-        told = ", ".join(f"{host.name} has {host.mpi}" for host in facts.hosts)
-        return Candidate("mpi", False, f"different versions of Open MPI: {told}")
-    if int((first.mpi or "0").partition(".")[0]) < 5:
+    first, *others = facts.hosts
+    if others or facts.by_agents or not first.here:
+        reason = "the supervisor starts it on this computer alone, without a hostfile; for several use mpirun itself"
+        return Candidate("mpi", False, reason)
+    if not first.mpi:
+        return Candidate("mpi", False, f"no Open MPI 5 found on {first.name}: pip install 'allhands[mpi]'")
+    if int(first.mpi.partition(".")[0]) < 5:
         return Candidate("mpi", False, f"Open MPI {first.mpi} is too old: 5.0 or newer is needed")
-    if len(facts.hosts) != 1:
-        return Candidate("mpi", False, "the supervisor starts it on one computer only; for several use mpirun itself")
-    if facts.by_agents or not first.here:
-        return Candidate("mpi", False, "it is for this computer alone, without a hostfile")
     if first.system != "Linux":
         # Possible on other systems, but nobody has shown that it is faster.
         return Candidate("mpi", False, "it is chosen by itself on Linux only: give --backend mpi")
@@ -189,8 +180,7 @@ def _fact_of(host: Host, num_ranks: int, *, ask: bool) -> HostTraits:
     if host.ssh is None:
         return _fact_here(host.name, num_ranks, rdma)
     answer = _ask(host) if ask else {}
-    mpi = (answer.get("mpi") or "") if answer else None
-    return HostTraits(host.name, num_ranks, answer.get("system"), answer.get("gpus"), mpi, rdma, here=False)
+    return HostTraits(host.name, num_ranks, answer.get("system"), answer.get("gpus"), rdma=rdma, here=False)
 
 
 def _fact_here(name: str, num_ranks: int, rdma: bool) -> HostTraits:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
-_FIT_ROUNDS = 20
 _LARGE_BYTES = 1 << 20
+_TIMED = ("num_bytes", "rounds", "median_s", "low_s", "high_s")
 _TYPICAL_BYTES = 4 << 20  # by which links are compared: a LoRA adapter's gradient
 
 
@@ -41,9 +40,7 @@ class Figures:
 
     Attributes:
         hosts: their computers.
-        timings: by size, ascending; the largest may be missing where time was short.
-        latency_s: of the line that fits the times best: ``seconds = latency_s + num_bytes / bytes_per_s``.
-        bytes_per_s: of that line, algorithm bandwidth.
+        timings: by size, ascending, at least one; the largest may be missing where time was short.
         speeds: products and sums a second of each rank, all at work at the same time; empty where not measured.
     """
 
@@ -51,38 +48,27 @@ class Figures:
     num_ranks: int
     backend: str
     timings: tuple[Timing, ...]
-    latency_s: float
-    bytes_per_s: float
     speeds: tuple[float, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        hosts: Sequence[str],
-        num_ranks: int,
-        backend: str,
-        timings: Sequence[Timing],
-        speeds: Sequence[float] = (),
-    ) -> Figures:
-        """Fit the line to at least one timing."""
-        latency_s, bytes_per_s = fit([(timing.num_bytes, timing.median_s) for timing in timings])
-        known = len(speeds) == num_ranks and all(0 < speed < math.inf for speed in speeds)
-        told = tuple(map(float, speeds)) if known else ()
-        return cls(tuple(hosts), num_ranks, backend, tuple(timings), latency_s, bytes_per_s, told)
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the smallest all-reduce."""
+        return self.timings[0].median_s
 
-    def bus_factor(self) -> float:
-        """Bytes that each link carries for a byte of the array, whatever the number of ranks: 2 (n - 1) / n."""
-        return 2 * (self.num_ranks - 1) / self.num_ranks
+    @property
+    def bytes_per_s(self) -> float:
+        """Algorithm bandwidth of the largest all-reduce: smaller arrays may fit into buffers on the way."""
+        return self.timings[-1].bytes_per_s
 
     def bus_bytes_per_s(self, timing: Timing | None = None) -> float:
-        """Bus bandwidth: comparable between groups of different sizes and with the speed of the cable."""
-        return self.bus_factor() * (timing.bytes_per_s if timing else self.bytes_per_s)
+        """Bus bandwidth, by default of the largest all-reduce: comparable with the speed of the cable.
+
+        For a byte of the array each link carries 2 (n - 1) / n bytes.
+        """
+        return 2 * (self.num_ranks - 1) / self.num_ranks * (timing or self.timings[-1]).bytes_per_s
 
     def seconds(self, num_bytes: float) -> float:
-        """What an all-reduce of so many bytes takes: as measured, linear between two sizes and beyond the largest.
-
-        Not by the line: caches, packets and protocols have sizes of their own, at which the bandwidth changes.
-        """
+        """What an all-reduce of so many bytes takes: as measured, linear between two sizes and beyond the largest."""
         smallest, largest = self.timings[0], self.timings[-1]
         if num_bytes <= smallest.num_bytes:
             return smallest.median_s
@@ -97,15 +83,22 @@ class Figures:
         content = asdict(self)
         for entry, timing in zip(content["timings"], self.timings, strict=True):
             entry |= {"bytes_per_s": timing.bytes_per_s, "bus_bytes_per_s": self.bus_bytes_per_s(timing)}
-        return {**content, "bus_bytes_per_s": self.bus_bytes_per_s()}
+        line = {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}
+        return {**content, **line, "bus_bytes_per_s": self.bus_bytes_per_s()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Figures:
-        """What :meth:`as_json` has written; raises KeyError, TypeError or ValueError if it has not."""
-        names = ("num_bytes", "rounds", "median_s", "low_s", "high_s")
-        timings = [Timing(*(entry[name] for name in names)) for entry in content["timings"]]
-        speeds = content.get("speeds", ())
-        return cls.of(content["hosts"], int(content["num_ranks"]), str(content["backend"]), timings, speeds)
+        """Read what :meth:`as_json` has written, or a rank.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        timings = tuple(Timing(**{name: entry[name] for name in _TIMED}) for entry in content["timings"])
+        if not timings or not all(0 < timing.median_s < math.inf for timing in timings):
+            raise ValueError("no times")
+        num_ranks, speeds = int(content["num_ranks"]), tuple(map(float, content.get("speeds", ())))
+        known = len(speeds) == num_ranks and all(0 < speed < math.inf for speed in speeds)
+        return cls(tuple(content["hosts"]), num_ranks, str(content["backend"]), timings, speeds if known else ())
 
 
 @dataclass(frozen=True)
@@ -172,14 +165,11 @@ class Measurement:
         """For machines; the names are those of the attributes, bandwidth of the bus and the slowest link added."""
         slowest = self.slowest_link
         return {
-            "backend": self.backend,
+            **asdict(self),
             "whole": self.whole.as_json() if self.whole else None,
             "links": [link.as_json() for link in self.links],
-            "slowest_link": list(slowest.hosts) if slowest else None,
+            "slowest_link": slowest.hosts if slowest else None,
             "slow_host": self.slow_host,
-            "failures": [asdict(failure) for failure in self.failures],
-            "not_measured": [list(group) for group in self.not_measured],
-            "seconds_taken": self.seconds_taken,
         }
 
 
@@ -192,35 +182,3 @@ def _all_slower(links: Sequence[Figures], others: Sequence[Figures]) -> bool:
     return bool(sizes) and all(
         min(table[size].low_s for table in slow) >= 2 * max(table[size].high_s for table in fast) for size in sizes
     )
-
-
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return latency (s) and bandwidth (bytes/s) of the line ``seconds = latency + bytes / bandwidth``.
-
-    Least squares of the errors relative to the line, so that small sizes count as much as large ones; neither is
-    negative, and where times do not grow with the size the largest one gives the bandwidth.
-
-    Args:
-        points: bytes and seconds, at least one; all above 0.
-    """
-    num_bytes, seconds = max(points)
-    latency, slope = 0.0, seconds / num_bytes
-    if len(points) == 1:
-        return latency, 1 / slope
-    expected = [t for _, t in points]
-    for _ in range(_FIT_ROUNDS):
-        latency, slope = _line(points, [1 / t**2 for t in expected])
-        if slope <= 0:
-            return statistics.median_high(t for _, t in points), num_bytes / seconds
-        expected = [latency + slope * size for size, _ in points]
-    return latency, 1 / slope
-
-
-def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Latency, at least 0, and seconds a byte by weighted least squares; by hand, for numpy takes long to load."""
-    both = [*zip(weights, points, strict=True)]
-    w, s, t = sum(weights), sum(w * s for w, (s, _) in both), sum(w * t for w, (_, t) in both)
-    ss, st = sum(w * s * s for w, (s, _) in both), sum(w * s * t for w, (s, t) in both)
-    slope = (w * st - s * t) / (w * ss - s * s)
-    latency = (t - slope * s) / w
-    return (latency, slope) if latency >= 0 else (0.0, st / ss)

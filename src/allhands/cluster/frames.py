@@ -108,8 +108,6 @@ FROM_AGENT: Mapping[str, Check] = {
             "ports": list_of(_PORT),
             "step": maybe(_COUNT),
             "own": is_flag,
-            "hostname": is_text,
-            "cores": _COUNT,
             "versions": mapping_of(_ANY_TEXT),
         }
     ),

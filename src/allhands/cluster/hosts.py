@@ -73,7 +73,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
+def write_hosts(names: str, path: Path) -> Path:
     """Write the hostfile that ``names`` stands for, ``"node1,node2:2"``: names or addresses, with slots or without.
 
     A person may add computers to it while the job runs, as to any hostfile.
@@ -82,7 +82,7 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
         ConfigError: they are not understood, or one stands there twice.
         StorageError: it cannot be written.
     """
-    text = _lines_of(names, where)
+    text = _lines_of(names)
     try:
         make_directory(path.parent, private=True)
         write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8"), private=True)
@@ -92,32 +92,34 @@ def write_hosts(names: str, path: Path, where: str = "--hosts") -> Path:
 
 
 def hosts_named(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of a hostfile, or those of ``names`` as in :func:`write_hosts`; empty for neither.
+    """Return the computers of ``--hostfile``, or those of ``--hosts`` as in :func:`write_hosts`; empty for neither.
 
     Raises:
-        ConfigError: as these.
+        ConfigError: as these, or both are given.
     """
+    if names and hostfile:
+        _refuse("--hostfile, --hosts", "the computers are named twice", "give one of the two")
     if hostfile:
         return read_hostfile(hostfile)
-    return tuple(_from_lines(_lines_of(names, "--hosts"), "--hosts")) if names else ()
+    return tuple(_from_lines(_lines_of(names), "--hosts")) if names else ()
 
 
 def chosen_hosts(names: str | None, hostfile: str | Path | None) -> tuple[Host, ...]:
-    """Return the computers of ``--hostfile``, or those of ``--hosts``: names without slots.
+    """Return the computers as :func:`hosts_named`, but at least one.
 
     Raises:
-        ConfigError: neither or both options are given, or something is not understood.
+        ConfigError: as there, or none is named.
     """
-    words = [word.strip() for word in (names or "").split(",") if word.strip()]
-    if (hostfile is None) == (names is None) or not (hostfile or words):
-        hint = "give --hostfile hosts.json, or --hosts node1,node2"
-        _refuse("--hostfile, --hosts", f"the computers are {'named twice' if hostfile else 'not named'}", hint)
-    if hostfile is not None:
-        return read_hostfile(hostfile)
-    return tuple({host.ssh: host for host in (host_from_name(word, "--hosts") for word in words)}.values())
+    found = hosts_named(names, hostfile)
+    if not found:
+        _refuse(
+            "--hostfile, --hosts", "the computers are not named", "give --hostfile hosts.json, or --hosts node1,node2"
+        )
+    return found
 
 
-def _lines_of(names: str, where: str) -> str:
+def _lines_of(names: str) -> str:
+    where = "--hosts"
     lines: dict[str, str] = {}
     words = [part.strip() for part in names.split(",")]
     if not any(words):

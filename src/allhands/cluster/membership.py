@@ -66,14 +66,14 @@ class Members(Protocol):
 
     def changed(self, current: Sequence[Place]) -> str | None:
         """Return why the ranks should regroup: more could take part than those of ``current``. Returns at once."""
-        ...
+        return None
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
         """Return the computers that would then be there besides those of ``current``."""
-        ...
+        return ()
 
 
-class LocalMembers:
+class LocalMembers(Members):
     """This computer alone; what can be left out is one of its slots.
 
     Args:
@@ -96,16 +96,8 @@ class LocalMembers:
         """Do without these slots."""
         self._left_out.update(seats)
 
-    def changed(self, current: Sequence[Place]) -> str | None:
-        """Nobody else can come."""
-        return None
 
-    def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
-        """Nobody else can come."""
-        return ()
-
-
-class HostfileMembers:
+class HostfileMembers(Members):
     """The computers of a hostfile that answer, with all their slots, in the order of the file.
 
     The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again when it has been

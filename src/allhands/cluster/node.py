@@ -22,10 +22,8 @@ from allhands.cluster.patience import Patience
 from allhands.cluster.place import MeetingPoint
 from allhands.cluster.processes import Share
 from allhands.cluster.ranks import LaunchSpec
-from allhands.cluster.reaper import Reaper
-from allhands.cluster.supervisor import caught_signals
+from allhands.cluster.supervisor import workroom
 from allhands.io.files import make_directory
-from allhands.io.staging import Scratch
 from allhands.observe.journal import SupervisorEvent
 
 _TICK_S = 0.05
@@ -62,14 +60,14 @@ def run_node(
     make_directory(spec.log_dir, private=True)
     for rank in own:  # error files of an earlier start
         (spec.log_dir / f"error-rank-{rank}.json").unlink(missing_ok=True)
-    with caught_signals() as signals, Scratch() as private, Reaper() as reaper:
-        reaper.directory(private)
-        with gathered(len(own), spec.backend, partial(_meet, spec, own, meeting, patience, signals)) as peers:
+    with workroom() as room:
+        come = partial(_meet, spec, own, meeting, patience, room.signals)
+        with gathered(len(own), spec.backend, come) as peers:
             if peers is None:
                 tell("stopped before the first step")
-                return 130 if signals[0] == signal.SIGINT else 143, None
+                return 130 if room.signals[0] == signal.SIGINT else 143, None
             share = Share(own.start, len(own), peers, socket.gethostname())
-            outcome = Attempt(spec, private / "ranks", signals, told, reaper, share=share).run()
+            outcome = Attempt(spec, room.private / "ranks", room.signals, told, room.reaper, share=share).run()
     if (fault := outcome.fault) is None:
         return outcome.code, None
     text = f"rank {fault.rank}: {fault.explanation}" if fault.explanation else fault.message

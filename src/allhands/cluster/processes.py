@@ -27,7 +27,7 @@ import psutil
 from allhands.cluster import guard
 from allhands.cluster.guard import TAG_VARIABLE
 from allhands.cluster.mpi import MEMORY_VARIABLE, mpi_variables, mpirun_command, require_mpi, shared_memory
-from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, Marks, RankExit, RankProcesses
+from allhands.cluster.ranks import ATTEST_VARIABLE, TRIAL_VARIABLE, LaunchSpec, RankExit, RankProcesses
 from allhands.cluster.reaper import MARK, Reaper, end_processes
 from allhands.cluster.runfiles import RunFiles, tail
 from allhands.cluster.tails import Tails, to_screen
@@ -39,22 +39,36 @@ from allhands.runtime.ports import PortSettings, cannot_listen
 
 # Of another launcher, or of the job that we are part of: a rank must not see them next to its own.
 _FOREIGN = (
-    *("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "MLX_IBV_DEVICES", "MLX_JACCL_", "NCCL_HOST_IP"),
-    *(
-        "NCCL_PORT",
-        "OMPI_COMM_WORLD_",
-        "PMI_",
-        "PMIX_RANK",
-        "PMIX_NAMESPACE",
-        "PMIX_SERVER_",
-        "PRTE_LAUNCHED",
-        "MV2_COMM_WORLD_",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-    ),
-    *("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE", "ALLHANDS_LOCAL_", "ALLHANDS_BACKEND", "ALLHANDS_CORES"),
-    *("ALLHANDS_HOST", "ALLHANDS_RUN_ID", "ALLHANDS_RUN_BEGAN", "ALLHANDS_ATTEMPT", RING_KEY),
-    *(LAUNCHER_VARIABLE, TRUSTED_VARIABLE, ATTEST_VARIABLE, TRIAL_VARIABLE),
+    "MLX_RANK",
+    "MLX_HOSTFILE",
+    "MLX_WORLD_SIZE",
+    "MLX_IBV_DEVICES",
+    "MLX_JACCL_",
+    "NCCL_HOST_IP",
+    "NCCL_PORT",
+    "OMPI_COMM_WORLD_",
+    "PMI_",
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "PMIX_SERVER_",
+    "PRTE_LAUNCHED",
+    "MV2_COMM_WORLD_",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "ALLHANDS_RANK",
+    "ALLHANDS_WORLD_SIZE",
+    "ALLHANDS_LOCAL_",
+    "ALLHANDS_BACKEND",
+    "ALLHANDS_CORES",
+    "ALLHANDS_HOST",
+    "ALLHANDS_RUN_ID",
+    "ALLHANDS_RUN_BEGAN",
+    "ALLHANDS_ATTEMPT",
+    RING_KEY,
+    LAUNCHER_VARIABLE,
+    TRUSTED_VARIABLE,
+    ATTEST_VARIABLE,
+    TRIAL_VARIABLE,
 )
 _OFFER_S = 5.0
 _SETTINGS = PortSettings(address='the address that the other computers reach it by, as "ips" in the hostfile')
@@ -130,49 +144,33 @@ def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tu
     return sockets, [one.getsockname()[1] for one in sockets]
 
 
-class _Local(RankProcesses):
-    """What both ways have in common: the files are on this computer."""
+class _Local(RunFiles, RankProcesses):
+    """What both ways have in common: the files of the ranks are on this computer."""
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
+        super().__init__(run_dir.absolute(), spec.log_dir)
         self._spec = spec
-        self._run_dir = run_dir.absolute()  # ranks and whatever they start bear it as a mark
         self._reaper = reaper
-        reaper.mark(self._run_dir)
+        reaper.mark(self.run_dir)  # ranks and whatever they start bear it
         self._ended = False
         self._name = socket.gethostname()
-        self._files = RunFiles(run_dir, spec.log_dir)
         self._tails: Tails | None = None
 
     def _show_all(self, ranks: range, tell: Callable[[int, bytes], None]) -> None:
         """Show the lines of all ranks, if that is wanted; before the first of them starts."""
 
         def show(rank: int, line: bytes) -> None:
-            if not self._files.tells_error(rank, line):
+            if not self.tells_error(rank, line):
                 tell(rank, line)
 
         if self._spec.tag_output:
-            self._tails = Tails({rank: self._files.log_path(rank) for rank in ranks}, show)
-
-    def marks(self, rank: int) -> Marks:
-        return self._files.marks(rank)
-
-    def tell(self, word: str) -> None:
-        self._files.tell(word)
+            self._tails = Tails({rank: self.log_path(rank) for rank in ranks}, show)
 
     def host(self, rank: int) -> str:
         return self._name
 
-    def error(self, rank: int) -> dict[str, Any] | None:
-        return self._files.error(rank)
-
-    def log_path(self, rank: int) -> Path:
-        return self._files.log_path(rank)
-
     def log_tail(self, rank: int) -> tuple[str, ...]:
         return tail(self.log_path(rank))
-
-    def out_of_memory(self, rank: int) -> bool:
-        return self._files.out_of_memory(rank)
 
     def stopped(self, rank: int) -> bool:
         """Whether the rank's command is stopped, as by SIGSTOP."""
@@ -191,7 +189,7 @@ class _Local(RankProcesses):
         if self._ended:
             return
         self._ended = True
-        end_processes(leaders, [str(self._run_dir)])
+        end_processes(leaders, [str(self.run_dir)])
         if self._tails:
             self._tails.close()
         for leader in leaders:
@@ -257,11 +255,11 @@ class _OwnChildren(_Local):
 
     def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
-        self._files.note_end(rank)
+        self.note_end(rank)
         self._exits.append(RankExit(rank, code, time.monotonic()))
 
     def exits(self) -> list[RankExit]:
-        self._files.look_at_kills()
+        self.look_at_kills()
         return sorted(self._exits, key=lambda end: end.time)
 
     def _command(self, rank: int) -> int | None:
@@ -312,25 +310,25 @@ class _MpirunsChildren(_Local):
         reaper.group(self._mpirun.pid)
 
     def exits(self) -> list[RankExit]:
-        self._files.look_at_kills()
+        self.look_at_kills()
         # mpirun first: a rank that has ended before mpirun did has left its file by then.
         code = self._mpirun.poll()
         for rank in range(self._spec.num_processes):
             if rank not in self._ends and (end := self._exit_of(rank, code)):
-                self._files.note_end(rank)
+                self.note_end(rank)
                 self._ends[rank] = end
         return sorted(self._ends.values(), key=lambda end: end.time)
 
     def _exit_of(self, rank: int, mpirun_code: int | None) -> RankExit | None:
         guard_alive = _exists(self._process(rank, "guard"))
-        if end := _read_json(self._run_dir / f"rank-{rank}.exit"):
+        if end := _read_json(self.run_dir / f"rank-{rank}.exit"):
             return RankExit(rank, int(end["code"]), end["time"])
         if mpirun_code is not None:
             return RankExit(rank, mpirun_code or DistributedError.exit_code, time.monotonic())
         return RankExit(rank, -signal.SIGKILL, time.monotonic()) if guard_alive is False else None
 
     def _process(self, rank: int, which: str) -> int | None:
-        numbers = _read_json(self._run_dir / f"rank-{rank}.pid")
+        numbers = _read_json(self.run_dir / f"rank-{rank}.pid")
         return int(numbers[which]) if numbers else None
 
     def signal(self, rank: int, number: int) -> bool:
@@ -343,11 +341,11 @@ class _MpirunsChildren(_Local):
         return False
 
     def _command(self, rank: int) -> int | None:
-        return None if (self._run_dir / f"rank-{rank}.exit").exists() else self._process(rank, "command")
+        return None if (self.run_dir / f"rank-{rank}.exit").exists() else self._process(rank, "command")
 
     def log_path(self, rank: int) -> Path:
         began = self._process(rank, "guard") is not None
-        return self._spec.log_dir / (f"rank-{rank}.log" if began else "mpirun.log")
+        return super().log_path(rank) if began else self.log_dir / "mpirun.log"
 
     def kill(self) -> None:
         for rank in range(self._spec.num_processes):

@@ -48,7 +48,7 @@ class LaunchSpec:
         weights: relative speed of every rank, if they differ.
         rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
-        log_dir_there: how other computers are told of ``log_dir``; ``None``: as it is here.
+        log_dir_there: how other computers are told of ``log_dir``; ``None``: as it is here; empty: they keep no logs.
         examine: the command that finds what is wrong with the computers of ``places``.
         keep_logs: otherwise other computers remove ``log_dir`` when their ranks have ended without an error.
     """

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from allhands.cluster.addresses import addresses, interface_to
-from allhands.cluster.agent import self_description
 from allhands.cluster.connection import Connection, HostError, UnfitHosts
 from allhands.cluster.frames import Frame
 from allhands.cluster.hosts import Host, below_home
@@ -30,7 +29,7 @@ from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.files import make_directory, private_opener
 from allhands.observe.monitor.samples import decode_sample, relayed_file
 from allhands.runtime.callers import RING_KEY
-from allhands.runtime.versions import MUST_BE_EQUAL, described, required, unequal
+from allhands.runtime.versions import MUST_BE_EQUAL, described, required, software_here, unequal
 
 READY_S = 40.0  # for every agent to answer
 _QUERY_S = 10.0
@@ -386,7 +385,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
         "first": own.start,
         "count": len(own),
         "backend": spec.backend,
-        "log_dir": spec.log_dir_there or _portable(spec.log_dir),
+        "log_dir": _portable(spec.log_dir) if spec.log_dir_there is None else spec.log_dir_there,
         "cores_per_rank": spec.cores_per_rank,
         # What the supervisor sets is for it to set.
         "env": {**(host.envs if host else {}), **spec.env},
@@ -463,7 +462,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     ]
     here = next((place.name for place in places if _is_here(place.host)), "")
     given = circumstances_in(spec.env, here)
-    own = self_description()["versions"]
+    own = software_here()
     verdict = judge(statements, given)
     like = frozenset(one.name for one in statements if not here and not unequal(own, one.software))
     if verdict and like:
@@ -472,21 +471,20 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         verdict = judge(statements, given)
     if verdict:
         raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
-    for name in set(unequal(own, statements[0].software)) & set(_SPOKEN) if not here else ():
+    different = set(unequal(own, statements[0].software)) & set(_SPOKEN)
+    if different and not here:
+        name = min(different)
         there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
-        raise HostError(
-            [place.name for place in places],
-            f"host {places[0].name} has {there}, this computer {mine}",
-            hint=init_command([place.name for place in places], given.option),
-        )
+        computers = [place.name for place in places]
+        message = f"host {computers[0]} has {there}, this computer {mine}"
+        raise HostError(computers, message, hint=init_command(computers, given.option))
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:
     """One error for all; another kind than unreachable computers comes first."""
-    for error in failed:
-        if not isinstance(error, HostError):
-            return error
     unreachable = [error for error in failed if isinstance(error, HostError)]
+    if other := next((error for error in failed if error not in unreachable), None):
+        return other
     names = [name for error in unreachable for name in error.hosts]
     first = unreachable[0]
     more = "".join(f"; {error.message}" for error in unreachable[1:])

@@ -46,6 +46,10 @@ class RunFiles:
         """Tell all ranks ``word``."""
         (self.run_dir / word).touch()
 
+    def attested(self) -> dict[str, Any] | None:
+        """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
+        return _read_object(self.run_dir / ATTESTED_FILE)
+
     def error(self, rank: int) -> dict[str, Any] | None:
         """Return the content of the rank's error file; ``None`` if there is none that can be read."""
         name = f"error-rank-{rank}.json"
@@ -110,11 +114,6 @@ class RunFiles:
 
     def _count_oom_kills(self) -> int:
         return sum(_counter(path) for path in self._counters)
-
-
-def read_attested(run_dir: Path) -> dict[str, Any] | None:
-    """Return what the ranks have agreed on; ``None``: nothing yet, or nobody has asked."""
-    return _read_object(run_dir / ATTESTED_FILE)
 
 
 def tail(log: Path) -> tuple[str, ...]:

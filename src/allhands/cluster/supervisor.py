@@ -42,7 +42,7 @@ __all__ = ["LaunchSpec", "SuperviseOptions", "SupervisorEvent", "SupervisorSeams
 Events = Callable[[SupervisorEvent], None]
 _TICK_S = 0.05
 _ASK_AGAIN_S = 2.0  # while computers are waited for
-_TRY_AGAIN_S = 60.0  # with a newcomer that has not answered
+_LONGEST_ROOT = 60  # letters of a path: a Unix socket's address holds 104 bytes
 _FIRST_WAIT_S = 30.0  # at the start, when a name is likelier to be wrong than a computer to be on its way
 # A warning that the time is up (Slurm's --signal=USR1) is a wish to end.
 _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -107,13 +107,7 @@ def supervise(
     """
     spec = replace(spec, log_dir=spec.log_dir.resolve())
     make_directory(spec.log_dir, private=True)
-    root = _temporary_root()
-    with (
-        caught_signals() as signals,
-        Scratch(root) as private,
-        Reaper() as reaper,
-    ):
-        reaper.directory(private)
+    with workroom() as room:
         return _Job(
             spec=spec,
             events=events,
@@ -121,10 +115,36 @@ def supervise(
             members=members or LocalMembers(spec.num_processes),
             journal=journal,
             seams=seams or SupervisorSeams(),
-            signals=signals,
-            reaper=reaper,
-            private=private,
+            room=room,
         ).run()
+
+
+@dataclass(frozen=True)
+class Workroom:
+    """The means of a process that starts ranks; make it with :func:`workroom`.
+
+    Attributes:
+        signals: those that have asked this process to end, and are to be heeded.
+        private: a directory of this user alone, removed at the end.
+        reaper: clears up if this process is killed.
+    """
+
+    signals: deque[int]
+    private: Path
+    reaper: Reaper
+
+
+@contextlib.contextmanager
+def workroom() -> Generator[Workroom, None, None]:
+    """Catch signals, and have what is started removed with this process, until the block is left.
+
+    Call it in the main thread: elsewhere signals are not caught.
+    """
+    usual = tempfile.gettempdir()
+    root = usual if len(usual) <= _LONGEST_ROOT else "/tmp"
+    with _caught_signals() as signals, Scratch(root) as private, Reaper() as reaper:
+        reaper.directory(private)
+        yield Workroom(signals, private, reaper)
 
 
 class _Stopped(Exception):
@@ -154,9 +174,7 @@ class _Job:
     members: Members
     journal: Journal | None
     seams: SupervisorSeams
-    signals: deque[int]
-    reaper: Reaper
-    private: Path
+    room: Workroom
     history: list[Past] = field(default_factory=list[Past])
     all_ranks: int | None = None
     running: bool = False
@@ -282,10 +300,10 @@ class _Job:
 
     def _attempt(self, roster: Roster, slack: float) -> Past:
         spec, began = self._fit(roster), self.seams.now()
-        run_dir = self.private / str(self.number)
+        run_dir = self.room.private / str(self.number)
         self.running = True
         try:
-            attempt = self.seams.make_attempt(spec, run_dir, self.signals, self._tell, self.reaper, slack)
+            attempt = self.seams.make_attempt(spec, run_dir, self.room.signals, self._tell, self.room.reaper, slack)
             outcome = attempt.run(partial(self._look_for_more, spec, roster, attempt))
         except DistributedError as error:
             fault = _unstarted(error, roster)
@@ -352,8 +370,8 @@ class _Job:
             self._heed_signals()
 
     def _heed_signals(self) -> None:
-        if self.signals:
-            raise _Stopped(self.signals[0])
+        if self.room.signals:
+            raise _Stopped(self.room.signals[0])
 
     def _last_code(self) -> int:
         return (self.history[-1].outcome.code if self.history else 0) or DistributedError.exit_code
@@ -436,14 +454,8 @@ def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
     return [(seat, seats[:rank].count(seat)) for rank, seat in enumerate(seats)]
 
 
-def _temporary_root() -> str:
-    """Where temporary directories go, unless its path is long: a Unix socket's address holds 104 bytes."""
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= 60 else "/tmp"
-
-
 @contextlib.contextmanager
-def caught_signals() -> Generator[deque[int], None, None]:
+def _caught_signals() -> Generator[deque[int], None, None]:
     """Collect the signals that end a job in a queue instead of acting on them."""
     received: deque[int] = deque()
     if threading.current_thread() is not threading.main_thread():

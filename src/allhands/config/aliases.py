@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _each_name(table: Mapping[str, str]) -> dict[str, str]:
-    """What to do by name, of a table with the names of the same text in one key."""
+    """Give each name its text; a key of the table lists the names of one text."""
     return {name: text for names, text in table.items() for name in names.split(", ")}
 
 
@@ -33,12 +33,12 @@ _ALIKE = 0.75  # below it "merge" is "serve"
 
 
 def for_key(text: str) -> str:
-    """What to do, in the keys of a YAML file or of a call."""
+    """Spell the options in ``text`` as keys of a YAML file or of a call."""
     return _MARK.sub(lambda found: found[0][2:-2], text)
 
 
 def for_flag(text: str) -> str:
-    """What to do, in the options of a command line."""
+    """Spell the options in ``text`` as flags of a command line."""
 
     def flag(found: re.Match[str]) -> str:
         name, value = f"--{found[1].replace('_', '-')}", found[2]
@@ -50,7 +50,7 @@ def for_flag(text: str) -> str:
 
 
 def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
-    """What to do instead of an option that a verb, which has those ``options``, has not; ``None`` if we do not know."""
+    """Advise on a flag that ``verb`` does not have, given its ``options``; ``None`` without advice."""
     key = flag.lstrip("-").replace("-", "_")
     text = {**OF_MLX_LM, **ELSEWHERE, **OF_VERBS.get(verb, {})}.get(key)
     if text is None:
@@ -60,7 +60,7 @@ def instead_of_flag(flag: str, verb: str, options: Iterable[str]) -> str | None:
 
 
 def instead_of_command(words: str, siblings: Iterable[str], commands: Callable[[], Iterable[str]]) -> str:
-    """What to do instead of ``words``, a group and what is no command of it, or only that.
+    """Advise on ``words``: an unknown command, perhaps after the name of a group.
 
     Args:
         siblings: what could stand in the place of the last word.

@@ -1,4 +1,4 @@
-"""Which options of a training do not go together."""
+"""Refusal of training options that contradict each other."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from allhands.config.values import LocalPath
 
 
 class EvalConfig(TrainConfig):
-    """What the loss on a split depends on."""
+    """Options that the loss on a split depends on."""
 
     VERB: ClassVar[str] = "eval"
 

@@ -25,7 +25,7 @@ class PretrainConfig(TrainConfig):
 
     tokenizer: LocalPath = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
     shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
-    layers: int | None = Field(None, ge=1, description="Blocks. [of the shape, as all that follow]")
+    layers: int | None = Field(None, ge=1, description="Blocks. [that of the shape, as for the next options]")
     dims: int | None = Field(None, ge=1, description="Width of the residual stream.")
     mlp_dims: int | None = Field(None, ge=1, description="Width inside the MLP, or inside each expert.")
     heads: int | None = Field(None, ge=1, description="Heads of the queries.")
@@ -33,15 +33,16 @@ class PretrainConfig(TrainConfig):
     head_dim: int | None = Field(None, ge=1, description="Width of a head. [dims / heads]")
     vocabulary: int | None = Field(None, ge=1, description="Rows of the embedding. [the tokenizer's]")
     block_size: int | None = Field(
-        None, ge=2, description="Longest text in tokens, and a row's, unless --max-seq-length is less."
+        None, ge=2, description="Positions of the model, and tokens of a row unless --max-seq-length is less."
     )
     rope_theta: float | None = Field(None, gt=0, description="Base of the rotary position code.")
-    tied: bool | None = Field(None, description="Whether the output layer is the embedding.")
+    tied: bool | None = Field(None, description="Use the embedding as the output layer.")
     experts: int | None = Field(None, ge=0, description="Experts of each block (mixtral).")
     experts_per_token: int | None = Field(None, ge=0, description="Experts that compute a token (mixtral).")
     router_aux_loss: float = Field(0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Of the weights in computing; auto: bfloat16 on GPUs, with float32 copies, else float32."
+        "auto",
+        description="Type of the weights in computation; auto: bfloat16 with float32 copies on GPUs, else float32.",
     )
     # As everybody pre-trains: see docs/pretraining.md.
     adapter_path: LocalPath = Field(
@@ -78,7 +79,7 @@ class PretrainConfig(TrainConfig):
     packing: bool = Field(True, description="Join all texts and cut them into rows of --max-seq-length.")
     sample_prompts: list[str] | None = Field(
         default_factory=lambda: ["Once upon a time"],
-        description="Have the model go on from these texts as it learns (JSON).",
+        description="Texts that the model continues at each validation (JSON).",
     )
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""What is wrong with an option, in our words: where it was given, what is wrong, what it means."""
+"""Error messages about options: place, problem and meaning."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def explained(
 
 
 def _line_of(place: str) -> int:
-    """Of ``file:line: key``; 0 for a flag."""
+    """Return the line number in ``file:line: key``; 0 for a flag."""
     found = re.search(r":(\d+): ", place)
     return int(found[1]) if found else 0
 
 
 def _known_instead(kind: type[BaseModel], key: str, inner: Sequence[str], message: str) -> str:
-    """What may be written in a structured option, where something else was."""
+    """List the known keys of a structured option, after an unknown one."""
     annotation = kind.model_fields[key].annotation if key in kind.model_fields else None
     models = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one) and issubclass(one, BaseModel)]
     if message != "is unknown" or len(inner) != 1 or not models:

@@ -157,11 +157,13 @@ class TrainConfig(_Strict):
     )
 
     model: LocalPath = Field("demo", description="Model directory, Hugging Face repository, or 'demo'.")
-    train: bool = Field(False, description="Train; what is done, too, if neither this nor --test is given.")
+    train: bool = Field(False, description="Train. This is the default without --test.")
     data: LocalPath = Field(
         "demo", description="Directory with train, valid and test .jsonl, a Hub dataset, or 'demo'."
     )
-    fine_tune_type: Literal["lora", "dora", "full"] = Field("lora", description="What is trained.")
+    fine_tune_type: Literal["lora", "dora", "full"] = Field(
+        "lora", description="Adapters (lora, dora), or all weights (full)."
+    )
     optimizer: Literal["adam", "adamw", "muon", "sgd", "adafactor"] = Field("adam", description="Optimizer.")
     optimizer_config: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Keyword arguments by optimizer name (JSON)."
@@ -201,10 +203,10 @@ class TrainConfig(_Strict):
         None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
     )
     keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
-    keep_every: int | None = Field(None, ge=1, description="Also keep the checkpoints of every so many iterations.")
+    keep_every: int | None = Field(None, ge=1, description="Also keep checkpoints at multiples of these iterations.")
     keep_best: bool = Field(True, description="Keep the adapter with the best validation loss beside the last.")
     checkpoint_copies: int = Field(
-        2, ge=1, description="Hosts that keep the checkpoints where they share no file system."
+        2, ge=1, description="Computers that keep copies of the checkpoints, without a shared file system."
     )
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="At a NaN or infinite gradient: stop, or skip the update (10 in a row stop)."
@@ -215,7 +217,7 @@ class TrainConfig(_Strict):
     early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that is an improvement.")
     test: bool = Field(False, description="Evaluate on the test set (after training, with --train).")
     test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
-    max_seq_length: int = Field(2048, ge=2, le=10**8, description="Tokens an example; what is longer is cut.")
+    max_seq_length: int = Field(2048, ge=2, le=10**8, description="Tokens of an example; longer ones are cut.")
     mask_prompt: bool = Field(False, description="Train on the answers only.")
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant", description="With --mask-prompt: every assistant turn, the last one, or all tokens."
@@ -242,17 +244,17 @@ class TrainConfig(_Strict):
         None, ge=1, description="Tokens (padding included) computed at once on a rank. [chosen by device]"
     )
     compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="Compile the step; auto: on GPUs, for runs long enough to earn it back."
+        "auto", description="Compile the step; auto: on GPUs, for runs that are long enough."
     )
     deterministic: bool = Field(
-        False, description="The same bits every time on NVIDIA GPUs, too: attention without cuDNN, which is slower."
+        False, description="Equal bits in equal runs on NVIDIA GPUs, too: slower attention, without cuDNN."
     )
     gradient_check: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Compare the step's gradient with that of mlx_lm's own model first; auto: once for each kind.",
+        description="First compare the gradient with that of mlx_lm's own model; auto: once for each kind of run.",
     )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
-    hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets (YAML or JSON).")
+    hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets to train on (YAML or JSON).")
     prompt_feature: str | None = Field(None, description="Column with the prompt.")
     completion_feature: str | None = Field(None, description="Column with the completion.")
     chat_feature: str | None = Field(None, description="Column with the messages.")
@@ -264,7 +266,7 @@ class TrainConfig(_Strict):
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
     num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Who moves the bytes.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Library of the exchange.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
         None,
@@ -275,26 +277,28 @@ class TrainConfig(_Strict):
     )
     strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
         "auto",
-        description="How ranks divide the work: data, zero1 (the optimizer's state divided) or pipeline (each has some "
-        "of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
+        description="Division of the work over ranks: data, zero1 (the optimizer's state divided) or pipeline (each "
+        "has some of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
     )
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
         "1f1b", description="With --strategy pipeline: order of the passes; interleaved and zb wait less."
     )
     pp_split: str = Field(
-        "auto", pattern=r"^auto$|^\d+(,\d+)*$", description="Blocks of each stage, such as 20,12; auto: alike."
+        "auto",
+        pattern=r"^auto$|^\d+(,\d+)*$",
+        description="Blocks of each stage, such as 20,12; auto: by speed and memory.",
     )
     compress: Literal["none", "bf16", "int8", "int4"] = Field(
         "none",
-        description="Gradients on their way, for slow links: bf16 is half of float32's bytes, int8 0.28, int4 0.16; "
-        "what rounding leaves out is sent later (int8, int4). Changes the result a little.",
+        description="Compress gradients for slow links: bf16 sends half of float32's bytes, int8 0.28, int4 0.16. "
+        "Changes the result a little.",
     )
     sync_every: int = Field(
         1,
         ge=1,
         le=10**6,
-        description="Steps of each rank by itself before weights are averaged: for slow links, changes the result.",
+        description="Steps that each rank takes alone before weights are averaged; for slow links. Changes the result.",
     )
     outer_lr: float = Field(
         1.0, gt=0, description="With --sync-every: learning rate of the outer step. 1 averages; DiLoCo takes 0.7."
@@ -302,14 +306,14 @@ class TrainConfig(_Strict):
     outer_momentum: float = Field(
         0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
     )
-    sync_fragments: int = Field(1, ge=1, description="With --sync-every: exchange weights in so many parts, in turn.")
-    sync_delay: int = Field(0, ge=0, description="Steps that do not wait for an exchange; 1 without --sync-every.")
+    sync_fragments: int = Field(1, ge=1, description="With --sync-every: parts in which weights are exchanged.")
+    sync_delay: int = Field(0, ge=0, description="Steps by which an exchange may be late; without --sync-every 0 or 1.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
     )
     hosts: str | None = Field(None, description="Computers to train on, by name: node1,node2:2 for one rank and two.")
-    min_ranks: int | None = Field(None, ge=1, description="Go on with no fewer ranks than this. [all]")
+    min_ranks: int | None = Field(None, ge=1, description="Fewest ranks to go on with after a fault. [all]")
     max_restarts: int | None = Field(
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
     )
@@ -319,14 +323,14 @@ class TrainConfig(_Strict):
     stop_grace_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds to save in after a stop and the running step.",
+        description="Seconds for saving after a stop, from the end of the running step.",
     )
     tag_output: bool | None = Field(
         None,
         description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
     )
     sample_prompts: list[str] | None = Field(
-        None, description='Have the model go on from these texts as it learns (JSON): ["Once upon a time"].'
+        None, description='Texts that the model continues at each validation (JSON): ["Once upon a time"].'
     )
     sample_every: int | None = Field(
         None, ge=1, description="Iterations (batches) between samples. [with each validation]"
@@ -334,7 +338,7 @@ class TrainConfig(_Strict):
     sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
     sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
-    profile: bool = Field(False, description="With each report, show what the time of a step goes into.")
+    profile: bool = Field(False, description="With each report, show the parts of the time of a step.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod
@@ -405,11 +409,11 @@ class TrainConfig(_Strict):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was given and has no effect, as in mlx_lm, for people."""
+        """Notes for people on options without effect, as in mlx_lm."""
         return self._notes
 
     def batches(self, per_epoch: int) -> int:
-        """Of the whole training, where an epoch has so many."""
+        """Return the batches of the whole training, with ``per_epoch`` batches an epoch."""
         if self.iters is None and self.epochs:
             # A part of a batch counts whole, but not what multiplication rounds up.
             return math.ceil(round(self.epochs * per_epoch, 6))
@@ -422,7 +426,7 @@ class TrainConfig(_Strict):
         return found
 
     def shared_values(self) -> dict[str, Any]:
-        """What all ranks must agree on, as plain JSON values."""
+        """Return the options that all ranks must agree on, as plain JSON values."""
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in self.LOCAL_KEYS}
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Where in the output of a chat template the answers are.
+"""Search for the answers in the output of a chat template.
 
 Chat templates are programs: they trim, drop the thinking of earlier turns, move the system message, so
 rendering the conversation up to a turn need not give a prefix of the whole. Instead the whole conversation is
@@ -32,7 +32,7 @@ _ANSWER: Message = {"role": "assistant", "content": _MARKER}
 
 @dataclass(frozen=True)
 class Pattern:
-    """How a template writes a plain answer.
+    """Form in which a template writes a plain answer.
 
     Attributes:
         header: text before every answer, from the end of the question on.
@@ -47,7 +47,7 @@ class Pattern:
     extra: int
 
     def spans(self, text: str, messages: Sequence[Message]) -> dict[int, Span]:
-        """Where in ``text`` the answers of ``messages`` are, by index, without those that call tools.
+        """Find the answers of ``messages`` in ``text``, by index, without those that call tools.
 
         Empty if any of them is not plain to see.
         """
@@ -69,7 +69,7 @@ class Pattern:
         return spans
 
     def _end_of_words(self, text: str, start: int, answer: Message) -> int:
-        """Where the words of an answer end that begins at ``start``; -1 if something else stands there."""
+        """Return the end of an answer's words that begin at ``start``; -1 if other words stand there."""
         words: str = answer["content"]
         for lead in self.leads:
             for form in (words, words.strip()):
@@ -146,7 +146,7 @@ class AnswerFinder:
     def _locate(
         self, text: str, messages: list[Message], tools: list[Any] | None, index: int, floor: int
     ) -> Span | None:
-        """Where in ``text``, not before ``floor``, answer ``index`` is, without its end; None if in doubt."""
+        """Find answer ``index`` in ``text``, not before ``floor``, without its end-of-turn token; None if in doubt."""
         trials: list[_Trial] = []
         for trial in self._trials(text, messages, tools, index):
             trials.append(trial)
@@ -188,7 +188,7 @@ class AnswerFinder:
             return None
 
     def _openings(self, before: str) -> Iterator[str]:
-        """What may stand before the answer, given what stands before the marker, the likeliest first.
+        """Texts that may stand before the answer, given the text before the marker, the likeliest first.
 
         What a template puts between header and words (an empty thinking block) belongs to the answer, since
         the model has to write it. Without a header the answer begins at the marker, or at the blanks before
@@ -201,7 +201,7 @@ class AnswerFinder:
         yield before.rstrip()
 
     def _readings(self, trial: _Trial) -> Iterator[tuple[str, str]]:
-        """What the answer may have become, and the end-of-turn text that must follow it."""
+        """Possible forms of the answer, each with the end-of-turn text that must follow it."""
         if trial.real is None or not trial.real.endswith(trial.after):
             return
         end = len(trial.real) - len(trial.after)
@@ -216,7 +216,7 @@ class AnswerFinder:
 
     @cached_property
     def header(self) -> str:
-        """What ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
+        """Text that ``add_generation_prompt`` adds; empty if the template writes answers right after questions."""
         return self._asked[_common_length(self._asked, self._render(_QUESTION, None)) :]
 
     @cached_property
@@ -228,7 +228,7 @@ class AnswerFinder:
 
     @cached_property
     def _after_answers(self) -> list[str]:
-        """What stands behind each of two answers; empty texts if they cannot be told apart."""
+        """Texts behind each of two answers; empty if they cannot be told apart."""
         parts = self._render([*_QUESTION, _ANSWER] * 2, None).split(_MARKER)
         return parts[1:] if len(parts) == 3 else ["", ""]
 
@@ -260,7 +260,7 @@ class AnswerFinder:
 
     @cached_property
     def pattern(self) -> Pattern | None:
-        """How the template writes an answer, read off a probe; None if two answers are not written alike."""
+        """Form of an answer, read off a probe; None if the template writes two answers differently."""
         replies = ("first reply", "The other")
         words = zip(("user", "assistant") * 2, ("Ask", replies[0], "Question", replies[1]), strict=True)
         probe: list[Message] = [{"role": role, "content": content} for role, content in words]
@@ -292,5 +292,5 @@ def _any_of(strings: Any) -> str:
 
 
 def _names_tools(words: str, message: Message) -> bool:
-    """Whether the tools that the message calls are named in the text; a template may drop them silently."""
+    """Return True if the text names each tool that the message calls; a template may drop them silently."""
     return all(str(called_function(call).get("name", "")) in words for call in message.get("tool_calls") or ())

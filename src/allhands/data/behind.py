@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.data.store import input_hash
 from allhands.data.tokenise import tokenizer_files_of
 
 _MOST_FILES = 200
-_CALLED = {"valid": ("valid", "val", "dev")}
 
 
-def files_behind_data(data: Path, splits: Iterable[str], model: Path) -> dict[str, str]:
+def files_behind_data(data: Path, splits: Collection[str], model: Path) -> dict[str, str]:
     """SHA-256 of the data's files of these splits and of the tokenizer's, by ``role/name``."""
     tokenizer = tokenizer_files_of(model) if model.is_dir() else []
     return {**hashes("data", _data_files(data, splits)), **hashes("tokenizer", tokenizer)}
@@ -35,10 +35,10 @@ def hashes(role: str, files: Iterable[Path]) -> dict[str, str]:
     return found
 
 
-def _data_files(path: Path, splits: Iterable[str]) -> list[Path]:
+def _data_files(path: Path, wanted: Collection[str]) -> list[Path]:
     """The files of these splits by their names, unless there are very many."""
     if path.is_file():
         return [path]
-    begin = tuple(name for split in splits for name in _CALLED.get(split, (split,)))
-    found = [file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()]
-    return sorted(set(found)) if len(found) <= _MOST_FILES else []
+    begin = [name for name, split in NAMES_OF_SPLITS.items() if split in wanted]
+    found = {file for name in begin for file in (*path.glob(f"{name}*"), *path.glob(f"{name}/*")) if file.is_file()}
+    return sorted(found) if len(found) <= _MOST_FILES else []

@@ -83,7 +83,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _is_void(value: Any) -> bool:
-    """Whether there are only nulls in it, as in an object that a table has for want of another."""
+    """Return True if a value holds only nulls, as objects do that a table has for want of others."""
     if isinstance(value, dict):
         return all(key == "type" or item is None or (item != {} and _is_void(item)) for key, item in value.items())
     return value is None or value == ""

@@ -1,4 +1,4 @@
-"""What training would see of a data set, before a run is spent on it: counts, losses, padding, and what ruins runs.
+"""Check of a data set before a run is spent on it: counts, losses, padding, and faults that ruin runs.
 
 Records are rendered one by one, whole; of each only numbers are kept. The limit on the length is applied here, so
 that what it takes away can be counted.
@@ -33,8 +33,6 @@ from allhands.runtime.sizing import Sizing
 
 Severity = Literal["ruins", "harms", "note"]
 
-# Longer than any example: the renderer then cuts nothing.
-WHOLE = 1 << 40
 _PLACES, _SHORT_TOKENS = 3, 3
 # An answer is conspicuous if so many records, and this share of them, have it; so many answers are looked at.
 _SAME_ANSWERS, _SAME_ANSWER_SHARE, _FIRST_ANSWERS = 5, 0.2, 1000
@@ -69,13 +67,13 @@ class CheckOptions:
 
     @property
     def masks(self) -> bool:
-        """Whether prompts are kept from the loss."""
+        """True if prompts are kept from the loss."""
         return self.mask_prompt and self.train_on != "all"
 
     @property
-    def limit(self) -> int:
-        """Tokens after which an example is cut."""
-        return WHOLE if self.packing else self.max_seq_length
+    def limit(self) -> int | None:
+        """Tokens after which an example is cut; None with packing."""
+        return None if self.packing else self.max_seq_length
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class SplitReport:
 
     @property
     def trained_share(self) -> float:
-        """Of the tokens, those that are trained, 0 to 1."""
+        """Share of the tokens that is trained, 0 to 1."""
         return self.trained.total / self.tokens if self.tokens else 0.0
 
 
@@ -165,7 +163,7 @@ class Examiner:
     def __init__(self, tokenizer: Any, options: CheckOptions) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        same: Any = {"max_seq_length": WHOLE, "moment": datetime.now()}
+        same: Any = {"max_seq_length": None, "moment": datetime.now()}
         self._renderer = Renderer(tokenizer, mask_prompt=options.mask_prompt, train_on=options.train_on, **same)
         self._answers = Renderer(tokenizer, mask_prompt=True, **same)
         self.stops = stop_tokens(tokenizer)
@@ -194,11 +192,11 @@ class Examiner:
 
     @cached_property
     def opening(self) -> str:
-        """What the chat template writes after the header of an answer that is asked for, and of a trained one not."""
-        return openings(ChatTemplate(self.tokenizer, datetime.now()))[1] if has_chat_template(self.tokenizer) else ""
+        """Text that the chat template writes after the header of a generated answer only, not of a trained one."""
+        return _openings(self.tokenizer)[1]
 
     def opens_otherwise(self, record: Record) -> bool:
-        """Whether the last answer is written otherwise than the template makes generated ones begin."""
+        """Return True if the last answer does not begin as the template makes generated ones begin."""
         answer = next((message for message in reversed(record.turns) if message["role"] == "assistant"), None)
         if not self.opening or answer is None or any(isinstance(answer.get(key), str) for key in REASONING_KEYS):
             return False
@@ -210,15 +208,17 @@ class Examiner:
         return {name: pattern.findall(words) if pattern else [] for name, pattern in patterns.items()}
 
 
+def _openings(tokenizer: Any) -> tuple[str, str]:
+    return openings(ChatTemplate(tokenizer, datetime.now())) if has_chat_template(tokenizer) else ("", "")
+
+
 def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = None) -> list[DataFinding]:
-    """Whether an answer begins in generation as it did in training.
+    """Compare the beginning of an answer in generation with that in training.
 
     Args:
         reports: of the data, whose answers may begin with what the template writes in generation only.
     """
-    if not has_chat_template(tokenizer):
-        return []
-    header, opening = openings(ChatTemplate(tokenizer, datetime.now()))
+    header, opening = _openings(tokenizer)
     if header:
         return [DataFinding("no-generation-prompt", "harms", None, details={"header": header})]
     count = sum(report.counts.get(_OPENED_OTHERWISE, 0) for report in reports or ())
@@ -256,7 +256,7 @@ _RULES: dict[str, tuple[Severity, float, float]] = {
 
 @dataclass
 class _Hits:
-    """How often something was found, and where first."""
+    """Count of a finding, with its first places."""
 
     count: int = 0
     places: list[str] = field(default_factory=list[str])
@@ -306,10 +306,12 @@ class _Tally:
             self._hits[code].add(record.where)
 
     def _measure(self, record: Record, rendered: Rendered, answer: Bools | None) -> None:
-        limit, length = self._options.limit, len(rendered.tokens)
+        limit = self._options.limit
         kept = np.flatnonzero(rendered.mask[:limit]) if not record.is_blank else np.empty(0, dtype=np.int64)
-        numbers = {"kept": min(length, limit), "trained": len(kept), "work": int(kept[-1])} if len(kept) else {}
-        for name, number in ({"length": length} | numbers).items():
+        numbers = (
+            {"kept": len(rendered.tokens[:limit]), "trained": len(kept), "work": int(kept[-1])} if len(kept) else {}
+        )
+        for name, number in ({"length": len(rendered.tokens)} | numbers).items():
             self._numbers[name].append(number)
         self._largest = max(self._largest, int(rendered.tokens.max(initial=-1)))
         if record.kind != "text":
@@ -323,7 +325,7 @@ class _Tally:
 
     def _cuts(self, record: Record, rendered: Rendered, answer: Bools | None) -> Iterator[str]:
         limit = self._options.limit
-        if len(rendered.tokens) > limit:
+        if limit is not None and len(rendered.tokens) > limit:
             if record.kind == "text" or answer is None:
                 yield "cut"
             elif not answer[:limit].any():
@@ -378,7 +380,7 @@ class _Tally:
             shapes=dict(self._shapes.most_common()),
             bad_rows=sum(reason.count for reasons in self._errors.values() for reason in reasons.listed()),
             left_out=len(lengths) - len(kept),
-            lengths=LengthSummary.of(lengths, None if self._options.packing else self._options.limit),
+            lengths=LengthSummary.of(lengths, self._options.limit),
             tokens=int(kept.sum()),
             trained=LengthSummary.of(trained),
             counts={code: hits.count for code, hits in self._hits.items()},
@@ -386,7 +388,7 @@ class _Tally:
         )
 
     def findings(self) -> Iterator[DataFinding]:
-        """What there is to say about the split."""
+        """Findings about the split."""
         for code, reasons in self._errors.items():
             yield from self._reasons(code, "ruins", reasons)
         yield from self._reasons("suspicious-rows", "note", self._warnings)

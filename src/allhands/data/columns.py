@@ -1,4 +1,4 @@
-"""What to say about a record whose columns make no shape: the column that was probably meant."""
+"""Advice on a record whose columns make no shape: the column that was probably meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -> str:
-    """What to do about a record of unknown shape: a column mapping if its keys suggest one.
+    """Advise on a record of unknown shape: a column mapping if its keys suggest one.
 
     Args:
         known: columns of the row that are known, by part.

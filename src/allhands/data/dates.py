@@ -28,12 +28,12 @@ _MACRO = (
 
 
 def asks_date(tokenizer: Any) -> bool:
-    """Whether the tokenizer's chat template asks for the current date."""
+    """Return True if the tokenizer's chat template asks for the current date."""
     return any(_ASKS in source for source in _sources(tokenizer))
 
 
 def date_facts(tokenizer: Any, moment: datetime) -> list[str] | str:
-    """What the chat template can write of ``moment``: the texts of all its formats, or else the moment itself.
+    """Texts that the chat template can write of ``moment``, one for each of its formats; or else the moment itself.
 
     Two moments with the same facts give the same tokens.
     """
@@ -64,7 +64,7 @@ class StoppedClock:
         self._dates: dict[str, str] = {}
 
     def rendered(self, source: str, render: Callable[..., str]) -> str:
-        """What ``render`` makes of the template ``source``; raises what that does.
+        """Call ``render`` with the template ``source``; raises the errors of ``render``.
 
         Args:
             render: is called with the template as ``chat_template`` and with ``allhands_dates`` for it.

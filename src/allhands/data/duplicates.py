@@ -160,7 +160,7 @@ def _bands(threshold: float) -> tuple[int, int]:
 
 
 class Overlap:
-    """Which texts repeat one of their split or of the training set; near duplicates among the first texts only."""
+    """Search for texts that repeat one of their split or of the training set; near duplicates among the first."""
 
     def __init__(self, near_limit: int) -> None:
         self._limit = near_limit

@@ -22,7 +22,7 @@ _PROBE = "Ahoy, 12 matie's.\n\n  \tcafé;\n漢字 🏴\u200d☠️ \n "
 
 
 class Tokenizer(Protocol):
-    """What is used of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer.
+    """Interface of an mlx_lm TokenizerWrapper or a Hugging Face fast tokenizer, as far as it is used here.
 
     ``backend_tokenizer`` (offsets, batches), ``added_tokens_decoder``, ``has_chat_template`` or
     ``chat_template`` are looked for as well.
@@ -137,7 +137,7 @@ class Encoder:
 
     @cached_property
     def _backend_is_all(self) -> bool:
-        """Whether the Rust tokenizer alone gives what the tokenizer's own ``encode`` gives (a probe)."""
+        """True if the Rust tokenizer alone gives the tokens of the tokenizer's own ``encode`` (a probe)."""
         text = _PROBE + "cafe\u0301" + (self._tokenizer.eos_token or "")
         backend = self._with_offsets()
         return all(
@@ -200,7 +200,7 @@ def mask_of_spans(text: str, offsets: Ints, spans: Sequence[Span]) -> Bools:
 
 
 def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
-    """Where each token begins and ends, both in ascending order.
+    """Return the beginning and the end of each token, both in ascending order.
 
     Some tokenizers report "Ġword" without its blank: it begins where the one before has ended. A token that
     the tokenizer added at the end has no place of its own: it lies where the text has ended.

@@ -1,4 +1,4 @@
-"""What a rendered example consists of and what a chat template does, for people to look at before a run."""
+"""Rendered examples and chat templates, shown to people before a run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PROBE = Record("chat", messages=(*_QUESTION, _ANSWER, *_QUESTION, {**_ANSWER, "c
 
 
 def openings(template: Any) -> tuple[str, str]:
-    """What a chat template does not write before an answer that is asked for, and what it writes only there."""
+    """Return two texts: one that a chat template omits before a generated answer, one that it writes only there."""
     try:
         plain, prompt = template.text(_QUESTION, None), template.text(_QUESTION, None, prompt=True)
         trained = template.text([*_QUESTION, {**_ANSWER, "content": _WORDS}], None)

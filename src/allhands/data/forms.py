@@ -16,7 +16,7 @@ _THINKING = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Form:
-    """How the same conversation is written for a template.
+    """Form in which a conversation is written for a template.
 
     Attributes:
         strings: arguments of calls as JSON strings, as OpenAI has them; else as objects, as most templates and
@@ -66,7 +66,7 @@ class Form:
 
 
 def other_forms(form: Form) -> Iterator[Form]:
-    """What may make a template write more of a conversation than in ``form``, the likeliest first."""
+    """Forms in which a template may write more of a conversation than in ``form``, the likeliest first."""
     yield replace(form, strings=True)
     yield replace(form, no_words=True)
     yield replace(form, no_words=True, strings=True)

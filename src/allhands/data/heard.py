@@ -1,4 +1,4 @@
-"""What of a conversation is in the text that a chat template made of it.
+"""Search for the parts of a conversation that a chat template leaves out.
 
 Templates leave things out without a word: the thinking of answers, tool calls, words beside calls, a system message.
 A conversation is therefore rendered once more with a marker in the place of everything that was said
@@ -24,7 +24,7 @@ from allhands.data.values import quoted
 
 Kind = Literal["system", "question", "answer", "reasoning", "call", "argument", "result", "name", "tool", "field"]
 
-_WORD = re.compile(r"Zq(\d+)qZ|(?<!\d)731(\d{4})(?!\d)")
+_WORD = re.compile(r"Zq(\d{1,9})qZ|(?<!\d)731(\d{4})(?!\d)")
 _NUMBER = 7_310_000
 _MANY = 9_999
 # Only so much of a call's arguments: a template treats all alike.
@@ -61,7 +61,7 @@ class Part:
 
 
 class Unheard(NamedTuple):
-    """That a record holds something which the model never sees.
+    """A kind of content that a record holds and the model never sees.
 
     Attributes:
         code: stable name; :data:`WORDS` has its words.
@@ -212,7 +212,7 @@ def lost_markers(text: str, marked: Marked) -> frozenset[int]:
 
 
 def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[Part]:
-    """What is not in the rendered conversation, given what a rendering of its form has lost."""
+    """Parts that the rendered conversation lacks, given the numbers of those that a rendering of its form lacks."""
     return [
         part
         for number, part in enumerate(parts)
@@ -221,7 +221,7 @@ def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[
 
 
 def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
-    """Whether words are in a text as often as somebody says them."""
+    """Return True if a part's words are in a text as often as messages say them."""
     words = part.text.strip()
     if part.kind in ("call", "argument", "tool", "name") or len(words) < _SURE:
         return False
@@ -229,7 +229,7 @@ def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
 
 
 def is_missing(text: str, part: Part) -> bool:
-    """Whether a part that stands where a template writes what is there is yet not in the text, or not all of it."""
+    """Return True if some of a part's words are not in the text, though the template writes words of its place."""
     words = part.text.strip()
     if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(words, text):
         return False
@@ -329,7 +329,7 @@ WORDS: dict[str, tuple[str, str]] = {
 
 
 def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
-    """What is left out, with an example of it if that is given, and what to do about it."""
+    """Message about content that is left out, with the sample if that is given, and its remedy."""
     message, remedy = WORDS[code]
     return (message.replace(_EXAMPLE, "") if sample is None else message.format(sample=sample)), remedy
 
@@ -342,7 +342,7 @@ def unheard(
     *,
     keeps_words: bool,
 ) -> tuple[Unheard, ...]:
-    """What to say of the parts of a conversation that are lost, each kind once.
+    """Classify the lost parts of a conversation, each kind once.
 
     Args:
         parts: all of it.
@@ -362,7 +362,7 @@ def unheard(
 
 
 def unread(keys: Sequence[str]) -> Iterator[Unheard]:
-    """What to say of keys beside a conversation that training does not see."""
+    """Classify the keys beside a conversation that training does not see."""
     if any(key in MEDIA_KEYS for key in keys):
         yield Unheard("media-dropped", "")
     if columns := [quoted(key) for key in keys if key not in MEDIA_KEYS]:
@@ -395,7 +395,7 @@ def _code(
 def _code_of_reasoning(
     lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
 ) -> str:
-    """Whether the thinking of earlier answers is lost, as in generation, or more."""
+    """Tell the loss of earlier answers' thinking, which is usual in generation, from a larger one."""
     wanted = {part.index for part in parts if part.kind == "reasoning" and part.index in trained}
     gone = {part.index for part in lost if part.kind == "reasoning" and part.index in trained}
     asked = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)

@@ -30,7 +30,7 @@ def load_hub(path: str, **options: Any) -> Any:
 
 
 def split_names(path: str) -> list[str]:
-    """Which splits a dataset has.
+    """Return the names of a dataset's splits.
 
     Raises:
         DataError: as :func:`load_hub`.
@@ -61,7 +61,7 @@ def _library(path: str) -> Generator[Any]:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether something of the dataset was fetched before, so that the library may do without the network."""
+    """Return True if the cache holds something of the dataset, so that the library may do without the network."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     made = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
@@ -69,7 +69,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _reachable() -> bool:
-    """Whether the Hub answers at all: the library itself would try for half a minute.
+    """Return True if the Hub answers at all: the library itself would try for half a minute.
 
     Behind a proxy, or where downloads are switched off, the library knows better.
     """
@@ -86,7 +86,7 @@ def _reachable() -> bool:
 
 
 def hub_error(name: str, error: Exception) -> DataError:
-    """What the library's error means, with the remedy."""
+    """Translate the library's error, with a remedy."""
     text, kind = str(error), type(error).__name__
     choice = ", ".join(re.findall(r"'([^']+)'", text[text.find("[") :])) if "[" in text else ""
     page = f"https://huggingface.co/datasets/{name}"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from allhands.data.duplicates import normalise
-from allhands.data.heard import COLUMN_UNREAD, Unheard, unread, words_of
+from allhands.data.heard import COLUMN_UNREAD, unread, words_of
 from allhands.data.outcome import LeftOut, Reasons, SourceTally, as_flags
-from allhands.data.records import MISSING, ColumnNames, Record, reach
+from allhands.data.parts import MISSING, ColumnNames, reach
+from allhands.data.records import Record
 from allhands.data.rows import Row, RowProblem
-from allhands.data.shapes import Example, json_line, parse_example, remedy_of_warning, with_merged_system
+from allhands.data.shapes import Example, parse_example, remedy_of_warning, with_merged_system
 from allhands.data.sources import Source
 from allhands.data.splitting import NONE, SPLITS, SplitShare, hash64
 from allhands.data.spool import Spool
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from allhands.data.render import Rendered
 
 Dedupe = Literal["off", "exact", "near"]
-# The tokens of a record: their number; or what they are, of which it is also told what the chat template leaves out.
-Measure = Callable[[Record], "int | Rendered"]
+# Renders a record into the tokens that are counted.
+Measure = Callable[[Record], "Rendered"]
 # What is being done, how much of it is done, and of how much (None: unknown).
 Progress = Callable[[str, int, "int | None"], None]
 
@@ -161,14 +162,16 @@ class Intake:
         if self.options.merge_system:
             example = with_merged_system(example)
         where = f"{row.source}:{row.line}"
-        line, text = json_line(example, where), example.texts()
-        content, length = hash64(line), len(text)
+        line, text = json.dumps(example.to_json(), ensure_ascii=False).encode() + b"\n", example.texts()
+        content, length, unheard = hash64(line), len(text), ()
         if self._measure is not None:
-            measured = self._measure(_measured(example, row))
-            length = measured if isinstance(measured, int) else len(measured.tokens)
-            self._warn_of_unheard(() if isinstance(measured, int) else measured.unheard, where)
+            rendered = self._measure(_measured(example, row))
+            length, unheard = len(rendered.tokens), rendered.unheard
         elif example.record is not None:
-            self._warn_of_unheard(unread(example.record.unread), where)
+            unheard = unread(example.record.unread)
+        for code, _ in unheard:
+            if code != COLUMN_UNREAD:
+                self.warnings.add(*words_of(code), where)
         split = None if self.options.resplit else self.sources[number].split
         is_preference = example.preference is not None
         words, key = hash64(str(is_preference), normalise(text)), self._key(row, content, where)
@@ -189,11 +192,6 @@ class Intake:
                 )
                 self.warnings.add("the id of an earlier row", hint, where)
             self._ids.add(key)
-
-    def _warn_of_unheard(self, found: Iterable[Unheard], where: str) -> None:
-        for code, _ in found:
-            if code != COLUMN_UNREAD:
-                self.warnings.add(*words_of(code), where)
 
     def _columns_of(self, value: Any) -> ColumnNames:
         """The mapping, for a row that has one of its columns; in a mixture, other rows have their usual names."""

@@ -125,7 +125,7 @@ def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bo
 
 
 def _is_by_columns(value: Any) -> bool:
-    """Whether an object is a table as pandas or ``to_dict`` write it: a value or a number for each row, by column."""
+    """Return True for a table by columns, as pandas or ``to_dict`` write it: a value for each row, by column."""
     table = value if isinstance(value, dict) else {}
     if {"columns", "data"} <= set(table):
         return True

@@ -1,4 +1,4 @@
-"""How long the examples are: the figures and the bars that help to choose a limit."""
+"""Lengths of examples: figures and bars that help to choose a limit."""
 
 from __future__ import annotations
 

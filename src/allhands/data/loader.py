@@ -78,7 +78,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is divided among ranks.
+    """Division of a batch among ranks.
 
     Attributes:
         weights: relative speed of each rank.
@@ -139,7 +139,7 @@ class Loader:
         return Cut(self._weights, begin=iteration) if self._cut_of is None else self._cut_of(iteration)
 
     def _tokens_before(self, iteration: int, begin: int) -> tuple[float, ...]:
-        """What each rank has of the batches from ``begin`` up to ``iteration``, which are of the same update."""
+        """Tokens of each rank in the batches from ``begin`` up to ``iteration``, which are of the same update."""
         if iteration <= begin:
             return ()
         at, tokens = self._so_far
@@ -152,7 +152,7 @@ class Loader:
         return tokens
 
     def largest(self, weights: Sequence[float] = ()) -> tuple[int, int]:
-        """What this rank computes at most, by what is longest: padded tokens at once, and micro-batches of a batch.
+        """Return this rank's largest work: padded tokens at once, and micro-batches of a batch.
 
         Args:
             weights: other ones than this loader's.
@@ -179,7 +179,7 @@ def collate_share(windows: Windows, share: Ints, sizing: Sizing, epoch: int = 0)
 
 
 def cut_share(windows: Windows, share: Ints, sizing: Sizing) -> Iterator[tuple[Ints, int]]:
-    """Which windows of a ``share`` make up each micro-batch, and to what length they are padded."""
+    """Cut a ``share`` into micro-batches: the windows of each, and the length to which they are padded."""
     work = windows.work
     for part in micro_batches(share, sizing.padded(work[share]), sizing.max_tokens, sizing.overhead_tokens):
         yield part, int(sizing.padded(work[part]).max())

@@ -53,7 +53,7 @@ _REASONING_PARTS = ("thinking", "reasoning")
 
 
 def asks_only(value: Any) -> bool:
-    """Whether a value is a list of messages that ends with another than an assistant's."""
+    """Return True for a list of messages whose last one is not an assistant's."""
     last = value[-1] if isinstance(value, list) and value else None
     role = last.get("role", last.get("from")) if isinstance(last, dict) else None
     return isinstance(role, str) and _OTHER_ROLES.get(role.strip().lower(), "assistant") != "assistant"
@@ -71,7 +71,7 @@ def messages_of_text(value: Any) -> list[Any] | None:
 
 
 def is_sharegpt(value: Any) -> bool:
-    """Whether a value is a list of messages one of which is written with ``from`` and ``value``."""
+    """Return True for a list of messages one of which is written with ``from`` and ``value``."""
     return isinstance(value, list) and any(isinstance(item, dict) and _is_foreign(item) for item in value)
 
 

@@ -62,7 +62,7 @@ def mix(values: Hashes) -> Hashes:
 
 @dataclass(frozen=True, eq=False)
 class GlobalOrder:
-    """Which examples make up each batch of a run.
+    """The examples of each batch of a run.
 
     Attributes:
         lengths: (num_examples,) tokens of each example.
@@ -92,7 +92,7 @@ class GlobalOrder:
         return self._pool(epoch, pool)[start : start + self.batch_size]
 
     def longest(self, most_pools: int = 16) -> list[Ints]:
-        """Of each of the first pools of an epoch the batch of its longest examples, whole ones and those left over."""
+        """Batches of the longest examples of each of the first pools of an epoch, whole ones and those left over."""
         found: list[Ints] = []
         for pool in range(min(most_pools, -(-self.batches_per_epoch // POOL_BATCHES))):
             members = self._pool(0, pool)

@@ -1,4 +1,4 @@
-"""What became of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
+"""The fate of every row: counted, grouped by reason, each with its place. Read by people and by programs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LeftOut:
 
 @dataclass
 class SourceTally:
-    """What one source held. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
+    """Rows of one source. ``rows`` = ``accepted`` + ``left_out``; ``unread`` counts whole files without rows."""
 
     name: str
     split: str | None

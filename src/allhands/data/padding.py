@@ -1,4 +1,4 @@
-"""How much of what a run computes would be padding."""
+"""Estimate of a run's padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLED_BATCHES = 500
 
 @dataclass(frozen=True)
 class Padding:
-    """What an epoch costs on one process.
+    """Cost of an epoch on one process.
 
     Attributes:
         batches_per_epoch: batches of ``batch_size`` examples (with packing: rows), the smaller last one included.

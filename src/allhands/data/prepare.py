@@ -21,7 +21,7 @@ from allhands.data.arrays import Int8s
 from allhands.data.intake import BY_SOURCE, Intake, Measure, PrepareOptions, Progress, carried_splits
 from allhands.data.lengths import LengthSummary
 from allhands.data.outcome import LeftOut, PrepareOutcome
-from allhands.data.sources import LEFT_OUT, LENGTHS, REPORT, Source
+from allhands.data.sources import LEFT_OUT, REPORT, Source
 from allhands.data.splitting import (
     LARGE_PART,
     NONE,
@@ -43,7 +43,7 @@ from allhands.io.staging import publish, publishing, require_place, staging
 
 DEFAULT_SHARE = SplitShare(0.05, False)
 PREFERENCE = "preference"
-OUTPUT = (REPORT, *(f"{split}.jsonl" for split in SPLITS), LEFT_OUT, LENGTHS, PREFERENCE)
+OUTPUT = (REPORT, *(f"{split}.jsonl" for split in SPLITS), LEFT_OUT, PREFERENCE)
 
 
 class NothingLeft(DataError):
@@ -74,8 +74,8 @@ def prepare(
     """Write ``out`` with the rows of ``sources``; it is whole, or what stood there before is untouched.
 
     Args:
-        measure: gives the tokens of a record, or their number, and raises DataError for one that cannot be rendered;
-            without it, lengths are in characters.
+        measure: renders a record, or raises DataError for one that cannot be rendered; without it, lengths are in
+            characters.
 
     Raises:
         ConfigError: ``out`` is in use, or an option cannot take effect.
@@ -199,7 +199,7 @@ def _write_splits(staged: Path, spool: Spool, split: Int8s, options: PrepareOpti
 
 
 def _notes(intake: Intake, split: Int8s, carried: set[str], default: SplitShare, *, alone: bool) -> Iterator[str]:
-    """What was decided, and what a person may not expect of it. ``alone``: no row belongs to another."""
+    """Notes on decisions that a person may not expect. ``alone``: no row belongs to another."""
     options = intake.options
     if carried:
         yield f"the sources bring {' and '.join(sorted(carried))}: kept as they are (--resplit splits all rows anew)"

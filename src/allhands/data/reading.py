@@ -74,7 +74,7 @@ def unpacked_name(path: Path) -> str:
 
 
 def unread_hint(path: Path) -> str:
-    """What to do about a file whose type is not read."""
+    """Advise on a file whose type is not read."""
     name = path.name.lower()
     return next((way for ends, way in _WAYS.items() if name.endswith(ends)), f"let the name end in {TYPE_NAMES}")
 
@@ -175,7 +175,7 @@ def _separator(head: bytes, kind: FileType) -> Separator:
 
 
 def notes_of(path: Path) -> tuple[str, ...]:
-    """How a file is read where its name does not say it; nothing for one that cannot be read."""
+    """Notes on the way in which a file is read, where its name does not say it; none for one that cannot be read."""
     kind = file_type(path)
     if kind == "json" and (key := rows_key(_head(path))) is not None:
         return (f'its rows are those under the key "{key}"',)
@@ -243,7 +243,7 @@ def _cut_short(error: Exception, path: Path, name: str) -> RowProblem:
 
 
 def read_hint(error: OSError) -> str:
-    """What to do about a file that cannot be read."""
+    """Advise on a file that cannot be read."""
     if isinstance(error, PermissionError):
         return "give yourself permission to read it: chmod u+r FILE"
     if isinstance(error, IsADirectoryError):

@@ -76,6 +76,7 @@ class Renderer:
     no prompt, so that all of it is a target in any case.
 
     A chat template that writes the current date writes that of ``moment``, by default of when this was made.
+    Examples are cut to ``max_seq_length`` tokens; None cuts nothing.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class Renderer:
         tokenizer: Tokenizer,
         *,
         mask_prompt: bool,
-        max_seq_length: int,
+        max_seq_length: int | None,
         train_on: TrainOn = "assistant",
         moment: datetime | None = None,
     ) -> None:
-        if max_seq_length < 2:
+        if max_seq_length is not None and max_seq_length < 2:
             raise ConfigError(f"{max_seq_length} is below 2", where="--max-seq-length", hint="try 2048")
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -111,7 +112,7 @@ class Renderer:
         return result
 
     def render_many(self, records: Sequence[Record]) -> list[Rendered | AllhandsError]:
-        """What :meth:`render` returns or raises for each record, in order; encoded on all cores."""
+        """Result or error of :meth:`render` for each record, in order; encoded on all cores."""
         results: list[Rendered | AllhandsError] = []
         for start in range(0, len(records), _BATCH):
             results += self._render_batch(records[start : start + _BATCH])
@@ -182,21 +183,22 @@ class Renderer:
         return Draft(text, framed=True, spans=spans, unheard=(Unheard("tools-dropped", ""),) if record.tools else ())
 
     def _draft_chat(self, template: ChatTemplate, record: Record) -> Draft:
-        conversation, first_answer = _conversation(record)
-        written = template.written(conversation, record.tools)
+        written = template.written(record.turns, record.tools)
         messages, dates = written.messages, template.dates_in(written.text)
-        wanted = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_answer]
-        if not self._masked:
-            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            missing = written.unheard(conversation, answers)
-            return Draft(written.text, framed=False, spans=None, dates=dates, unheard=missing)
-        weights = [_weight(message, i) for i, message in enumerate(messages)]
-        wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
-        missing = written.unheard(conversation, wanted)
+        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._masked:
+            # Answers in the prompt of a completion are not trained.
+            asked = 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
+            wanted = [i for i in wanted if i >= asked]
+            weights = [_weight(message, i) for i, message in enumerate(messages)]
+            wanted = [i for i in (wanted[-1:] if self._last_only else wanted) if weights[i] != 0]
+        missing = unheard(written.lost, written.parts, record.turns, wanted, keeps_words=written.keeps_words)
+        spans = None
         try:
-            spans = template.answers.spans(written.text, messages, written.tools, wanted)
+            if self._masked:
+                spans = template.answers.spans(written.text, messages, written.tools, wanted)
         except DataError as error:
-            # What cannot be found because it is not there has a better remedy.
+            # An answer that the template leaves out has a better remedy than one that is not found.
             gone = next((found.code for found in missing if found.code in ("calls-dropped", "answers-dropped")), None)
             if gone:
                 words, error.hint = words_of(gone)
@@ -206,24 +208,19 @@ class Renderer:
 
     def _finish(self, draft: Draft, encoded: Encoded) -> Rendered:
         mask = mask_of(draft, encoded, self._tokenizer.eos_token_id)
-        limit = self._max_seq_length
-        cut = max(0, len(mask) - limit)
-        return Rendered(encoded.tokens[:limit], mask[:limit], cut, dates=draft.dates, unheard=draft.unheard)
+        tokens = encoded.tokens[: self._max_seq_length]
+        cut = len(mask) - len(tokens)
+        return Rendered(tokens, mask[: len(tokens)], cut, dates=draft.dates, unheard=draft.unheard)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether conversations can be rendered for this tokenizer."""
+    """Return True if conversations can be rendered for this tokenizer."""
     has = getattr(tokenizer, "has_chat_template", None)
     return bool(has) if has is not None else getattr(tokenizer, "chat_template", None) is not None
 
 
-def _conversation(record: Record) -> tuple[list[Message], int]:
-    """The messages of a chat or completion, and the index from which assistant messages are answers."""
-    return record.turns, 0 if record.prompt is None else len(as_turns(record.prompt, "user"))
-
-
 def is_untrained(message: Message) -> bool:
-    """Whether the message says of itself that it is not trained."""
+    """Return True if the message says of itself that it is not trained."""
     return any(message.get(key, 1) == 0 for key in _WEIGHTS)
 
 
@@ -272,13 +269,9 @@ class Written:
     lost: list[Part]
     keeps_words: bool
 
-    def unheard(self, messages: Sequence[Message], trained: Sequence[int]) -> tuple[Unheard, ...]:
-        """What to say of it, if the messages ``trained`` are targets; ``messages`` as the record has them."""
-        return unheard(self.lost, self.parts, messages, trained, keeps_words=self.keeps_words)
-
 
 def rendering_options() -> frozenset[str]:
-    """What transformers' rendering takes besides a template's own variables."""
+    """Names of the arguments that transformers' rendering takes besides a template's own variables."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -295,7 +288,7 @@ class ChatTemplate:
 
     @cached_property
     def answers(self) -> AnswerFinder:
-        """Where in the template's output the answers are."""
+        """Search for answers in the template's output."""
         added: dict[str, int] = getattr(self._tokenizer, "added_tokens_encoder", {})
         return AnswerFinder(self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added))
 
@@ -316,7 +309,7 @@ class ChatTemplate:
             ) from error
 
     def _way_out(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
-        """What to do about a conversation that the template rejects."""
+        """Advise on a conversation that the template rejects."""
         if any(message["role"] in INSTRUCTION_ROLES for message in messages):
             # Else it is something else, or more than that.
             with suppress(Exception):
@@ -329,7 +322,7 @@ class ChatTemplate:
         return f"{want} give another template ({OPTION}) or model"
 
     def _writes(self, messages: Sequence[Message]) -> bool:
-        """Whether a word that only the probe has is in the rendered conversation."""
+        """Return True if the rendered conversation holds a word that only the probe has."""
         try:
             return _THOUGHT in self.text(messages, None)
         except DataError:
@@ -337,7 +330,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether a system message reaches the model."""
+        """True if a system message reaches the model."""
         words = zip(("system", "user", "assistant"), (_THOUGHT, "a", "b"), strict=True)
         return self._writes([{"role": role, "content": content} for role, content in words])
 
@@ -390,7 +383,7 @@ class ChatTemplate:
 
     @cached_property
     def _keeps_thinking(self) -> bool:
-        """Whether thinking in the words of the last answer stays."""
+        """True if thinking in the words of the last answer stays."""
         answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}
         return self._writes([{"role": "user", "content": "a"}, answer])
 

@@ -24,7 +24,7 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read.
+    """Options of reading files.
 
     Attributes:
         documents: what one document of a plain text file is: "file", "line", "blank-line" (paragraphs), any other
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """What could not be read: one row, or with ``is_rest`` all of the file from there; line 0 is the file itself."""
+    """A row that could not be read, or with ``is_rest`` all of the file from there; line 0 is the file itself."""
 
     source: str
     line: int

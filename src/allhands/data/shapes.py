@@ -25,26 +25,9 @@ from allhands.data.messages import (
     merged_system,
     require_answer,
 )
-from allhands.data.records import (
-    NEEDS,
-    ColumnNames,
-    Parts,
-    Record,
-    Shape,
-    alpaca_question,
-    as_turns,
-    conversation_part,
-    history,
-    rating,
-    recognise,
-    text_or_messages,
-    to_record,
-    tools_part,
-    unread_keys,
-    with_system,
-)
+from allhands.data.parts import ColumnNames, Parts
+from allhands.data.records import NEEDS, Record, Shape, as_turns, parts_of, rating, recognise, to_record, unread_keys
 from allhands.data.values import ValuePlace, quoted
-from allhands.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -109,7 +92,7 @@ def with_merged_system(example: Example) -> Example:
 
 
 def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
-    """What messages say, in order: thinking, words, tool calls."""
+    """Words of messages, in order: thinking, words, tool calls."""
     for message in messages:
         yield from (thought for key in REASONING_KEYS if isinstance(thought := message.get(key), str))
         if message["content"]:
@@ -119,18 +102,6 @@ def spoken_words(messages: Iterable[Message]) -> Iterator[str]:
             arguments = function.get("arguments", "")
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             yield f"{function['name']} {written}"
-
-
-def json_line(example: Example, where: str) -> bytes:
-    """An example as a row of a file.
-
-    Raises:
-        DataError: it holds what JSON or UTF-8 cannot.
-    """
-    try:
-        return json.dumps(example.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
-    except (TypeError, ValueError) as error:  # half a surrogate pair among them
-        raise DataError(f"it holds what JSON cannot: {error}", where=where, hint="write it as text") from None
 
 
 def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, empty_texts: bool = False) -> Example:
@@ -149,7 +120,7 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
     Raises:
         DataError: with ``where="source:line"`` and a hint.
     """
-    parts = Parts.of(value, columns, ValuePlace(source, line))
+    parts = parts_of(value, columns, ValuePlace(source, line))
     shape = recognise(parts)
     if shape == "preference":
         return _preference(parts)
@@ -159,74 +130,80 @@ def parse_example(value: Any, columns: ColumnNames, *, source: str, line: int, e
         return _rated(parts, record, label, shape)
     with_tools = shape == "chat" and (record.tools or any(message.get("tool_calls") for message in record.turns))
     name = "chat with tools" if with_tools else shape
-    return Example(name, record, None, (*suspicions_of(record), *_unused(parts, shape)))
+    return Example(name, record, None, (*suspicions_of(record), *_unused(parts, shape, record.unread)))
 
 
 def _preference(parts: Parts) -> Example:
-    place = parts.place
     chosen, rejected = _answers(parts, "chosen"), _answers(parts, "rejected")
     if chosen == rejected:
-        names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
-        place.fail(f"{names} are the same: there is nothing to prefer", "delete the record")
-    tools, prompt, differs = tools_part(parts), _question(parts), False
+        message = f"{parts.quoted('chosen', 'rejected')} are the same: there is nothing to prefer"
+        parts.fail(message, "delete the record")
+    tools, prompt, differs = parts.tools(), _question(parts), False
     if prompt is None or not chosen[0]["role"] == rejected[0]["role"] == "assistant":
         end = _shared(parts, chosen, rejected, prompt)
         words = {message["content"].strip() for message in chosen[:end]}
         differs = any(message["content"].strip() not in words for message in prompt or ())
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-    prompt = with_system(parts, prompt)
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        check_tool_answers([*prompt, *answer], parts.name(name), place)
+    prompt = parts.with_system(prompt)
+    seen: list[str] = []
+    for part, answer in (("chosen", chosen), ("rejected", rejected)):
+        check_tool_answers([*prompt, *answer], parts.names[part], parts.place)
+        seen += suspicions([*prompt, *answer])
     found = {"prompt": prompt, "chosen": chosen, "rejected": rejected} | ({"tools": tools} if tools else {})
-    seen = dict.fromkeys([*suspicions([*prompt, *chosen]), *suspicions([*prompt, *rejected])])
-    warnings = (PROMPT_DIFFERS,) * differs
-    return Example("preference", None, found, (*seen, *warnings, *_unused(parts, "preference")))
+    warnings = (
+        *dict.fromkeys(seen),
+        *(PROMPT_DIFFERS,) * differs,
+        *_unused(parts, "preference", unread_keys(parts, "preference")),
+    )
+    return Example("preference", None, found, warnings)
 
 
 def _shared(parts: Parts, chosen: list[Message], rejected: list[Message], prompt: list[Message] | None) -> int:
-    """How many messages are the question of two whole conversations: both go on from it with an answer."""
+    """Count the messages of the question of two whole conversations, both of which go on with an answer."""
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
     for end in range(min(same, len(chosen) - 1, len(rejected) - 1), 0, -1):
         if chosen[end]["role"] == rejected[end]["role"] == "assistant":
             return end
     lonely = prompt is None and len(chosen) == len(rejected) == 1
     what = "have no question before them" if lonely else "do not answer the same question"
-    names = f"{quoted(parts.name('chosen'))} and {quoted(parts.name('rejected'))}"
     hint = "give the question as prompt (or prompt_feature), or let both begin with the same messages"
-    parts.place.fail(f"{names} {what}", hint)
+    parts.fail(f"{parts.quoted('chosen', 'rejected')} {what}", hint)
 
 
 def _answers(parts: Parts, part: str) -> list[Message]:
     """A chosen or rejected answer: a string, one message or a list of them."""
-    value, name = parts.get(part), parts.name(part)
-    value = as_turns(value, "assistant") if isinstance(value, str) else [value] if isinstance(value, dict) else value
-    messages = check_messages(value, name, parts.place, sharegpt=parts.mapped(part))
-    require_answer(messages, name, parts.place)
+    value = parts.get(part)
+    if isinstance(value, str):
+        value = as_turns(value, "assistant")
+    messages = check_messages(
+        [value] if isinstance(value, dict) else value, parts.names[part], parts.place, sharegpt=parts.mapped(part)
+    )
+    require_answer(messages, parts.names[part], parts.place)
     return messages
 
 
 def _question(parts: Parts) -> list[Message] | None:
     """The question that both answers are for, if it stands in a column of its own."""
     if parts.has("prompt"):
-        return as_turns(text_or_messages(parts, "prompt"), "user")
+        return as_turns(parts.text_or_messages("prompt"), "user")
     for part in ("chat", "conversation"):
         if parts.has(part):
-            return conversation_part(parts, part, sharegpt=True)
-    return [*history(parts), *as_turns(alpaca_question(parts), "user")] if parts.has("instruction") else None
+            return parts.messages(part, sharegpt=True)
+    return [*parts.history(), *as_turns(parts.question(), "user")] if parts.has("instruction") else None
 
 
 def _rated(parts: Parts, record: Record, label: bool, shape: Shape) -> Example:
-    """The last answer is what was rated; of a completion, all of it."""
+    """A rated answer: the last one of a chat, all of a completion."""
     turns = record.turns
     count = 1 if record.completion is None else len(as_turns(record.completion, "assistant"))
     prompt, completion = turns[:-count], turns[-count:]
     if completion[-1]["role"] != "assistant":
-        parts.place.fail("a rated conversation must end with the answer that was rated", "delete what follows it")
+        parts.fail("a rated conversation must end with the answer that was rated", "delete what follows it")
     if not prompt:
-        parts.place.fail("a rated answer has no question before it", "put the question before it")
+        parts.fail("a rated answer has no question before it", "put the question before it")
     found = {"prompt": prompt, "completion": completion, "label": label}
     found |= {"tools": record.tools} if record.tools else {}
-    return Example("rated", None, found, (*suspicions(turns), *_unused(parts, shape)))
+    return Example("rated", None, found, (*suspicions(turns), *_unused(parts, shape, record.unread)))
 
 
 # Warnings
@@ -263,7 +240,7 @@ _REMEDIES = {
 
 
 def remedy_of_warning(warning: str) -> str:
-    """What to do about one of the warnings of an :class:`Example`."""
+    """Remedy for one of the warnings of an :class:`Example`."""
     if warning.endswith(_NOT_TRAINED):
         return "write it before the words of the answer (<think>...</think>), or into its message as reasoning_content"
     if warning.endswith(_LEFT_OUT):
@@ -279,7 +256,7 @@ def suspicions_of(record: Record) -> tuple[str, ...]:
 
 
 def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
-    """What looks wrong in checked messages but may be meant; fixed phrases, each once, so they can be counted.
+    """Warnings about checked messages that may be meant; fixed phrases, each once, so they can be counted.
 
     A conversation that ends with a tool call is how calling is taught, and is not among them.
     """
@@ -320,7 +297,7 @@ def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def _has_object(arguments: Any) -> bool:
-    """Whether arguments are an object or the JSON of one; none at all will do as well."""
+    """Return True for arguments that are an object, the JSON of one, or none at all."""
     return not isinstance(arguments, str) or not arguments.strip() or parsed_arguments(arguments) is not arguments
 
 
@@ -328,31 +305,31 @@ def _has_object(arguments: Any) -> bool:
 _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "sharegpt": ("tools", "system")}
 
 
-def _unused(parts: Parts, shape: Shape) -> Iterator[str]:
+def _unused(parts: Parts, shape: Shape, unread: Sequence[str]) -> Iterator[str]:
     """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
     yield from _unused_parts(parts, shape)
-    for key in unread_keys(parts, shape):
+    for key in unread:
         if key in (*REASONING_KEYS, *CONTEXT_KEYS):
             yield f"{quoted(key)} {_NOT_TRAINED if key in REASONING_KEYS else _LEFT_OUT}"
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
-        yield f"{quoted(parts.name('label'))} is not used in the shape {shape}"
-    used = {parts.name(part) for part in NEEDS[shape]}
+        yield f"{parts.quoted('label')} is not used in the shape {shape}"
+    used = {parts.names[part] for part in NEEDS[shape]}
     for other, needs in NEEDS.items():
         # The column of a conversation may be the question of a preference; ShareGPT may stand under messages.
         question = shape in ("preference", "sharegpt") and other in ("chat", "sharegpt")
-        if not question and not used.issuperset(map(parts.name, needs)) and all(map(parts.has, needs)):
+        if not question and parts.filled >= set(needs) and not used.issuperset(parts.names[part] for part in needs):
             yield f"read as {shape}, so its columns of the shape {other} are not used"
 
 
 def _unused_parts(parts: Parts, shape: Shape) -> Iterator[str]:
     beside = ("system", "tools", "input", "history")
     # "input" is a common name, and means something beside an instruction only.
-    instructed = parts.name("prompt") == "instruction"
+    instructed = parts.names["prompt"] == "instruction"
     for part in beside:
         # A mapped system column goes before mlx_lm's own shapes, where the default name is only some column.
         is_mapped = parts.mapped(part)
         taken = part in _TAKES.get(shape, beside) or (part == "system" and is_mapped and shape != "text")
-        if is_mapped and not parts.names_it(part):
-            yield f"the mapped column {quoted(parts.name(part))} is not there"
+        if is_mapped and part not in parts.found:
+            yield f"the mapped column {parts.quoted(part)} is not there"
         elif not taken and parts.get(part) and (part != "input" or is_mapped or instructed):
-            yield f"{quoted(parts.name(part))} is not used in the shape {shape}"
+            yield f"{parts.quoted(part)} is not used in the shape {shape}"

@@ -1,4 +1,4 @@
-"""What people name on the command line, as sources of rows: files, directories, datasets of the Hugging Face Hub."""
+"""Sources of rows that people name on the command line: files, directories, datasets of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from allhands.io.paths import meant
 _HUB = re.compile(r"(?:hf://(?:datasets/)?|https://huggingface\.co/datasets/)")
 # Lies beside data and is none: what a Hub dataset or a prepared folder says about itself.
 _ABOUT_DATA = {"readme", "license", "licence", "notice", "changelog"}
-# Files that `data prepare` writes beside the data; earlier versions also wrote a picture of the lengths.
-REPORT, LEFT_OUT, LENGTHS = "report.json", "left-out.jsonl", "lengths.png"
+# Files that `data prepare` writes beside the data.
+REPORT, LEFT_OUT = "report.json", "left-out.jsonl"
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How sources are found and read.
+    """Options of finding and reading sources.
 
     Attributes:
         documents: what one document of a plain text file is, see :class:`ReadOptions`.
@@ -199,7 +199,7 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
                 folders.remove(path.name)
                 skipped[path] = "hidden" if path.name.startswith(".") else "a link to a directory"
         saved = saved_files(Path(folder))
-        for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT, LENGTHS)]:
+        for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT)]:
             why = _why_skipped(path)
             if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
                 why = "state.json does not name it"

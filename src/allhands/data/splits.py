@@ -185,7 +185,7 @@ _HF_KEYS = {
 
 
 def own_splits(path: str) -> dict[str, str]:
-    """What a Hub dataset that has a validation split of its own calls its splits, as keys of :func:`split_of_hub`.
+    """Names of the splits of a Hub dataset with a validation split of its own, as keys of :func:`split_of_hub`.
 
     Without one: no more than a test split, if there is one. The others are then parts of ``train``.
 

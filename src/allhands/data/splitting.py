@@ -1,4 +1,4 @@
-"""Which row goes into which split: a function of the contents and the seed, never of the order of rows.
+"""Assignment of rows to splits: a function of the contents and the seed, never of the order of rows.
 
 Rows that must not be torn apart (one key, the same or nearly the same content) form a group, and a group is
 put into one split as a whole.
@@ -116,14 +116,14 @@ MANY_EPOCHS = 20
 
 @dataclass(frozen=True)
 class WantedSplit:
-    """How many rows the held-out splits shall have."""
+    """Wanted rows of the held-out splits."""
 
     valid: int
     test: int
 
 
 def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
-    """What can be said about the sizes before the rows are counted.
+    """Refuse sizes that cannot be, before the rows are counted.
 
     Raises:
         ConfigError: two fractions leave nothing to train on.

@@ -54,7 +54,7 @@ class LeftOutPart:
 
 @dataclass(frozen=True)
 class TokenSetReport:
-    """What became of the records.
+    """Counts of the records that were rendered.
 
     Attributes:
         num_records: records read.
@@ -86,7 +86,7 @@ class TokenSetReport:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Of the texts; ``None`` if there is something else in the set, or something was left out."""
+        """Tokens a byte of the texts; ``None`` if the set holds other records, or something was left out."""
         whole = self.num_texts == self.num_records and not self.num_truncated
         return self.num_tokens / self.num_text_bytes if whole and self.num_text_bytes else None
 
@@ -278,7 +278,7 @@ def _opened(path: Path, *, built: bool = False) -> StoredTokens | None:
 
 
 def _note(path: Path, name: str) -> Path:
-    """Where it is remembered that a sum was right: for each host, and boot, that uses the cache, a file of its own."""
+    """Path of the note that a sum was right: one file for each host, and boot, that uses the cache."""
     return path / f"checked-{hashlib.sha256(_boot().encode()).hexdigest()[:12]}-{name}.json"
 
 

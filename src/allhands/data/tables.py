@@ -269,6 +269,6 @@ def _documents(file: IO[bytes], separator: re.Pattern[str] | None, size: int) ->
 
 
 def _cut(text: str, start: int, size: int) -> int:
-    """Where the part that begins at ``start`` ends: after a paragraph, a line, a word, or anywhere."""
+    """Return the end of the part that begins at ``start``: after a paragraph, a line, a word, or anywhere."""
     ends = ((text.rfind(mark, start + size // 2, start + size), mark) for mark in ("\n\n", "\n", " "))
     return next((found + len(mark) for found, mark in ends if found >= 0), start + size)

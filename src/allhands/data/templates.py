@@ -59,7 +59,7 @@ _MERGED = "{#- allhands: each system message is put before the question that fol
 
 @dataclass(frozen=True)
 class ChatChoice:
-    """How conversations become texts, where it is not as the model's tokenizer has it.
+    """Choice of a chat template other than that of the model's tokenizer.
 
     Attributes:
         template: a name of ``NAMED`` or a file; None: the model's own.
@@ -180,7 +180,7 @@ def _check_syntax(text: str, where: str) -> None:
 
 
 def is_one_token(tokenizer: Any, text: str) -> bool:
-    """Whether ``text`` is a token of its own wherever it stands."""
+    """Return True if ``text`` is a token of its own wherever it stands."""
     ids = list(tokenizer.encode(f"a{text}b", add_special_tokens=False))
     known = tokenizer.get_vocab().get(text)
     return known is not None and known in ids

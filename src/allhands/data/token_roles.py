@@ -1,4 +1,4 @@
-"""Which tokens end answers, and which may be somebody's own that the model does not know."""
+"""Tokens that end answers, and tokens that people may have added and the model does not know."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OF_FAMILIES = re.compile(
 
 
 def _template_words(tokenizer: Any) -> str:
-    """What the chat template may write besides the words of a conversation: its source, and a conversation."""
+    """Texts that the chat template may write besides a conversation's words: its source, and a conversation."""
     source: Any = getattr(tokenizer, "chat_template", None)
     texts: list[Any] = list(source.values()) if isinstance(source, dict) else [source]  # pyright: ignore[reportUnknownArgumentType]
     if has_chat_template(tokenizer):

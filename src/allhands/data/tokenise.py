@@ -53,7 +53,7 @@ def no_progress(_records: int, _tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Rendering:
-    """How records become tokens; may be sent to another process.
+    """Options of turning records into tokens; may be sent to another process.
 
     Attributes:
         tokenizer: of the model.
@@ -77,22 +77,22 @@ class Rendering:
     def renderer(self) -> Renderer:
         """The renderer that does it."""
         options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
-        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length or 1 << 40, **options)
+        return Renderer(self.tokenizer, max_seq_length=self.max_seq_length, **options)
 
     @property
     def masks(self) -> bool:
-        """Whether prompts are kept from the loss."""
+        """True if prompts are kept from the loss."""
         return self.mask_prompt and self.train_on != "all"
 
     def facts(self) -> dict[str, Any]:
-        """What its results depend on besides the records, as JSON values."""
+        """Facts that the results depend on besides the records, as JSON values."""
         names = ("files", "mask_prompt", "train_on", "max_seq_length")
         facts = {name: getattr(self, name) for name in names}
         return {"tokenizer": tokenizer_facts(self.tokenizer, self.moment), **facts}
 
 
 def tokenizer_facts(tokenizer: Any, moment: datetime) -> dict[str, Any]:
-    """What determines a tokenizer's output, as JSON values; ``moment``: see :class:`Rendering`."""
+    """Facts that determine a tokenizer's output, as JSON values; ``moment``: see :class:`Rendering`."""
     import tokenizers
     import transformers
 
@@ -269,7 +269,7 @@ def _end_with(parent: int) -> None:
 
 
 def _result(future: Any, chunk: list[Record], alone: Renderer) -> Sequence[Result]:
-    """What a helper has made; made here if helpers were ended by the system, which happens when memory is short."""
+    """Return a helper's results; made here if the system ended helpers, which happens when memory is short."""
     with suppress(BrokenExecutor):
         if future is not None:
             return future.result()

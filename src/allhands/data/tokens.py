@@ -26,7 +26,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Window:
-    """What the model computes for one example or row, without padding.
+    """The model's work for one example or row, without padding.
 
     Attributes:
         inputs: (W,) token ids.
@@ -197,7 +197,7 @@ class PackedRows:
         return work
 
     def shift(self, epoch: int) -> int:
-        """Where the first row of an epoch begins: multiples of the golden section of a row, which never cluster."""
+        """Return the beginning of an epoch's first row: a multiple of a row's golden section, which never cluster."""
         return int(epoch * _GOLDEN % 1.0 * self.block)
 
     def window(self, i: int, epoch: int = 0) -> Window:

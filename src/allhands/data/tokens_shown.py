@@ -1,4 +1,4 @@
-"""How a tokenizer cuts a text, as people can read it."""
+"""Tokens of a text, as people can read them."""
 
 from __future__ import annotations
 

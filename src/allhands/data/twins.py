@@ -66,7 +66,7 @@ def find_twins(spool: Spool, threshold: float, progress: Callable[[int, int], No
 
 
 def report_duplicates(spool: Spool, twins: Twins, split: Int8s) -> Duplicates:
-    """What to report: all that was found, and what of it is now in two splits."""
+    """Report all duplicates that were found, and those that are now in two splits."""
     labels = twins.near.labels()
     kept = np.flatnonzero(split != NONE)
     highest = np.full(len(spool), NONE, dtype=np.int8)

@@ -22,7 +22,7 @@ _NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean",
 
 @dataclass(frozen=True)
 class ValuePlace:
-    """Where a record begins, so that every check can raise with it."""
+    """The place of a record, so that every check can raise with it."""
 
     source: str
     line: int
@@ -52,7 +52,7 @@ def key_list(names: Iterable[str]) -> str:
 
 
 def is_list_of_objects(value: Any) -> bool:
-    """Whether a JSON value is a list in which everything is an object."""
+    """Return True for a list that holds only objects."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 

@@ -84,7 +84,7 @@ class VocabularyOptions:
 
     @property
     def eos(self) -> str:
-        """What ends a text."""
+        """Token that ends a text."""
         return END_OF_TURN if self.chat_template else EOS
 
     @property
@@ -95,7 +95,7 @@ class VocabularyOptions:
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """What was made.
+    """Figures of a tokenizer that was made.
 
     Attributes:
         vocabulary: tokens that it has; fewer than asked for where the text gives no more.

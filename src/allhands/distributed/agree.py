@@ -8,27 +8,21 @@ them; :mod:`allhands.distributed.blame` says whose differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-
 from allhands.distributed.backend import Communicator
 from allhands.distributed.blame import Circumstances, MisfitError, Statement, judge
-from allhands.distributed.handout import gather_json
+from allhands.distributed.handout import all_equal, gather_json
 from allhands.runtime.versions import software_here
-
-_GIVEN = ("launcher", "option", "model", "data", "adapter", "config")
 
 
 @dataclass(frozen=True)
 class Witness:
-    """What a rank adds to its facts where they differ from the others'.
+    """The facts that a rank adds where its own differ from the others'.
 
     Attributes:
         computer: its name.
@@ -50,12 +44,7 @@ def agree(communicator: Communicator, facts: Mapping[str, Any], witness: Witness
     Raises:
         MisfitError: on every rank alike, naming the ranks that differ from the others, and in what.
     """
-    if communicator.size == 1:
-        return
-    text = json.dumps(facts, sort_keys=True, default=str).encode()
-    digest = np.frombuffer(hashlib.sha256(text).digest(), dtype=np.int32)
-    digests = _gather(communicator, digest)
-    if (digests == digests[0]).all():
+    if communicator.size == 1 or all_equal(communicator, json.dumps(facts, sort_keys=True, default=str)):
         return
     everyone = gather_json(communicator, facts)
     sections = {key for one in everyone for key in one if one.get(key) != everyone[0].get(key)}
@@ -70,8 +59,7 @@ def _misfit(
         "leads": witness.leads,
         "software": software_here(),
         **witness.details(sections),
-        "given": [getattr(witness.given, name) for name in _GIVEN],
-        "trusted": sorted(witness.given.trusted),
+        "given": {**vars(witness.given), "trusted": sorted(witness.given.trusted)},
     }
     said = gather_json(communicator, own)
     names = _names(everyone, said)
@@ -81,9 +69,9 @@ def _misfit(
         for rank, name in enumerate(names)
         if names.index(name) == rank
     ]
-    launcher, *others = said[0]["given"]
-    given = Circumstances(launcher or names[0], *others, trusted=frozenset(said[0]["trusted"]))
-    verdict = judge(statements, given)
+    first: dict[str, Any] = said[0]["given"]
+    first |= {"launcher": first["launcher"] or names[0], "trusted": frozenset(first["trusted"])}
+    verdict = judge(statements, Circumstances(**first))
     assert verdict is not None
     misfits = tuple(rank for rank, name in enumerate(names) if name in verdict.misfits)
     return MisfitError(verdict.message, hint=verdict.hint, misfits=misfits)
@@ -98,9 +86,3 @@ def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, An
         return computers
     several = len(set(computers)) > 1
     return [f"rank {rank}" + (f" on {name}" if several else "") for rank, name in enumerate(computers)]
-
-
-def _gather(communicator: Communicator, row: np.ndarray[Any, np.dtype[np.int32]]) -> np.ndarray[Any, Any]:
-    gathered = communicator.all_gather(mx.array(row)[None])
-    mx.eval(gathered)
-    return np.array(gathered).reshape(communicator.size, -1)

@@ -32,7 +32,7 @@ _PERSONS = "a person's"  # back-end of a group that MLX has made for a person: w
 
 
 class Communicator(Protocol):
-    """What training needs from a group of processes; the tests' twins implement it too."""
+    """A group of processes, as training needs it; the tests' twins implement it too."""
 
     @property
     def rank(self) -> int: ...
@@ -196,7 +196,7 @@ class MlxGroup:
         return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """What a rank sends; where the back-end has it."""
+        """The array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
 
@@ -241,7 +241,7 @@ def on_stream(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def sent_bytes(communicator: Communicator) -> int:
-    """What this process has been asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
+    """Bytes that this process was asked to send so far: of a sum 2 (N - 1) / N of its bytes, as a ring sends them."""
     world = getattr(communicator, "world", communicator)  # that exchanges for a group
     return world.exchange.sent_bytes if isinstance(world, MlxGroup) else 0
 

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes: all ranks of a group time it together, and check its sums.
+"""Time all-reduces: all ranks of a group time them together, and check their sums.
 
 Of every round the slowest rank counts, because a training step waits for it. Every decision (how often, whether to go
 on to larger arrays) is taken from numbers that all ranks have, so that all of them take it alike.
@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import gather_rows
 from allhands.distributed.reduce import barrier
 from allhands.errors import DistributedError
 
@@ -28,7 +29,7 @@ _CPU_ROWS, _GPU_ROWS = 512, 4096  # of the matrices whose products tell how fast
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is timed.
+    """The sizes to time.
 
     Attributes:
         sizes: bytes of the float32 arrays, in ascending order.
@@ -95,7 +96,7 @@ def time_products(
         mx.eval(rows @ factor)
         done += 1
     own = 2.0 * size * inner * outer * done / taken
-    return _gather(communicator, np.array([own], dtype=np.float32))[:, 0].tolist()
+    return gather_rows(communicator, np.array([own], dtype=np.float32))[:, 0].tolist()
 
 
 def _expected_s(results: Sequence[dict[str, Any]], size: int) -> float:
@@ -139,7 +140,7 @@ def _check_sum(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> Non
     mx.eval(total)
     right = pattern * np.float32(size) + np.float32(size * (size - 1) // 2)
     wrong = int((np.array(total) != right).sum())
-    everyone = _gather(communicator, np.array([wrong], dtype=np.float32))[:, 0]
+    everyone = gather_rows(communicator, np.array([wrong], dtype=np.float32))[:, 0]
     if everyone.any():
         ranks = ", ".join(str(rank) for rank in np.flatnonzero(everyone))
         raise DistributedError(
@@ -149,12 +150,5 @@ def _check_sum(communicator: Communicator, pattern: np.ndarray[Any, Any]) -> Non
 
 
 def _slowest(communicator: Communicator, seconds: Sequence[float]) -> list[float]:
-    """Of each time the longest over the ranks."""
-    return _gather(communicator, np.array(seconds, dtype=np.float32)).max(axis=0).tolist()
-
-
-def _gather(communicator: Communicator, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What every rank has, a row a rank."""
-    gathered = communicator.all_gather(mx.array(row)[None])
-    mx.eval(gathered)
-    return np.array(gathered).reshape(communicator.size, -1)
+    """The longest of each time over the ranks."""
+    return gather_rows(communicator, np.array(seconds, dtype=np.float32)).max(axis=0).tolist()

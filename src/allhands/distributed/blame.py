@@ -146,7 +146,7 @@ def judge(statements: Sequence[Statement], given: Circumstances) -> BlameVerdict
 
 
 def _misfits(parts: Sequence[_FactPart], names: Sequence[str], given: Circumstances) -> tuple[str, ...]:
-    """Those that differ from what is right, if without them all agree."""
+    """The computers that differ from what is right, if without them all agree."""
     odd = {
         name
         for part in parts
@@ -304,7 +304,7 @@ class _Remedy:
         return "; ".join(steps) or _GENERIC
 
     def _odd(self, kinds: Set[str]) -> list[str]:
-        """Those of the misfits that differ in something of these kinds."""
+        """The misfits that differ in something of these kinds."""
         if not self.misfits:
             return []
         right = next(one.name for one in self.statements if one.name not in self.misfits)
@@ -384,7 +384,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_sum(value: Any) -> bool:
-    """Whether the value is a SHA-256 or missing, which tells people nothing."""
+    """True if the value is a SHA-256 or missing, which tells people nothing."""
     return value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None)
 
 

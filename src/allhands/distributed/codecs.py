@@ -38,7 +38,7 @@ class Codec:
 
     @property
     def grouped(self) -> bool:
-        """Whether numbers share scales, which leaves so much out that it has to be made up for in later steps."""
+        """True if numbers share scales, which leaves so much out that it has to be made up for in later steps."""
         return self.bits < 16
 
     @property
@@ -47,7 +47,7 @@ class Codec:
         return self.packed_bytes(GROUP) / (GROUP * _FLOAT)
 
     def packs(self, shape: tuple[int, ...], item_bytes: int = _FLOAT) -> bool:
-        """Whether an array of this shape and type is packed: not if it is shorter than a group, or short already."""
+        """True if an array of this shape and type is packed: not if it is shorter than a group, or short already."""
         numbers = math.prod(shape)
         return numbers >= GROUP and self.packed_bytes(numbers) < numbers * item_bytes
 
@@ -57,7 +57,7 @@ class Codec:
         return groups * (GROUP * self.bits // 8 + _SCALES * self.grouped)
 
     def route(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> Route:
-        """How ranks exchange what they have packed of numbers of ``item_bytes`` over a back-end.
+        """The way in which ranks exchange packed numbers of ``item_bytes`` over a back-end.
 
         Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a sum of what is not
         packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N - 1) / N rows.
@@ -68,7 +68,7 @@ class Codec:
         return "gather" if ranks * self._against(item_bytes) < 2 or not passes else "pass"
 
     def gains(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> bool:
-        """Whether fewer bytes travel than of numbers of ``item_bytes`` that the back-end adds up."""
+        """True if fewer bytes travel than of numbers of ``item_bytes`` that the back-end adds up."""
         gathers = self.route(backend, ranks, item_bytes) == "gather"
         return self._against(item_bytes) * (ranks if gathers else 2) < 2
 

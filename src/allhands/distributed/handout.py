@@ -5,6 +5,7 @@ Bytes travel as 32-bit integers, to which the ranks that have nothing to say add
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -21,23 +22,35 @@ _PIECE_BYTES = 4 << 20
 Bytes = bytes | bytearray | memoryview
 
 
+def gather_rows(communicator: Communicator, row: Any) -> NDArray[Any]:
+    """(size, n): the n numbers of ``row``, a list or array, of every rank."""
+    return np.array(communicator.all_gather(mx.array(row)[None])).reshape(communicator.size, -1)
+
+
+def all_equal(communicator: Communicator, text: str) -> bool:
+    """True if every rank has the same ``text``."""
+    digests = gather_rows(communicator, np.frombuffer(hashlib.sha256(text.encode()).digest(), dtype=np.int32))
+    return bool((digests == digests[0]).all())
+
+
+def votes(communicator: Communicator, vote: bool) -> int:
+    """The number of ranks whose ``vote`` is true."""
+    return int(np.asarray(communicator.all_sum(mx.array([float(vote)])))[0])
+
+
 def hand_out_json(communicator: Communicator, value: Any) -> Any:
     """Rank 0's JSON ``value`` on every rank; the others' arguments do not matter."""
     if communicator.size == 1:
         return value
     text = json.dumps(value).encode() if communicator.rank == 0 else b""
-    length = communicator.all_sum(mx.array([len(text)], dtype=mx.uint32))
-    mx.eval(length)
-    size = int(np.asarray(length)[0])
-    return json.loads(b"".join(hand_out_bytes(communicator, [text], size)))
+    length = np.asarray(communicator.all_sum(mx.array([len(text)], dtype=mx.uint32)))
+    return json.loads(b"".join(hand_out_bytes(communicator, [text], int(length[0]))))
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
     """Every rank's JSON ``value``, on every rank."""
     text = json.dumps(value, default=str).encode()
-    lengths = communicator.all_gather(mx.array([len(text)], dtype=mx.int32))
-    mx.eval(lengths)
-    sizes = [int(size) for size in np.asarray(lengths)]
+    sizes: list[int] = gather_rows(communicator, np.array([len(text)], dtype=np.int32))[:, 0].tolist()
     texts = [bytearray() for _ in sizes]
     for pieces in gather_bytes(communicator, [text], sizes):
         for whole, piece in zip(texts, pieces, strict=True):
@@ -56,9 +69,7 @@ def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: in
         words = np.zeros(-(-length // 4), dtype=np.uint32)
         if own is not None:
             words.view(np.uint8)[:length] = next(own)
-        total = communicator.all_sum(mx.array(words))
-        mx.eval(total)
-        yield np.asarray(total).view(np.uint8)[:length].data
+        yield np.asarray(communicator.all_sum(mx.array(words))).view(np.uint8)[:length].data
 
 
 def gather_bytes(
@@ -77,9 +88,7 @@ def gather_bytes(
         words = np.zeros(block // 4, dtype=np.uint32)
         mine = next(own, np.empty(0, np.uint8))
         words.view(np.uint8)[: len(mine)] = mine
-        together = communicator.all_gather(mx.array(words).view(mx.int32))
-        mx.eval(together)
-        rows = np.asarray(together).view(np.uint8).reshape(communicator.size, block)
+        rows = gather_rows(communicator, words.view(np.int32)).view(np.uint8)
         yield [row[: min(max(size - start, 0), block)].data for row, size in zip(rows, sizes, strict=True)]
 
 

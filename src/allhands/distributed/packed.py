@@ -55,7 +55,7 @@ _Exchanged = tuple[mx.array, Left, mx.array]
 
 
 class Packing:
-    """How one rank's part of a sum is packed, exchanged and added up."""
+    """The form in which one rank's part of a sum is packed, exchanged and added up."""
 
     def __init__(self, communicator: Communicator, codec: Codec | None) -> None:
         """``codec``: ``None`` for arrays that travel as they are."""
@@ -65,11 +65,10 @@ class Packing:
     def route(self, item_bytes: int) -> Route:
         """By which way arrays of numbers of ``item_bytes`` travel."""
         found = "sum" if self.codec is None else self.codec.route(*self._group, item_bytes)
-        # A group that others exchange for has no neighbours of its own.
         return "gather" if found == "pass" and not isinstance(self.communicator, MlxGroup) else found
 
     def packs(self, array: mx.array) -> bool:
-        """Whether an array travels packed: one of half precision may gain nothing where others do."""
+        """True if an array travels packed: one of half precision may gain nothing where others do."""
         codec, size = self.codec, array.dtype.size
         return codec is not None and codec.packs(array.shape, size) and codec.gains(*self._group, size)
 
@@ -78,7 +77,7 @@ class Packing:
         return self.communicator.backend, self.communicator.size
 
     def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
-        """What is left out of ``arrays`` before the first exchange."""
+        """The rest that is left out of ``arrays`` before the first exchange."""
         feeds = self.codec is not None and self.codec.grouped
         return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
 
@@ -143,7 +142,7 @@ class Packing:
         return Begun([total], finish)
 
     def _row(self, arrays: Sequence[tuple[mx.array, Left]]) -> mx.array:
-        """What there is to send, end to end in float32, each array filled up to whole groups."""
+        """The numbers to send, end to end in float32, each array filled up to whole groups."""
         pieces: list[mx.array] = []
         for array, left in arrays:
             flat = array.reshape(-1).astype(mx.float32)
@@ -153,7 +152,7 @@ class Packing:
         return mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
     def _begin(self, row: mx.array, plain: mx.array, route: Route) -> tuple[list[mx.array], Callable[[], _Exchanged]]:
-        """What travels, and what makes the sum of rows and that of ``plain`` of it."""
+        """The arrays that travel, and the function that makes the sum of rows and that of ``plain`` of them."""
         if route == "gather":
             return self._begin_to_gather(row, plain)
         total = self.communicator.all_sum(plain) if plain.size else plain
@@ -293,7 +292,7 @@ def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.a
 
 
 def _swapped(communicator: MlxGroup, words: mx.array, right: int, before: int) -> mx.array:
-    """What the one before has sent, once ``words`` are on their way to the one on the right."""
+    """The array that the rank before has sent, once ``words`` are on their way to the rank on the right."""
 
     def send() -> None:
         mx.eval(communicator.send(words, right))

@@ -110,7 +110,7 @@ def lazy_count(parts: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Lookups:
-    """What the look-ups of a table contribute to its gradient.
+    """The contribution of the look-ups of a table to its gradient.
 
     Attributes:
         index: of the table among the arrays.
@@ -151,8 +151,7 @@ def start_all_reduce(
     shards: Shards | None = None,
     lookups: Lookups | None = None,
     cuts: Collection[int] = (),
-    packing: Packing | None = None,
-    left: Sequence[Left] = (),
+    packed: tuple[Packing, Sequence[Left]] | None = None,
 ) -> PendingReduce:
     """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
 
@@ -168,9 +167,10 @@ def start_all_reduce(
         shards: of ``arrays``: which of them are only wanted in part. Those go first.
         lookups: to be added to one of ``arrays``: that is the first to be there, and they the last.
         cuts: of ``arrays``, those before which a bucket rather ends than later.
-        packing: how arrays travel that need not be whole on the way; then ranks add up all of what is divided, too.
-        left: what it has left out of each of ``arrays`` in the last exchange.
+        packed: how arrays travel that need not be whole on the way, and what that has left out of each of ``arrays``
+            in the last exchange; then ranks add up all of what is divided, too.
     """
+    packing, left = packed or (None, ())
     sums, new = list(arrays), list(left)
     computed: list[mx.array] = []
     order = list(range(len(arrays) - 1, -1, -1))
@@ -380,7 +380,7 @@ def buckets(
 
 @dataclass(frozen=True)
 class Exchange:
-    """How gradients travel.
+    """The form in which gradients travel.
 
     Attributes:
         bucket_bytes: arrays are laid end to end up to about so many bytes a call; 0 or less: each by itself.

@@ -1,4 +1,4 @@
-"""How ranks try the ways that MLX is going to take, and the order in which they join its ring.
+"""Try the ways that MLX is going to take, and let ranks join its ring in order.
 
 In a ring a call that comes too early costs a second and more.
 
@@ -76,7 +76,7 @@ class Watch(Protocol):
         ...
 
     def all_listen(self) -> bool:
-        """Whether all ranks can be called."""
+        """True if all ranks can be called."""
         ...
 
 
@@ -227,7 +227,7 @@ class _Beside(threading.Thread):
 
 @dataclass
 class _Proof:
-    """Whether a neighbour cannot be called though it listens: then it is not only late.
+    """True if a neighbour cannot be called though it listens: then it is not only late.
 
     Attributes:
         given: whether that is so.
@@ -291,7 +291,7 @@ def _part(callers: Callers, staying: Sequence[Caller], deadline: float) -> None:
 
 
 def _hear(callers: Callers, key: bytes, word: bytes, deadline: float, beside: _Beside) -> bool:
-    """Whether ``word`` came in time, and before what is done ``beside`` has failed; others are left standing."""
+    """True if ``word`` came in time, and before what is done ``beside`` has failed; others are left standing."""
     while (left := deadline - time.monotonic()) > 0 and beside.error is None:
         for caller, line in callers.wait(min(left, _TICK_S)):
             conversation = caller.conversation(key)

@@ -27,7 +27,7 @@ class Shards:
     def __init__(
         self, communicator: Communicator, shapes: Sequence[tuple[int, ...]], tables: Mapping[int, int] | None = None
     ) -> None:
-        """Of arrays of ``shapes``, whose last dimension is 64 if they have two.
+        """Divide arrays of ``shapes``, whose last dimension is 64 if they have two.
 
         ``tables``: the numbers of a row, by an array's index, where parts have whole rows.
         """
@@ -38,7 +38,7 @@ class Shards:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank: to count what all have once."""
+        """True if this is the first rank: to count what all have once."""
         return self._rank == 0
 
     def _each(self, index: int) -> int:
@@ -47,7 +47,7 @@ class Shards:
         return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
 
     def range(self, index: int) -> tuple[int, int]:
-        """Which numbers of an array, and of the zeros after it, this rank has: from the first up to the second."""
+        """The numbers of an array, and of the zeros after it, that this rank has: from the first up to the second."""
         if not self.divided[index]:
             return 0, math.prod(self._shapes[index])
         each = self._each(index)
@@ -58,7 +58,7 @@ class Shards:
         return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))
 
     def own_rows(self, index: int, ids: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """What of (N, D) ``rows`` of a table belongs to this rank's part, with the ids there, from 0.
+        """The (N, D) ``rows`` of a table that belong to this rank's part, with the ids there, from 0.
 
         Others are zeros, spread over the part: where one row has many, each is added after the other.
         """

@@ -24,6 +24,7 @@ from allhands.data.templates import TEMPLATE_FILE, ChatChoice
 from allhands.data.token_roles import unstopped
 from allhands.errors import ConfigError, ModelError
 from allhands.infer.generate import put_on
+from allhands.io.names import CONFIG_FILE
 from allhands.io.staging import publish, staging
 from allhands.io.trees import flatten, unflatten
 from allhands.model.beyond import Use, limits_told
@@ -37,9 +38,11 @@ from allhands.model.load import (
     copy_files,
     holds_files,
     load_tokenizer,
+    rows_of_embedding,
     save_weights,
     unpack,
 )
+from allhands.model.reading import opened
 from allhands.model.sources import is_path, name_of, resolve
 from allhands.model.tokenizer import GENERATION_FILE, with_stop
 from allhands.run.adapter_files import check_adapter, model_below
@@ -60,7 +63,7 @@ Digest = tuple[tuple[int, ...], str, int]
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """What to merge, and how.
+    """The options of :func:`fuse_model`.
 
     Attributes:
         source: the model below: ``demo``, a directory or a Hub repository; ``None``: as the adapter says.
@@ -82,7 +85,7 @@ class FuseOptions:
 
 @dataclass(frozen=True)
 class Fused:
-    """What :func:`fuse_model` wrote.
+    """The result of :func:`fuse_model`.
 
     Attributes:
         kind: lora, dora, full; ``none`` without an adapter.
@@ -116,10 +119,7 @@ def fuse_model(
         StorageError: ``out`` cannot be written.
     """
     check_dtype(options.dtype)
-    kind, below = "none", options.source
-    if options.adapter_path is not None:
-        kind, below = described(options.adapter_path, options.source)
-    assert below is not None
+    kind, below = described(options)
     path = resolve(below).resolve()
     target = out.resolve()
     check_target(target, path, options.force)
@@ -150,7 +150,8 @@ def fuse_model(
         limit = None if again else max(_LIMITS.get(kind, 0.2) for kind in kinds)
         read, _ = build(staged, options.trust_remote_code)
         # Another layout as mlx_lm reads it; its own from the files, since it changes values of a few on reading.
-        _require_same(expected, dict(flatten(read.parameters())) if layout else _in_files(staged), out)
+        in_files = {name: value for arrays, _ in opened(staged) for name, value in arrays.items()}
+        _require_same(expected, dict(flatten(read.parameters())) if layout else in_files, out)
         difference = _check(read, wanted, limit, out)
         finish(staged, config)
         publish(staged, target)
@@ -164,13 +165,12 @@ def _stop(adapter_path: Path | None, tokenizer: LoadedTokenizer) -> tuple[str, i
     """
     found = unstopped(tokenizer.tokenizer)
     if adapter_path is not None and found is not None:
-        config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
-        found = found if config.get("stop_tokens", True) else None
+        found = found if _settings_of(adapter_path).get("stop_tokens", True) else None
     return found
 
 
 def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[str, int] | None) -> None:
-    """What of a conversation is not in the weights: the chat template that was trained with, and where answers end."""
+    """Write the chat template of the training and the tokens that end answers."""
     generation = staged / GENERATION_FILE
     if stop is not None and generation.is_file():
         values = json.loads(generation.read_text(encoding="utf-8"))
@@ -186,16 +186,24 @@ def _write_conversation(staged: Path, tokenizer: LoadedTokenizer, stop: tuple[st
         config.write_text(text, encoding="utf-8")
 
 
-def described(adapter_path: Path, model: str | None) -> tuple[str, str]:
-    """Kind of an adapter, which is looked at, and the model below it: ``model``, or the one that it names.
+def described(options: FuseOptions) -> tuple[str, str]:
+    """Return the kind of the adapter, which is checked, and the model below it: the source, or the one that it names.
 
     Raises:
         ModelError: the adapter is missing or torn.
-        ConfigError: it names no model, and no ``model`` was given.
+        ConfigError: it names no model, and no source was given.
     """
+    adapter_path, source = options.adapter_path, options.source
+    if adapter_path is None:
+        assert source is not None
+        return "none", source
     check_adapter(adapter_path)
-    config: Any = json.loads((adapter_path / "adapter_config.json").read_text(encoding="utf-8"))
-    return str(config.get("fine_tune_type", "lora")), model or model_below(adapter_path, config)
+    config = _settings_of(adapter_path)
+    return str(config.get("fine_tune_type", "lora")), source or model_below(adapter_path, config)
+
+
+def _settings_of(adapter_path: Path) -> Json:
+    return json.loads((adapter_path / CONFIG_FILE).read_text(encoding="utf-8"))
 
 
 def _adapted(options: FuseOptions, path: Path) -> nn.Module:
@@ -253,8 +261,7 @@ def _fused(module: Any) -> nn.Module:
 
 def _logits(model: Any) -> np.ndarray[Any, Any]:
     """(1, tokens, vocabulary) float32 for a text drawn at random, always the same."""
-    kinds = nn.Embedding | nn.QuantizedEmbedding
-    size = max((it.weight.shape[0] for it in model.modules() if isinstance(it, kinds)), default=256)
+    size = rows_of_embedding(model) or 256
     model.eval()
     tokens = np.random.default_rng(0).integers(0, size, (1, _PROBE_TOKENS))
     return np.array(model(mx.array(tokens)).astype(mx.float32))
@@ -277,14 +284,6 @@ def _laid_out(model: nn.Module, config: Json, layout: Layout) -> nn.Module:
     flat = nn.Module()
     dict.update(flat, layout(weights, config))
     return flat
-
-
-def _in_files(directory: Path) -> Weights:
-    weights: Weights = {}
-    for file in sorted(directory.glob("model*.safetensors")):
-        loaded: Any = mx.load(str(file))
-        weights |= loaded
-    return weights
 
 
 def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> None:

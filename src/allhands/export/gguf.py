@@ -23,6 +23,7 @@ from allhands.export.gguf_check import check_gguf
 from allhands.io.files import write_whole
 from allhands.model.hf_names import architecture_of, other_way
 from allhands.model.load import Json, load_tokenizer, overflow, read_config
+from allhands.model.reading import opened
 from allhands.model.sources import name_of
 
 ARCHITECTURES = ("llama", "mistral", "mixtral")
@@ -39,7 +40,7 @@ _EXPERTS = {f"block_sparse_moe.switch_mlp.{name}_proj": f"ffn_{name}_exps" for n
 
 
 def gguf_writer(file: str, name: str) -> Finish:
-    """For :func:`allhands.export.fusing.fuse_model`: also writes the model ``name`` as ``file`` into the directory.
+    """Return the last step of :func:`allhands.export.fusing.fuse_model` that writes the model as ``file``, too.
 
     Raises:
         ModelError: ``file`` leads out of the directory.
@@ -85,7 +86,7 @@ def _require_dense(config: Json, path: Path) -> None:
 
 
 def _scaling(config: Json) -> tuple[Json, str | None]:
-    """How the rotary embedding is scaled, and the kind of that; newer configs have it beside the theta."""
+    """Return the rotary embedding's scaling and its kind; newer configs have it beside the theta."""
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or (parameters if "factor" in parameters else {})
     return scaling, scaling.get("type") or scaling.get("rope_type")
@@ -107,9 +108,8 @@ def write_gguf(model: Path, out: Path, name: str | None = None) -> None:
     require_known(config, model)
     _require_dense(config, model)
     tensors: dict[str, mx.array] = {}
-    for file in sorted(model.glob("model*.safetensors")):
-        loaded: Any = mx.load(str(file))
-        tensors |= {_name(name): _tensor(name, value, config) for name, value in loaded.items()}
+    for arrays, _ in opened(model):
+        tensors |= {_name(name): _tensor(name, value, config) for name, value in arrays.items()}
     rows = tensors["token_embd.weight"].shape[0]
     vocabulary = _Vocabulary.of(model, rows)
     heads = config["num_attention_heads"]
@@ -175,7 +175,7 @@ class _Vocabulary:
 
     @classmethod
     def of(cls, model: Path, rows: int) -> _Vocabulary:
-        """Of a model's directory; ``rows``: of its embedding."""
+        """Read the vocabulary of a model's directory; ``rows``: of its embedding."""
         file = model / "tokenizer.json"
         if not file.is_file():
             raise ModelError("there is no tokenizer.json", where=str(model), hint=_OTHERWISE)
@@ -219,7 +219,7 @@ class _Vocabulary:
                 yield text, scores.get(text, 0.0), TokenType.NORMAL
 
     def metadata(self) -> dict[str, Any]:
-        """What GGUF says of the tokenizer besides its tokens."""
+        """Return GGUF's metadata of the tokenizer besides its tokens."""
         first = self.tokenizer.encode("a")[0]
         found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if self.rule is None else "gpt2"}
         if self.rule is not None:

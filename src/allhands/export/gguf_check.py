@@ -1,18 +1,18 @@
-"""Whether a GGUF file holds the model that it was made of: read back and compared weight by weight."""
+"""Check a written GGUF file: read it back and compare it with its model weight by weight."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from allhands.errors import ModelError
 from allhands.model.gguf import llama_weights, read_gguf
+from allhands.model.reading import opened
 
-# Of rounding to float16: half a unit in the last place, and half of the smallest number above zero.
+# Bounds of rounding to float16: half a unit in the last place, and half of the smallest number above zero.
 _PART, _LEAST = 2.0**-11, 2.0**-25
-# What a plain Llama does not have, inside a block.
+# Modules of a block that a plain Llama does not have.
 _EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     **{f"ffn_{name}_exps": f"block_sparse_moe.switch_mlp.{name}_proj" for name in ("gate", "up", "down")},
@@ -35,8 +35,7 @@ def check_gguf(model: Path, file: Path) -> None:
         name, tensor = tensors.popitem()
         ours = _of_experts(name)
         found |= {ours: tensor} if ours else llama_weights({name: tensor}, heads, pairs)
-    for part in sorted(model.glob("model*.safetensors")):
-        wanted: Any = mx.load(str(part))
+    for wanted, _ in opened(model):
         while wanted:
             name, value = wanted.popitem()
             held = found.pop(name, None)

@@ -15,7 +15,7 @@ from allhands.model.sources import first_line
 
 @dataclass(frozen=True)
 class Harness:
-    """What is measured; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the task's)."""
+    """A measurement; ``limit``: examples of each task, ``num_shots``: examples shown (``None``: the task's)."""
 
     model: str
     adapter_path: Path | None
@@ -83,7 +83,7 @@ def run_harness(harness: Harness, tasks: Sequence[str]) -> dict[str, dict[str, A
 
 
 def _name_in(file: Path) -> str:
-    """What the task of a YAML file is called. Not parsed: such files name functions, and are read where they run."""
+    """Return the task's name in a YAML file. The file is not parsed: it names functions, which run on reading."""
     try:
         found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError) as error:

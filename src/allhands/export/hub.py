@@ -11,7 +11,7 @@ from allhands.errors import ConfigError, ModelError
 from allhands.io.paths import meant
 from allhands.model.sources import first_line
 
-# What a run keeps for itself, and what nobody should publish by accident.
+# Files that a run keeps for itself, and files that nobody should publish by accident.
 IGNORED = ["checkpoints/**", "logs/**", "*.log", "events.jsonl", ".*", "**/.*"]
 _ELSE = "give a directory that allhands fuse, export or train wrote"
 _KNOWN = ("config.json", "adapter_config.json", "Modelfile")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -14,6 +13,7 @@ from allhands.export.fusing import Fused, FuseOptions, described, fuse_model
 from allhands.io.trees import flatten
 from allhands.model.hf_names import Architecture, architecture_of, known_architectures, other_way
 from allhands.model.load import Json, build, read_config
+from allhands.model.reading import opened
 from allhands.model.sources import resolve
 
 
@@ -23,20 +23,16 @@ def export_hf(options: FuseOptions, out: Path) -> Fused:
     Raises:
         ModelError: also where the names of the weights in transformers are not known.
     """
-    below = described(options.adapter_path, options.source)[1] if options.adapter_path else options.source
-    assert below is not None
+    below = described(options)[1]
     path = resolve(below)
     known = require_known(path, trust_remote_code=options.trust_remote_code)
 
-    def finish(staged: Path, config: Json) -> None:
-        _describe(staged, known)
-
     settings = replace(options, source=below, dequantize=True, library="transformers")
-    return fuse_model(settings, out, finish, known.checkpoint)
+    return fuse_model(settings, out, _describe, known.checkpoint)
 
 
 def require_known(path: Path, *, trust_remote_code: bool = False) -> Architecture:
-    """How transformers keeps the model in ``path`` (ModelError where that is not known)."""
+    """Return the architecture of the model in ``path`` (ModelError where that is not known)."""
     config = read_config(path)
     known = architecture_of(config) or _as_in_its_files(path, config, trust_remote_code)
     if known is None:
@@ -52,9 +48,8 @@ def require_known(path: Path, *, trust_remote_code: bool = False) -> Architectur
 
 def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Architecture | None:
     """The architecture of a model that PyTorch has written and mlx_lm reads without changing a name or a value."""
-    classes: Any = config.get("architectures")
-    parts: list[Any] = [mx.load(str(file), return_metadata=True) for file in sorted(path.glob("model*.safetensors"))]
-    if not classes or not parts or any(metadata.get("format") != "pt" for _, metadata in parts):
+    parts = list(opened(path))
+    if not config.get("architectures") or not parts or any(metadata.get("format") != "pt" for _, metadata in parts):
         return None
     ours = dict(flatten(build(path, trust_remote_code)[0].parameters()))
     for tensors, _ in parts:
@@ -64,14 +59,17 @@ def _as_in_its_files(path: Path, config: Json, trust_remote_code: bool) -> Archi
             same = ours.pop(name, None)
             if same is None or same.shape != value.shape or not mx.array_equal(same, value):
                 return None
-    return None if ours else Architecture(str(classes[0]))
+    return None if ours else Architecture()
 
 
-def _describe(staged: Path, known: Architecture) -> None:
+def _describe(staged: Path, _: Json) -> None:
     """Tell transformers the class, where the model's own config does not, and that the weights are dense."""
-    content = json.loads((staged / "config.json").read_text(encoding="utf-8"))
-    content.setdefault("architectures", [known.name])
+    content = read_config(staged)
     for name in ("quantization", "quantization_config"):  # such as that of a checkpoint in 8-bit floats
         content.pop(name, None)
+    if "architectures" not in content:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        content["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[content["model_type"]]]
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     (staged / "config.json").write_text(text, encoding="utf-8")

@@ -22,7 +22,7 @@ _SYSTEM, _MARK = "Be brief.", "\x00"
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a family of models marks turns.
+    """The marks of turns in a family of models.
 
     Attributes:
         turns: by role what stands around the content (``%s``); a role that is absent cannot be expressed.
@@ -95,7 +95,7 @@ class Recognised:
 
     @property
     def takes_system(self) -> bool:
-        """Whether a system message can be given."""
+        """True if a system message can be given."""
         return "system" in self.format.turns
 
 

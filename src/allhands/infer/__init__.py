@@ -1,1 +1,1 @@
-"""What a trained model says: generation, conversations, and a server for them."""
+"""Generation, conversations, and a server for them."""

@@ -1,4 +1,4 @@
-"""What a request for a completion may say: read, bounded and checked field by field, before the model is asked."""
+"""Requests for completions: read, bounded and checked field by field, before the model is asked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Checked(BaseModel):
 
 
 class _Part(_Checked):
-    # Of an image mlx_lm fetches the address, whichever it is, in this computer's own network, too.
+    # Images are refused: mlx_lm fetches any address, in this computer's own network, too.
     type: Literal["text"]
     text: str
 
@@ -93,7 +93,7 @@ class _Function(_Checked):
 
 
 class _Call(_Checked):
-    """Of a function; or the function that may be called."""
+    """A call of a function, or a function that may be called."""
 
     function: _Function
 
@@ -107,7 +107,7 @@ class _Message(_Checked):
     def _says_something(self) -> _Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("has no content")
-        # What mlx_lm makes of it for chat templates, and would not where there is none.
+        # mlx_lm joins the parts for chat templates, but not where there is none.
         joined = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         self.content = joined or ""
         return self
@@ -173,7 +173,9 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
         fields = _Fields.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise _refusal(error) from None
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = _without_nulls(fields)
+    if "messages" in given:
+        given["messages"] = [_without_nulls(message) for message in given["messages"]]
     for name, without_effect in _NOT_DONE.items():  # what would be passed over in silence
         if (value := given.get(name)) is not None and value not in without_effect:
             told = f": only {' or '.join(json.dumps(one) for one in without_effect)}" if without_effect else ""
@@ -196,9 +198,13 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
     return _settled(given, served)
 
 
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _refusal(error: ValidationError) -> Refused:
     found = error.errors(include_url=False, include_context=False)
-    # Of a field that may be one of several types the message about the last says most, but for a part that is no text.
+    # For a field of several types the message about the last one says most, but for a part that is no text.
     same = [one for one in found if one["loc"][0] == found[0]["loc"][0]]
     first = next((one for one in same if one["type"] == "literal_error"), same[-1])
     names = [str(one) for one in first["loc"] if not _BRANCH.fullmatch(str(one))]
@@ -256,7 +262,7 @@ def _check_model(given: dict[str, Any], served: Served) -> None:
     ):
         asked = given.pop(name, known[0])
         if asked not in known:
-            message = f"the {name} {asked[:200]!r} does not exist here: {known[0]!r} is served"
+            message = f"the {name} {repr(asked)[:200]} does not exist here: {known[0]!r} is served"
             raise Refused(message, 404, "model_not_found", param=name)
     given["model"] = served.model
 
@@ -296,6 +302,6 @@ def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
         given["seed"] %= 2**64
     for token in given.get("logit_bias", {}):
         if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
-            message = f"logit_bias has {token[:100]!r}, which is no token: they are 0 to {served.vocabulary - 1}"
+            message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
             raise Refused(message, code="invalid_value", param="logit_bias")
     return given

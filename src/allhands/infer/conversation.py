@@ -25,7 +25,7 @@ _trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
 class Conversation:
     """Turns of a person and a model, through the model's chat template.
 
-    mlx_lm's prompt cache is kept between turns. What it holds is compared with the tokens of the whole conversation:
+    mlx_lm's prompt cache is kept between turns. Its tokens are compared with the tokens of the whole conversation:
     from the first difference on (a template may write earlier turns in another way) they are computed anew.
     """
 
@@ -60,7 +60,7 @@ class Conversation:
     def _forget(self) -> None:
         self._cache: list[Any] = make_prompt_cache(self._model)
         self._held: list[int] = []
-        # Of the last turn; for tests and people who want to know.
+        # Tokens of the last turn that were computed; for tests and people who want to know.
         self.computed_tokens = 0
 
     @property
@@ -68,7 +68,7 @@ class Conversation:
         return self._loaded.model
 
     def ask(self, text: str) -> Generator[str]:
-        """Pieces of the answer as they come. What was said until then is kept if the caller stops early.
+        """Pieces of the answer as they come. The text so far is kept if the caller stops early.
 
         Raises:
             DataError: the template rejects the conversation, which stays as it was.

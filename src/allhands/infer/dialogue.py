@@ -17,12 +17,12 @@ from allhands.errors import AllhandsError, ConfigError, DataError, ModelError
 
 # The path of the terminal's socket, for the ranks.
 VARIABLE = "ALLHANDS_CHAT"
-# What may be wrong with a line that is asked; anything else ends the session.
+# Errors of a line that is asked; any other ends the session.
 LINE_ERRORS = (ConfigError, DataError, ModelError)
 
 
 class Talks(Protocol):
-    """What answers line by line."""
+    """A partner that answers line by line."""
 
     def ask(self, text: str) -> Generator[str]:
         """Pieces of the answer; closed early, the rest is not computed."""
@@ -135,7 +135,7 @@ class RemoteConversation:
 
 
 def answer(conversation: Talks, text: str, wire: Wire | None, stops: Callable[[], bool]) -> None:
-    """One answer on a rank; ``wire`` on the rank that tells it, ``stops`` after each piece whether it is enough."""
+    """Answer on a rank; ``wire``: of the rank that tells the answer, ``stops``: true after the last wanted piece."""
     pieces = conversation.ask(text)
     told: dict[str, Any] = {"done": True}
     try:

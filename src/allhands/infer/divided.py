@@ -35,14 +35,14 @@ _LOOK_S = 0.05
 
 
 class AnsweringModel(PipedModel):
-    """As :class:`PipedModel`, with caches for ``mlx_lm.generate``: those of other ranks' blocks count tokens alone."""
+    """A :class:`PipedModel` with caches for ``mlx_lm.generate``: those of other ranks' blocks count tokens alone."""
 
     def __init__(self, piping: Piping) -> None:
         super().__init__(piping)
         self._mine = {at for stage in piping.stages for at in range(stage.blocks.first, stage.blocks.stop)}
 
     def make_cache(self) -> list[Any]:
-        """One for each block."""
+        """Return a cache for each block."""
         caches: list[Any] = make_prompt_cache(self.model)
         return caches
 
@@ -72,7 +72,7 @@ class AnsweringRanks:
         self._split: tuple[int, ...] = ()
 
     def load(self, adapter: Path | None, chat: ChatChoice | None) -> LoadedModel:
-        """As :func:`load_for_generation`, with this rank's blocks alone.
+        """Load the model for generation with this rank's blocks alone.
 
         Raises:
             AllhandsError: as there, or the ranks do not make up a pipeline.
@@ -132,7 +132,7 @@ class AnsweringRanks:
                 answer(conversation, word["ask"], wire, lambda: self.model.stopped)
 
     def _next_word(self, wire: Wire | None) -> dict[str, Any]:
-        """What the terminal says next, on every rank."""
+        """Return the terminal's next word, on every rank."""
         assert self._communicator is not None
         while True:
             word = None

@@ -32,7 +32,7 @@ ALONE = Mesh()
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; temperature 0 takes the most likely one."""
+    """The choice of the next token; temperature 0 takes the most likely one."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -45,7 +45,7 @@ class PromptTooLong(ConfigError):
 
 @dataclass(frozen=True)
 class Speed:
-    """What an answer cost, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
+    """The cost of an answer, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
 
     prompt_tokens: int
     prompt_tps: float
@@ -148,7 +148,7 @@ def prompt_tokens(
 
 
 def room_for_answer(count: int, positions: int | None, wanted: int, what: str = "the prompt") -> int:
-    """Up to how many of the ``wanted`` tokens an answer to a prompt of ``count`` tokens may have.
+    """Return the tokens that an answer to a prompt of ``count`` tokens may have, at most ``wanted``.
 
     Args:
         positions: of the model, see :func:`positions_of`; ``None`` if there is no bound.

@@ -1,6 +1,6 @@
 """mlx_lm's generator of answers, for one model; requests ask it here, and tell it when nobody waits any more.
 
-What makes no prompt is refused before anything is computed, in the thread of its request.
+A request without a prompt is refused in its own thread, before anything is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from allhands.model.load import LoadedModel
 
 # How often a request that waits looks whether its client is still there.
 _LOOK_S = 0.2
-# What a message says that the model must see; thinking of earlier answers is left out on purpose.
+# Parts of messages that the model must see; thinking of earlier answers is left out on purpose.
 _SAID = {"system": "its content", "question": "its content", "result": "its content", "call": "its tool_calls"}
 
 
@@ -139,7 +139,7 @@ class Asked:
 
 
 class _Watched:
-    """Where replies go of a request that is served alone: only an exception ends the computing of its prompt."""
+    """The replies of a request that is served alone: only an exception ends the computing of its prompt."""
 
     def __init__(self, replies: Queue[Any], is_over: Callable[[], bool]) -> None:
         self._replies, self._is_over = replies, is_over
@@ -171,9 +171,14 @@ class Generator(ResponseGenerator):
             Refused: there is no such prompt, or it is too long for the model.
         """
         with self._preparing:
-            if request.request_type == "chat":
-                self._check_heard(request)
-            tokenized = self._tokens(request, arguments)
+            try:
+                if request.request_type == "chat":
+                    self._check_heard(request)
+                tokenized = self._tokens(request, arguments)
+            except Refused:
+                raise
+            except Exception as error:  # templates are other people's programs
+                raise self._unwritten(request, error) from None
         count = len(tokenized[0])
         if not count:
             raise Refused("the prompt is empty", param=_param(request))
@@ -189,10 +194,7 @@ class Generator(ResponseGenerator):
         prompt: Any = request.prompt
         if isinstance(prompt, list):
             return prompt, [list[int](prompt)], ["assistant"], "normal", None
-        try:
-            return super()._tokenize(self.provider.tokenizer, request, arguments)
-        except Exception as error:  # templates are other people's programs
-            raise self._unwritten(request, error) from None
+        return super()._tokenize(self.provider.tokenizer, request, arguments)
 
     def _unwritten(self, request: CompletionRequest, error: Exception) -> Refused:
         roles = {message["role"] for message in request.messages}
@@ -231,7 +233,7 @@ class Generator(ResponseGenerator):
             raise Refused("calls of tools that this model writes cannot be read here", code=code, param="tools")
 
     def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[Part] | None:
-        """What a conversation says and the template leaves out; ``None`` if it rejects it."""
+        """Return the parts of a conversation that the template leaves out; ``None`` if it rejects it."""
         if self.provider.template is None:
             return []
         marked = mark(messages, tools)
@@ -258,7 +260,7 @@ class Generator(ResponseGenerator):
         return request.tokenized
 
     def _make_state_machine(self, model_key: Any, tokenizer: Any, stop_words: Any) -> Any:
-        """As mlx_lm's, without stop words: they are found in the text, where the answer is written."""
+        """Leave stop words out: they are found in the text, where the answer is written."""
         return super()._make_state_machine(model_key, tokenizer, [])
 
     def _serve_single(self, request: Any, stream: Any) -> None:

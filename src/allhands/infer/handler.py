@@ -19,7 +19,7 @@ from mlx_lm.server import APIHandler
 
 from allhands.infer.completions import MOST_BYTES, Refused, read_request
 from allhands.infer.generation import Asked, Generator, ModelFailed, completion_of
-from allhands.infer.replies import Answer, Piece, Reply, counts
+from allhands.infer.replies import Answer, Piece, Reply
 
 HEAD_S = 10.0  # to send the head of a request, however few bytes come at a time
 BODY_S = 60.0
@@ -39,7 +39,7 @@ class _TooSlow(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """What a client sends, until a moment that no byte moves.
+    """A client's bytes, until a moment that no byte moves.
 
     Attributes:
         ended: whether more was looked for than there was.
@@ -72,14 +72,10 @@ def error_of(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _counts(asked: Asked, answer: Answer) -> dict[str, Any]:
-    return counts(len(asked.context.prompt), answer.num_tokens, asked.context.prompt_cache_count)
-
-
 class Handler(APIHandler):
     """mlx_lm's, behind a guard. It lists and asks the model that is served, and no other; its answers are written here.
 
-    What cannot be answered is refused in one sentence, before the model is asked.
+    Other requests are refused in one sentence, before the model is asked.
     """
 
     server: Any  # which knows ``guard`` and ``served``
@@ -141,13 +137,13 @@ class Handler(APIHandler):
         elif named and named == self.server.served.model:
             self._answer(200, model)
         elif named:
-            message = f"the model {named[:200]!r} does not exist here: {self.server.served.model!r} is served"
+            message = f"the model {repr(named)[:200]} does not exist here: {self.server.served.model!r} is served"
             raise Refused(message, 404, "model_not_found", param="model")
         else:
             raise self._unknown()
 
     def _unknown(self) -> Refused:
-        """What there is not, or not by this method."""
+        """Return the refusal of an unknown path or method."""
         shown, takes = repr(self.path[:100]), _method_of(self.path)
         if takes is None:
             ways = {"GET": ("/v1/models", "/v1/models/NAME", "/health"), "POST": _COMPLETIONS[:2]}
@@ -205,7 +201,7 @@ class Handler(APIHandler):
             piece.add(answer.take(generated))
             if piece.finish is not None:
                 break
-        self._answer(200, reply.whole(piece, _counts(asked, answer)))
+        self._answer(200, reply.whole(piece, answer.counts()))
 
     def _stream(self, asked: Asked, answer: Answer, reply: Reply) -> None:
         self._set_stream_headers(200)
@@ -220,7 +216,7 @@ class Handler(APIHandler):
             if piece.finish is not None:
                 break
         if reply.usage:
-            self._event(reply.last(_counts(asked, answer)))
+            self._event(reply.last(answer.counts()))
         self._send(b"data: [DONE]\n\n")
 
     def _event(self, content: Mapping[str, Any]) -> None:
@@ -231,12 +227,12 @@ class Handler(APIHandler):
         self.wfile.flush()
 
     def _progress(self, done: int, total: int) -> None:
-        """A comment in the stream, so that nobody on the way takes a long prompt for a dead connection."""
+        """Send a comment, so that nobody on the way takes a long prompt for a dead connection."""
         if self._answering:
             self._send(f": keepalive {done}/{total}\n\n".encode())
 
     def _look(self) -> None:
-        """Whether somebody still waits for the answer.
+        """Check that somebody still waits for the answer.
 
         A client that has sent its last may be one that has left, or one that only listens: what it does with
         some bytes of the answer tells.
@@ -297,7 +293,7 @@ class Handler(APIHandler):
             self.wfile.flush()
 
     def _failed(self, error: Exception) -> None:
-        """One line here and an error there; a stream that has begun ends with it."""
+        """Print one line and answer with an error; a stream that has begun ends with it."""
         name = "" if isinstance(error, ModelFailed) else f"{type(error).__name__}: "
         told = f"{name}{error}".translate(self._control_char_table)  # type: ignore[attr-defined]
         print(f"allhands: error: a request failed: {told[:500]}", file=sys.stderr, flush=True)
@@ -308,7 +304,7 @@ class Handler(APIHandler):
         self._answer(500, content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses, as JSON as well."""
+        """Answer refusals of http.server itself as JSON, too."""
         self._answer(code, error_of((message or explain or self.responses[code][0])[:300]))  # type: ignore[index]
 
     def end_headers(self) -> None:
@@ -329,12 +325,12 @@ class Handler(APIHandler):
             self.send_header(name, value)
 
     def version_string(self) -> str:
-        """Not which Python it is."""
+        """Return the server's name, without Python's version."""
         return "allhands"
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Without what stands behind a question mark, where people write tokens."""
+        """Log the request without its query, where people write tokens."""
         self.log_message('"%s %s" %s', self.command or "-", self.path[:200], getattr(code, "value", code))
 
     def log_error(self, format: str, *args: Any) -> None:
-        """Said in the answer."""
+        """Log nothing: the answer says it."""

@@ -18,7 +18,7 @@ _NEVER = -9999.0
 
 
 @dataclass(frozen=True)
-class _Token:
+class Token:
     """One token of an answer, and how far the text reaches that needs it."""
 
     id: int
@@ -29,12 +29,12 @@ class _Token:
 
 @dataclass
 class Piece:
-    """What one more token, or several, have brought; ``finish`` with the last."""
+    """The part of an answer that one token, or several, have brought; ``finish`` with the last."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[Json] = field(default_factory=list[Json])
-    tokens: list[_Token] = field(default_factory=list[_Token])
+    tokens: list[Token] = field(default_factory=list[Token])
     finish: str | None = None
 
     def __bool__(self) -> bool:
@@ -68,19 +68,19 @@ class Answer:
         self._format: Any = ToolCallFormatter(context.tool_parser, tools, streaming=True)
         self._call_text = ""
         self._called = False
-        self._waiting: list[_Token] = []
-        self.num_tokens = 0
+        self._waiting: list[Token] = []
+        self._context, self._num_tokens = context, 0
 
     def take(self, generated: Any) -> Piece:
-        """What is known with one more token; pieces may be empty."""
-        self.num_tokens += 1
+        """Return the part of the answer that is known with one more token; pieces may be empty."""
+        self._num_tokens += 1
         finish = generated.finish_reason
         if finish == "stop" and generated.token in self._ends:
             text = ""
         else:
             text = self._stream.add(generated.token)
             end = self._stream.length + (not self._stream.whole)
-            self._waiting.append(_Token(generated.token, generated.logprob, generated.top_tokens, end))
+            self._waiting.append(Token(generated.token, generated.logprob, generated.top_tokens, end))
         passed = self._stop.add(text)
         if finish is not None and not self._stop.found:
             passed += self._stop.add(self._stream.finish())
@@ -92,7 +92,17 @@ class Answer:
             piece.tokens = self._known(whole=finish is not None and not self._stop.found)
         return piece
 
-    def _known(self, *, whole: bool) -> list[_Token]:
+    def counts(self) -> Json:
+        """Return the numbers of tokens so far, as OpenAI tells them."""
+        prompt, cached = len(self._context.prompt), self._context.prompt_cache_count
+        told: Json = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+        }
+        return told | ({"prompt_tokens_details": {"cached_tokens": cached}} if cached >= 0 else {})
+
+    def _known(self, *, whole: bool) -> list[Token]:
         """The tokens whose text was let through, all of it; of the last piece those that wait, too."""
         count = sum(token.end <= self._stop.passed for token in self._waiting)
         known, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -123,7 +133,10 @@ class Answer:
     def _end_call(self, piece: Piece) -> None:
         """The call is complete; what is none that can be read stays words of the answer."""
         if self._call_text:
-            calls = self._format([self._call_text])
+            try:
+                calls = self._format([self._call_text])
+            except Exception:  # mlx_lm's parsers fail anywhere at text that only begins like a call
+                calls = []
             self._called = self._called or bool(calls)
             piece.calls += calls
             piece.text += "" if calls else self._call_text
@@ -189,7 +202,7 @@ class Reply:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _logprobs(self, tokens: Sequence[_Token], offset: int) -> Json | None:
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> Json | None:
         if not self.logprobs:
             return None
         if self.kind == "chat":
@@ -210,7 +223,7 @@ class Reply:
             "text_offset": offsets,
         }
 
-    def _shown(self, one: _Token) -> Json:
+    def _shown(self, one: Token) -> Json:
         top = [self._likelihood(other["id"], other["logprob"]) for other in _sorted(one.top)]
         return {**self._likelihood(one.id, one.logprob), "top_logprobs": top}
 
@@ -224,10 +237,5 @@ def _sorted(top: Sequence[Json]) -> list[Json]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _NEVER)
-
-
-def counts(prompt: int, answer: int, cached: int) -> Json:
-    """How many tokens it was, as OpenAI tells it."""
-    told: Json = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    return told | ({"prompt_tokens_details": {"cached_tokens": cached}} if cached >= 0 else {})
+    """A number of JSON's, also for minus infinity and for what is not a number."""
+    return logprob if logprob > _NEVER else _NEVER

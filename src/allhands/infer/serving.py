@@ -1,7 +1,7 @@
 """mlx_lm's OpenAI-compatible server for one model, with an adapter on it and made fast on this device.
 
-What mlx_lm's own does besides is left out: it loads any model that a request names, from the Hub if need be, and lets
-any web page ask. Here every request is looked at first, and answered by the model that was chosen at the start.
+mlx_lm's own server loads any model that a request names, from the Hub if need be, and answers any web page. Here every
+request is checked first, and the model that was chosen at the start answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LINGER_S = 2.0  # for what a refused client still sends; closed before that, it
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served; sampling holds for requests that do not say otherwise."""
+    """The model that is served; sampling holds for requests that do not say otherwise."""
 
     model: str
     adapter_path: Path | None
@@ -109,7 +109,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def has_asked(self, request: socket.socket) -> None:
-        """Its request is complete: it keeps its place."""
+        """Note that a connection's request is complete: it keeps its place."""
         with self._lock:
             if request in self._reading:
                 self._reading[request] = False
@@ -131,7 +131,7 @@ class _Server(ThreadingHTTPServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever closes a window in the middle of an answer is no fault of the server."""
+        """Print one line; a client that leaves in the middle of an answer is no error of the server."""
         error = sys.exc_info()[1]
         if isinstance(error, ConnectionError | TimeoutError):
             print(f"{client_address[0]} left before the answer was complete", file=sys.stderr, flush=True)
@@ -192,7 +192,7 @@ def _undisturbed() -> abc.Generator[None]:
 
 
 def _settings(options: ServeOptions) -> argparse.Namespace:
-    """What mlx_lm's server reads; the rest has its defaults there."""
+    """Return the settings that mlx_lm's server reads."""
     return argparse.Namespace(
         model=options.model,
         adapter_path=None if options.adapter_path is None else str(options.adapter_path),

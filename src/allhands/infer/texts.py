@@ -30,7 +30,7 @@ class TokenBytes:
 
     @cached_property
     def joined(self) -> bool:
-        """Whether the bytes of tokens, one after the other, are their text."""
+        """True if the bytes of tokens, one after the other, are their text."""
         return isinstance(self._sample, BPEStreamingDetokenizer | SPMStreamingDetokenizer)
 
     def of(self, token: int) -> bytes:
@@ -98,7 +98,7 @@ class TextStream:
 
 
 class _Naive(TextStream):
-    """For tokenizers whose tokens' text depends on those before."""
+    """The text of tokens that depends on those before."""
 
     def __init__(self, tokens: TokenBytes, detokenizer: Any) -> None:
         super().__init__(tokens, drops_space=False)
@@ -141,7 +141,7 @@ class StopWords:
         return self._release(len(self._held) - self._begun())
 
     def finish(self) -> str:
-        """What was held back and became no stop word."""
+        """Return the text that was held back and became no stop word."""
         return self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -150,6 +150,6 @@ class StopWords:
         return text
 
     def _begun(self) -> int:
-        """How many characters at the end may be the beginning of a stop word."""
+        """Return the number of characters at the end that may begin a stop word."""
         counts = range(min(self._longest - 1, len(self._held)), 0, -1)
         return next((n for n in counts if any(word.startswith(self._held[-n:]) for word in self._words)), 0)

@@ -132,7 +132,7 @@ def _create(path: str | Path, flags: int, *, private: bool) -> int:
 
 
 def claim_mark(directory: Path) -> str:
-    """What names an existing directory on this computer and no other, without spaces."""
+    """Return a text without spaces that names an existing directory on this computer and no other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     computer = boot.read_text().strip() if boot.exists() else socket.gethostname()
     status = directory.stat()
@@ -210,7 +210,7 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, private: bool = Fal
 
 
 def of_peft(directory: Path) -> str | None:
-    """What to do where an adapter is looked for and PEFT has written one; ``None`` if it has not."""
+    """Advise on a directory in which PEFT has written an adapter; ``None`` if it has not."""
     if not (directory / "adapter_model.safetensors").is_file():
         return None
     return f"PEFT has written this: allhands import {directory} --from peft --out DIRECTORY makes an adapter of it"
@@ -260,7 +260,7 @@ def require_ours(path: Path, marks: Sequence[bytes], kind: str, *, force: bool, 
 
 
 def _require_name(path: Path) -> None:
-    """That a file can be called so: no directory is, such as an empty name, which means the present one."""
+    """Refuse a path that no file can have: that of a directory, or an empty one, which means the present directory."""
     if not path.name or path.name == ".." or os.path.isdir(path):
         raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
 

@@ -33,7 +33,7 @@ def format_bytes(number: float) -> str:
 
 
 def format_size(number: float) -> str:
-    """Of files, which may be small: ``17 B``, ``182.0 kB``, then as :func:`format_bytes`."""
+    """Size of a file, which may be small: ``17 B``, ``182.0 kB``, then as :func:`format_bytes`."""
     if number < 1000:
         return f"{number:.0f} B"
     return f"{number / 1e3:.1f} kB" if number < 999_950 else format_bytes(number)

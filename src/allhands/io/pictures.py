@@ -1,4 +1,4 @@
-"""What all pictures have in common: their look, and the formats in which they can be written."""
+"""Look and formats of all pictures."""
 
 from __future__ import annotations
 

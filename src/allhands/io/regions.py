@@ -38,7 +38,7 @@ class Box:
         return Flat(start, start + self.size)
 
     def fits(self, whole: Shape) -> bool:
-        """Whether it lies in an array of the shape ``whole``."""
+        """Return True if it lies in an array of the shape ``whole``."""
         if not len(self.start) == len(self.shape) == len(whole):
             return False
         return all(0 <= at <= at + n <= most for at, n, most in zip(self.start, self.shape, whole, strict=True))
@@ -68,7 +68,7 @@ class Flat:
         return self
 
     def fits(self, whole: Shape) -> bool:
-        """Whether it lies in an array of the shape ``whole``."""
+        """Return True if it lies in an array of the shape ``whole``."""
         return 0 <= self.start <= self.stop <= math.prod(whole)
 
     def overlaps(self, other: Flat) -> bool:

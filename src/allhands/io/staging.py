@@ -130,7 +130,7 @@ def publishing(target: Path) -> Generator[None]:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether two directories hold the same files with the same contents, one level deep."""
+    """Return True if two directories hold the same files with the same contents, one level deep."""
     if not other.is_dir():
         return False
     names = {path.name for path in one.iterdir()}
@@ -155,7 +155,7 @@ def locked(file: Path, *, private: bool = False) -> Generator[None]:
 
 @contextmanager
 def locked_now(file: Path, *, private: bool = False) -> Generator[bool]:
-    """Whether an exclusive lock on ``file`` (made if absent) could be had at once; it is held for the block."""
+    """Try to lock ``file`` (made if absent) for the block, without waiting; yields True if it is locked."""
     with _lock_file(file, private) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

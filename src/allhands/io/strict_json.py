@@ -90,22 +90,22 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_integer(value: object, least: int, most: int) -> bool:
-    """Whether ``value`` is an integer, not a truth value, between these two."""
+    """Return True for an integer, not a truth value, between these two."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string."""
+    """Return True for a string."""
     return isinstance(value, str)
 
 
 def is_flag(value: Any) -> bool:
-    """Whether it is true or false."""
+    """Return True for true or false."""
     return isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Return True for a number that a float can hold."""
     return isinstance(value, float) or is_integer(value, -_MOST_WHOLE, _MOST_WHOLE)
 
 

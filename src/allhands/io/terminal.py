@@ -25,7 +25,7 @@ _WIDTH_OF_FILES = 80
 
 
 def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``stream`` is a terminal on which a display may write over itself.
+    """Return True if ``stream`` is a terminal on which a display may write over itself.
 
     No screen: a file or a pipe, ``TERM=dumb``, ``NO_COLOR``, and what :func:`is_read_live` leaves out.
     ``FORCE_COLOR`` asks for colours, not for this.
@@ -36,7 +36,7 @@ def is_screen(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``stream`` is a terminal before which a person sits.
+    """Return True if ``stream`` is a terminal before which a person sits.
 
     Nobody sits before that of continuous integration (``CI``), which keeps all that was ever written, or before the
     one that mpirun or srun gives a rank, wherever its output really ends up.

@@ -20,7 +20,7 @@ def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
 
 
 def part_of(tree: Any, name: str) -> Any:
-    """What stands in a tree under a dotted name, as :func:`flatten` makes them."""
+    """Return the value in a tree under a dotted name, as :func:`flatten` makes them."""
     for part in name.split("."):
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree

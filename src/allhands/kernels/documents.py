@@ -20,14 +20,14 @@ from allhands.kernels.known import follows_length
 
 
 class DocumentRow:
-    """What a layer takes for its cache while rows of several documents are computed."""
+    """The cache of a layer while rows of several documents are computed."""
 
     offset = 0
 
     def __init__(self, documents: mx.array) -> None:
         self._documents = documents
         self._starts: NDArray[np.int32] | None = None
-        # Whether a layer has asked for a mask that is narrower than its document.
+        # True once a layer has asked for a mask that is narrower than its document.
         self.windowed = False
 
     @property

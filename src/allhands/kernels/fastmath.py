@@ -63,7 +63,7 @@ def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.a
     return _swiglu_gradients(*primals, cotangent)
 
 
-def with_vjp(function: Callable[..., mx.array], vjp: Callable[..., Any]) -> Callable[..., mx.array]:
+def with_vjp(function: Callable[..., Any], vjp: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with its gradient given by ``vjp(primals, cotangent, output)``."""
     differentiable: Any = mx.custom_function(function)
     differentiable.vjp(vjp)

@@ -36,7 +36,7 @@ def mix_in(module: Any, form: type, **attributes: Any) -> None:
 
 @contextmanager
 def form_for_a_while(module: Any, form: type) -> Generator[None]:
-    """Inside, ``module`` computes as ``form``, a subclass of its class; afterwards as before."""
+    """Let ``module`` compute as ``form``, a subclass of its class, inside the block."""
     kind = type(module)
     give_form(module, form)
     try:

@@ -145,12 +145,12 @@ def _only_has(module: Any, attributes: set[str]) -> bool:
 
 
 def is_swiglu(module: Any) -> bool:
-    """Whether ``module`` is a feed-forward block with SwiGLU and nothing else."""
+    """Return true if ``module`` is a feed-forward block with SwiGLU and nothing else."""
     return name_of(module) in SWIGLU and _only_has(module, _SWIGLU_ATTRIBUTES)
 
 
 def is_block(module: Any) -> bool:
-    """Whether ``module`` is a block of attention and feed-forward part, with a norm before each."""
+    """Return true if ``module`` is a block of attention and feed-forward part, with a norm before each."""
     return name_of(module) in BLOCKS and _only_has(module, _BLOCK_ATTRIBUTES)
 
 
@@ -200,7 +200,7 @@ def _outputs(layer: Any) -> int:
 
 
 def _turns_halves(rope: Any, width: int) -> bool:
-    """Whether ``rope`` turns the pairs (i, i + width / 2) by angles that depend on the place alone."""
+    """Return true if ``rope`` turns the pairs (i, i + width / 2) by angles of the place alone."""
     if not (type(rope) is nn.RoPE or name_of(rope) in ROTATIONS) or not _only_has(rope, _ROTATION_ATTRIBUTES):
         return False
     turned = getattr(rope, "dims", None) or getattr(rope, "dim", None)
@@ -232,7 +232,7 @@ def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
 def head_of(model: Any) -> Any:
     """The module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if unknown.
 
-    That module may be an embedding, a linear layer or something that is put around one of them.
+    The module may be an embedding, a linear layer or something that is put around one of them.
     """
     family, _, kind = name_of(model).partition(".")
     if kind != "Model":
@@ -253,7 +253,7 @@ def head_of(model: Any) -> Any:
 
 
 def runs_in_order(model: Any) -> bool:
-    """Whether each of ``model.layers`` runs once in a pass, after those before it."""
+    """Return true if each of ``model.layers`` runs once in a pass, after those before it."""
     family, _, kind = name_of(model).partition(".")
     return kind == "Model" and family in IN_ORDER
 
@@ -268,18 +268,18 @@ _BY_LENGTH = _names(
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Whether something in ``model`` depends on how long a row is or where in it a text begins."""
+    """Return true if something in ``model`` depends on a row's length or a text's place in it."""
     return any(name_of(module) in _BY_LENGTH for module in model.modules())
 
 
 def length_that_counts(model: nn.Module) -> int | None:
-    """From how many tokens on a row's angles depend on its length, with its padding; ``None`` where they never do."""
+    """Return the row length, with padding, from which angles depend on it; ``None`` where they never do."""
     found = [module for module in model.modules() if name_of(module).endswith(".DynamicNTKScalingRoPE")]
     return min((int(module.max_position_embeddings) for module in found), default=None)
 
 
 def sees_ahead(model: nn.Module) -> int | None:
-    """Within blocks of how many tokens a place attends to later ones; ``None`` if it never does.
+    """Return the size of the blocks in which places attend to later ones; ``None`` if they never do.
 
     phi3small's sparse layers add the causal mask, which is true or false, to the scores as a number.
     """
@@ -288,10 +288,10 @@ def sees_ahead(model: nn.Module) -> int | None:
 
 
 def can_be_compiled(model_type: str | None) -> bool:
-    """Whether a pass can be compiled: dbrx chooses its experts in Python, by numbers."""
+    """Return true if a pass can be compiled: dbrx chooses its experts in Python, by numbers."""
     return model_type != "dbrx"
 
 
 def calls_blocks(model: Any) -> bool:
-    """Whether a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
+    """Return true if a pass calls ``model.layers`` themselves: iquestloopcoder's calls their parts."""
     return name_of(model) != "iquestloopcoder.Model"

@@ -1,4 +1,4 @@
-"""What a block computes beside its products, by the code in ``allhands.runtime.native``: for training on Linux CPUs.
+"""Norms, attention and SwiGLU by the code in ``allhands.runtime.native``, for training on Linux CPUs.
 
 MLX's CPU back-end computes one operation after the other, on one thread and one number at a time; norms, rotations,
 softmax and SwiGLU are several passes each. Here each is one, on all cores. These operations compute when they are
@@ -70,7 +70,7 @@ def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
 
 
 def is_native(model: nn.Module) -> bool:
-    """Whether something in ``model`` computes natively: when it is called, not in a graph."""
+    """Return true if something in ``model`` computes natively: when it is called, not in a graph."""
     forms = (NativeNorm, NativeMlp, NativeAttention, NativeExperts, Linear, AdaptedLinear)
     return any(isinstance(module, forms) for module in model.modules())
 
@@ -215,7 +215,7 @@ def attention(
 
 
 def _filled_up(width: int) -> int:
-    """Of a head, as the native code takes it."""
+    """Return the width of a head that the native code takes."""
     return -(-width // _WIDTH) * _WIDTH
 
 

@@ -23,18 +23,18 @@ _MOST_FACTORS = 512
 
 
 def available() -> bool:
-    """Whether the code is there and MLX computes on the CPU."""
+    """Return true if the native code is there and MLX computes on the CPU."""
     return native_library() is not None and mx.default_device().type == mx.DeviceType.cpu
 
 
 def forward_only(module: Any) -> bool:
-    """Whether no gradient goes back through ``module``; then nothing needs to be kept for one."""
+    """Return true if no gradient goes back through ``module``; then nothing needs to be kept for one."""
     return bool(getattr(module, FORWARD_ONLY, False))
 
 
 @contextmanager
 def no_gradient_through(block: nn.Module) -> Generator[None]:
-    """Inside, nothing that ``block`` computes is kept for a gradient."""
+    """Keep nothing that ``block`` computes for a gradient, inside the context."""
     changed = [module for module in block.modules() if not forward_only(module)]
     for module in changed:
         object.__setattr__(module, FORWARD_ONLY, True)
@@ -51,7 +51,7 @@ def floats(array: mx.array) -> Array:
 
 
 def rows(array: mx.array) -> Array:
-    """The same as (N, D)."""
+    """Return a view of an evaluated array as (N, D) rows, or a copy."""
     return floats(array).reshape(-1, array.shape[-1])
 
 

@@ -52,7 +52,7 @@ class _Layer:
 
 
 class _AdaptedExperts(_Layer):
-    """The same below an adapter."""
+    """A linear layer of each expert with a LoRA adapter."""
 
     def __init__(self, layer: LoRASwitchLinear) -> None:
         super().__init__(layer.linear)
@@ -75,7 +75,7 @@ class _AdaptedExperts(_Layer):
 
 
 def _layer_of(layer: Any) -> _Layer | None:
-    """The same layer in this form; ``None`` if it has none."""
+    """Return the layer in this form; ``None`` if it has none."""
     if "bias" in layer:
         return None
     if type(layer) is SwitchLinear:

@@ -1,7 +1,7 @@
 """Linear layers whose products are computed when they are called, backwards too: for training on Linux CPUs.
 
 While MLX differentiates, it keeps whatever comes of a trained weight by its own operations, every intermediate result
-of the backward pass included: of a step's memory that was more than half. What is computed here it does not know.
+of the backward pass included: of a step's memory that was more than half. It does not know of the products here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CodedProduct:
 
     @staticmethod
     def fits(group: int) -> bool:
-        """Whether it can be had for groups of so many codes here."""
+        """Return true if groups of so many codes can be multiplied here."""
         return available() and group >= _LEAST_GROUP and group & (group - 1) == 0
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
@@ -76,7 +76,7 @@ def multiply_codes(
 
 
 def coded(source: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Of an affine layer, or rows of one: what :class:`CodedProduct` takes."""
+    """Return codes, scales and biases of an affine layer, or of rows of one, for :class:`CodedProduct`."""
     shape = *source.scales.shape, source.group_size
     scales, biases = (each.astype(mx.float32)[..., None] for each in (source.scales, source.biases))
     if source.bits in (4, 8):
@@ -108,7 +108,7 @@ def decoded(codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
 
 
 class DenseProduct:
-    """The same for a (out, in) float32 weight as it is."""
+    """``x @ w.T`` for an (out, in) float32 weight."""
 
     def __init__(self, weight: mx.array) -> None:
         self._weight = floats(weight)

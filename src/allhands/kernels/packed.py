@@ -20,7 +20,7 @@ from allhands.kernels import native_products
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.native_arrays import floats, forward_only, new
 
-# Of a weight at a time: codes that stay in the processor's cache, and as many rows as a product needs to be fast.
+# Size of a block: codes that stay in the processor's cache, and as many rows as a product needs to be fast.
 _BLOCK_VALUES, _LEAST_ROWS = 1 << 20, 256
 # Up to so many tokens MLX's slow product takes less time than making codes.
 _FEW_TOKENS = 4
@@ -86,7 +86,7 @@ class PackedProduct:
 
 
 class _Packed(native_products.CodedLayer):
-    """What the packed forms have in common."""
+    """Common methods of the packed forms."""
 
     coded: PackedProduct | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -75,7 +75,7 @@ class KernelSelection:
 
 
 def parse_request(text: str, kind: Kind, missing: Collection[str] = ()) -> dict[str, str]:
-    """What ``ALLHANDS_KERNELS`` asks for on a kind of device, for :attr:`KernelSelection.requested`.
+    """Read ``ALLHANDS_KERNELS`` for a kind of device, for :attr:`KernelSelection.requested`.
 
     Raises:
         ConfigError: an operation or form that there is not.
@@ -109,7 +109,7 @@ SELECTION = "_selection"  # an attribute of a module
 
 
 def selection_of(module: Any) -> KernelSelection:
-    """What selects the forms of ``module``, which may be a whole model; by rule where nothing was given to it."""
+    """Return the selection of ``module``, which may be a whole model; by rule where it has none."""
     return getattr(module, SELECTION, BY_RULE)
 
 

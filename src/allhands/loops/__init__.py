@@ -1,1 +1,1 @@
-"""What people's own training loops use: worlds, loaders, checkpoints and metrics."""
+"""Worlds, loaders, checkpoints and metrics for people's own training loops."""

@@ -18,7 +18,7 @@ _WHERE = "Checkpointer"
 
 
 class Stateful(Protocol):
-    """What has a state of JSON values, such as :class:`allhands.DistributedLoader`."""
+    """An object with a state of JSON values, such as :class:`allhands.DistributedLoader`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -177,7 +177,7 @@ def _described(optimizer: optim.Optimizer) -> str:
 
 
 def _check_optimizer(step: int, optimizer: optim.Optimizer, stored: Any, kind: str | None) -> None:
-    """``kind``: its class as the checkpoint has it; earlier versions did not write it."""
+    """Refuse the state of another optimizer; ``kind``: its class, where the checkpoint has it."""
     shared = isinstance(stored, dict) and isinstance(cast("dict[str, Any]", stored).get("states"), list)
     own = _described(optimizer)
     if (kind or own) != own or shared != hasattr(optimizer, "optimizers"):

@@ -31,13 +31,13 @@ class Indexable(Protocol[T_co]):
 
 @overload
 def shard(dataset: Indexable[T], world: World | None = None) -> Sequence[T]:
-    """Of numbered samples."""
+    """Take numbered samples."""
     ...
 
 
 @overload
 def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
-    """Of an iterable."""
+    """Take an iterable."""
     ...
 
 
@@ -137,7 +137,7 @@ class DistributedLoader(Generic[T]):
         return len(_sizes(len(self._indexable), self._batch_size, self._drop_last))
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of this epoch. The state counts a batch as soon as it is handed out."""
+        """The batches that are left of this epoch. The state counts a batch as soon as it is handed out."""
         batches = self._of_stream() if self._indexable is None else self._of_numbers(self._indexable)
         for size, samples in batches:
             self._consumed += size

@@ -121,7 +121,7 @@ def _call(function: Callable[..., object], arguments: Sequence[object] | Mapping
 
 
 def run_call(place: str, name: str, text: str) -> None:
-    """What a rank does: import the function and call it.
+    """Be a rank: import the function and call it.
 
     Args:
         place: a Python file or the dotted name of a module.

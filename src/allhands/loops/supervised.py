@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, survey, write_checkpoint
+from allhands.checkpoints import checkpoint_path, checkpoints_in, latest, prune, quick_step, write_checkpoint
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.join import join_here
 from allhands.cluster.outcome import REGROUP_CODE
@@ -41,7 +41,7 @@ _log = logging.getLogger("allhands")
 
 @dataclass(frozen=True)
 class Saved:
-    """What :func:`save_checkpoint` was given.
+    """The content that :func:`save_checkpoint` was given.
 
     Attributes:
         arrays: nested as they were, with the same types and bits.
@@ -248,7 +248,9 @@ class _Session:
         """The first rank whose computer has the latest checkpoint; ``None`` if nobody has one. Same on all ranks."""
         import mlx.core as mx
 
-        step = _latest_step(directory) if self.launch.local_rank == 0 else -1
+        # By sizes alone: the sums are computed by the one that reads.
+        step = -1 if self.launch.local_rank else quick_step(directory)
+        step = -1 if step is None else step
         self.seen.add(directory)
         steps = cast("list[int]", group.all_gather(mx.array([step], dtype=mx.int32)).tolist())
         return steps.index(max(steps)) if max(steps) >= 0 else None
@@ -339,18 +341,11 @@ class _Session:
 
 
 def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]) -> Saved:
-    """What a person gave, of what a checkpoint says of it; its arrays are read now, one after the other."""
+    """The content that a person gave, as a checkpoint has it; its arrays are read now, one after the other."""
     from allhands.io.nested import put_together
 
     read = {name: stored.read() for name, stored in arrays.items()}
     return Saved(described["step"], put_together(described["shape"], read), described["values"])
-
-
-def _latest_step(directory: Path) -> int:
-    """The highest step of which there seems to be a whole checkpoint, or -1; its sums are not computed."""
-    return max(
-        (it.checkpoint.step for it in survey(directory, verify=False) if it.checkpoint and not it.error), default=-1
-    )
 
 
 def _refuse_later(directory: Path, step: int) -> None:

@@ -41,12 +41,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes files for all."""
+        """True if this is rank 0, which prints and writes files for all."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other process."""
+        """True if there is no other process."""
         return self.size == 1
 
     @property

@@ -1,4 +1,4 @@
-"""What of a model is trained: LoRA and DoRA adapters or the weights themselves; saved as mlx_lm reads them."""
+"""Trainable parameters: LoRA and DoRA adapters or the weights themselves, saved as mlx_lm reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Trainable:
-    """What :func:`make_trainable` chose.
+    """The choice of :func:`make_trainable`.
 
     Attributes:
         num_layers: blocks that are trained, counted from the last; -1 for all.
@@ -87,7 +87,7 @@ def untrained(model: Any) -> Trainable:
 
 
 def no_such_keys(config: TrainConfig, names: Iterable[str], unmatched: Sequence[str]) -> AllhandsError:
-    """What to raise where ``unmatched`` adapter keys are none of ``names``, the linear layers of blocks."""
+    """Return the error for ``unmatched`` adapter keys; ``names`` are the linear layers of blocks."""
     if not config.lora_parameters.keys:
         problem = "mlx_lm finds no layer in this model that could have an adapter"
         full = use_of(config.model_copy(update={"fine_tune_type": "full"}))
@@ -140,7 +140,7 @@ def resolve_layers(available: int, config: TrainConfig) -> int:
 
 
 def full_of_quantised(what: str) -> ConfigError:
-    """That quantised weights, of which ``what`` tells some, are not trained in full."""
+    """Return the error for full training of quantised weights; ``what`` describes some of them."""
     return ConfigError(
         f"the model is quantised ({what}): its weights cannot be trained in full",
         where="--fine-tune-type full",
@@ -163,16 +163,21 @@ def _require_rank(model: Any, num_layers: int, rank: int) -> None:
     for block in model.layers[-max(num_layers, 0) :]:
         for _, module in block.named_modules():
             if hasattr(module, "to_quantized") or hasattr(module, "bits"):
-                rows, columns = module.weight.shape[-2:]
-                sides += [rows, columns * 32 // module.bits if hasattr(module, "bits") else columns]
+                sides += weight_shape(module)
     if rank > max(sides, default=rank):
         problem = f"the rank {rank} is more than the longest side of any layer, {max(sides)}"
         hint = "give a smaller one: 4 to 64 are usual; --fine-tune-type full trains the whole matrices"
         raise ConfigError(problem, where="--lora-parameters", hint=hint)
 
 
+def weight_shape(module: Any) -> tuple[int, int]:
+    """Return (out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
+    rows, columns = module.weight.shape[-2:]
+    return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
+
+
 def _linear_names(model: Any, num_layers: int) -> list[str]:
-    """Of all blocks that are trained, which may be of several kinds."""
+    """Return the linear layers of all trained blocks, which may be of several kinds."""
     modules = [pair for block in reversed(model.layers[-max(num_layers, 0) :]) for pair in block.named_modules()]
     return list(dict.fromkeys(name for name, module in modules if isinstance(module, nn.Linear | nn.QuantizedLinear)))
 
@@ -225,7 +230,7 @@ def _difference(wanted: Shapes, there: Shapes) -> str | None:
 
 
 def unfit(problem: str, directory: Path) -> ModelError:
-    """That the adapter in ``directory`` belongs to another model, in the words of all commands that put one on."""
+    """Return the error for an adapter in ``directory`` that belongs to another model."""
     hint = "use the model that the adapter was trained on (see adapter_config.json)"
     return ModelError(f"the adapter does not fit the model: {problem}", where=str(directory), hint=hint)
 

@@ -45,7 +45,7 @@ class _Router(nn.Linear):
 
 
 def imbalance(logits: mx.array, chosen: int) -> mx.array:
-    """For each of (B, T, E) texts' router logits, of which each token takes ``chosen``: 1 if all experts are equal.
+    """Return (B,) imbalances of (B, T, E) router logits with ``chosen`` experts a token: 1 if all experts are equal.
 
     The gradient goes through the mean probabilities, not through the choice.
     """

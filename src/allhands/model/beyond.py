@@ -1,4 +1,4 @@
-"""What mlx_lm itself cannot do with a model, told apart from what is a defect of ours.
+"""Limits of mlx_lm with a model, told apart from our own defects.
 
 An error out of the middle of a model says nothing to a person. It is tried again with mlx_lm alone: the model as its
 own loader makes it, its own adapters, one row, and nothing of ours. Only if that fails, too, is it mlx_lm's limit.
@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils as mlx_lm
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
@@ -24,6 +23,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.errors import AllhandsError, ModelError
+from allhands.io.trees import flatten
 from allhands.model.sources import first_line, resolve
 from allhands.runtime.versions import version_of
 
@@ -36,7 +36,7 @@ _NOT_OURS = (AllhandsError, OSError, MemoryError)  # the disk's, the computer's:
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with a model.
+    """A use of a model.
 
     Attributes:
         model: as it was named.
@@ -60,14 +60,14 @@ class Use:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The use in words."""
         if self.fine_tune_type is None:
             return "compute"
         return {"full": "train in full", "lora": "train with LoRA", "dora": "train with DoRA"}[self.fine_tune_type]
 
 
 def use_of(config: TrainConfig) -> Use | None:
-    """What a training, or with ``train`` off an evaluation, does with its model; ``None``: it makes a new one."""
+    """Return a run's use of its model; ``None`` if it makes a new one."""
     if pretraining(config) is not None:
         return None
     use = Use(config.model, config.trust_remote_code, longest=config.max_seq_length)
@@ -83,7 +83,7 @@ def use_of(config: TrainConfig) -> Use | None:
 
 
 def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = False) -> Use:
-    """That ``model`` answers prompts, with or without an adapter."""
+    """Return the use of a model that answers prompts, with or without an adapter."""
     return Use(model, trust_remote_code, adapter=adapter, cached=True)
 
 
@@ -136,7 +136,7 @@ def limit_of(use: Use, error: Exception) -> ModelError | None:
 
 
 def fails(use: Use) -> bool:
-    """Whether mlx_lm's unmodified model fails in this use, before anything is computed."""
+    """Return true if mlx_lm's unmodified model fails in this use before anything is computed."""
     return _failure(use, resolve(use.model)) is not None
 
 
@@ -150,7 +150,7 @@ def _remedy(use: Use, found: Exception) -> str:
 
 
 def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception | None:
-    """What mlx_lm alone ends in; ``None`` if all goes well.
+    """Return the error of mlx_lm alone; ``None`` if all goes well.
 
     Args:
         error: what is looked for: one that comes in computing, not before, counts only if it is the same.
@@ -211,7 +211,7 @@ def _prepare(model: Any, use: Use) -> None:
             block.unfreeze()
     else:
         linear_to_lora_layers(model, use.num_layers, use.lora or {}, use_dora=use.fine_tune_type == "dora")
-    if not tree_flatten(model.trainable_parameters()):
+    if not flatten(model.trainable_parameters()):
         raise ValueError("it finds no layer that it could train")
 
 

@@ -67,7 +67,7 @@ class DropoutKeys:
 
     @contextmanager
     def routed(self, indices: mx.array) -> Generator[None]:
-        """Inside of the block, layers may also be given (N,) rows sorted by expert; see :func:`_routing`.
+        """Let layers inside the block also take (N,) rows sorted by expert; see :func:`_routing`.
 
         Args:
             indices: (..., E) the experts of each place.
@@ -109,11 +109,10 @@ class DropoutKeys:
 
 
 class SampleDropout(nn.Module):
-    """Stands in for :class:`mlx.nn.Dropout` with the same probability; see the module's text.
+    """Stand-in for :class:`mlx.nn.Dropout` with the same probability; see the module's text.
 
-    The last axes of its input, after those of the batch, are features, each dropped on its own. Of several
-    copies of a place, one for each expert, all lose the same features. A layer that a model calls twice in a pass
-    drops the same both times.
+    The last axes of its input, after those of the batch, are features, each dropped on its own. Copies of a place, one
+    for each expert, lose the same features. A layer that a model calls twice in a pass drops the same both times.
     """
 
     def __init__(self, p: float, name: str, keys: DropoutKeys) -> None:
@@ -127,7 +126,7 @@ class SampleDropout(nn.Module):
 
     @property
     def shared_keys(self) -> DropoutKeys:
-        """What all dropout layers of the model draw from."""
+        """The keys that all dropout layers of the model share."""
         return self._keys
 
     def _extra_repr(self) -> str:
@@ -153,7 +152,7 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
     """Replace every :class:`mlx.nn.Dropout` that drops anything, after adapters are made.
 
     Returns:
-        What a training step must set for each micro-batch; ``None`` if nothing is ever dropped.
+        The keys that a training step sets for each micro-batch; ``None`` if nothing is ever dropped.
     """
     keys = DropoutKeys(seed)
     modules = list(model.named_modules())
@@ -172,13 +171,13 @@ def install_dropout(model: nn.Module, seed: int) -> DropoutKeys | None:
 
 
 def dropout_keys_of(model: nn.Module) -> DropoutKeys | None:
-    """What :func:`install_dropout` gave for ``model``; ``None`` if nothing is ever dropped."""
+    """Return the keys that :func:`install_dropout` made; ``None`` if nothing is ever dropped."""
     found = next((module for module in model.modules() if isinstance(module, SampleDropout)), None)
     return None if found is None else found.shared_keys
 
 
 def _probability(module: nn.Module) -> float:
-    """Of a plain dropout layer to drop a feature; 0 for other modules."""
+    """Return the probability that a plain dropout layer drops a feature; 0 for other modules."""
     return 1 - vars(module)["_p_1"] if type(module) is nn.Dropout else 0.0
 
 

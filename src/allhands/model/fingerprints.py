@@ -1,4 +1,4 @@
-"""Which weights a model has: a hash over its files, made by all cores, while other work goes on if wanted."""
+"""Fingerprints of weights: a hash over a model's files by all cores, beside other work if wanted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fingerprint(path: Path) -> str:
     """SHA-256 over names, sizes and contents of the weight files of the model in the directory ``path``.
 
     Contents are hashed in blocks of :data:`BLOCK_BYTES`, side by side: one hash over a file of 15 GB takes 8 seconds
-    and more. Of files that are not there the hashes are those of the list beside the others.
+    and more. The list beside the files has the hashes of those that are not there.
 
     Raises:
         ModelError: a file cannot be read.
@@ -70,7 +70,7 @@ def blocks_of(files: Sequence[Path]) -> dict[Path, list[str]]:
 
 
 def earlier_fingerprint(path: Path) -> str:
-    """What :func:`fingerprint` was before contents were hashed in blocks: checkpoints of that time name it."""
+    """Return the fingerprint of versions that hashed whole files: their checkpoints name it."""
     digest = hashlib.sha256()
     for file in present(path):
         with file.open("rb") as stream:

@@ -42,7 +42,7 @@ class FreshModel(LoadedModel):
         return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
 
     def is_recorded(self, recorded: str) -> bool:
-        """Whether ``recorded`` is :attr:`fingerprint`."""
+        """Return true if ``recorded`` is :attr:`fingerprint`."""
         return recorded == self.fingerprint
 
 
@@ -74,7 +74,7 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
     ids = TokenIds(wrapped.bos_token_id, wrapped.eos_token_id, getattr(wrapped, "pad_token_id", None))
     values = model_config(shape, ids=ids, dtype=dtype)
     model = build_model(values, config.seed, dtype=getattr(mx, dtype))
-    # What this adds belongs to the model: a check of the gradient compares with it.
+    # Balanced routers belong to the model: a check of the gradient compares with them.
     context = PassContext(accelerator, "train", router_aux_loss=config.router_aux_loss)
     apply_passes(model, context, "made")
     return FreshModel(model, tokenizer.tokenizer, values, tokenizer.path, seed=config.seed)
@@ -110,7 +110,7 @@ def _named_shape(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What of a model's directory does not change in training.
+    """The files of a model's directory that training does not change.
 
     Attributes:
         config: content of ``config.json``.
@@ -126,7 +126,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, loaded: LoadedModel, mark: Json, template: str | None, stop_tokens: Sequence[str]) -> ModelFiles:
-        """Those of a model; ``stop_tokens`` end its answers, and generation stops there."""
+        """Collect the files of a model; ``stop_tokens`` end its answers, and generation stops there."""
         tokenizer: Any = loaded.tokenizer
         config = loaded.config
         for token in stop_tokens:

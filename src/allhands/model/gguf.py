@@ -68,7 +68,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     """Write the model in ``gguf`` into the directory ``out`` (made if absent), not atomically.
 
     For the demo model, whose hash has been compared, and what :mod:`allhands.export.gguf` makes: a plain Llama with a
-    byte-level BPE tokenizer that has a token for each digit. Of other models nothing is refused here.
+    byte-level BPE tokenizer that has a token for each digit. Other models are not refused.
 
     Raises:
         ModelError: the file is torn.
@@ -169,7 +169,7 @@ def _llama_config(metadata: Json, weights: dict[str, mx.array]) -> Json:
 
 
 def _quantization(weights: dict[str, mx.array]) -> Json:
-    """What mlx_lm needs to know to unpack ``weights``: the usual width, and every layer of another; none if dense."""
+    """Return mlx_lm's quantisation settings of ``weights``: the usual bits and each exception; none if dense."""
     bits: dict[str, int] = {}
     for name in weights:
         path, _, kind = name.rpartition(".")

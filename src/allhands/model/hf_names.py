@@ -20,10 +20,9 @@ Renames = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How transformers keeps a model that mlx_lm loads.
+    """Names and layouts in transformers of a model that mlx_lm loads.
 
     Attributes:
-        name: its class in transformers.
         renames: patterns and replacements, one after the other, from mlx_lm's names to those of checkpoints; a
             replacement with ``{}`` makes one weight for each expert of a stack.
         transposed: matrices that transformers keeps as (in, out).
@@ -36,7 +35,6 @@ class Architecture:
         whole: whether all weights are known, not only the names of modules.
     """
 
-    name: str
     renames: Renames = ()
     transposed: str | None = None
     kernels: str | None = None
@@ -80,7 +78,7 @@ class Architecture:
         return theirs.removesuffix(".weight")
 
     def is_transposed(self, module: str) -> bool:
-        """Whether transformers keeps the module's matrix as (in, out)."""
+        """Return true if transformers keeps the module's matrix as (in, out)."""
         return self.transposed is not None and re.search(self.transposed, f"{module}.weight") is not None
 
 
@@ -119,84 +117,51 @@ _MIXTRAL: Renames = tuple(
     (rf"\.block_sparse_moe\.switch_mlp\.{ours}_proj\.weight$", rf".block_sparse_moe.experts.{{}}.{theirs}.weight")
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 )
-_MAMBA = Architecture(
-    "MambaForCausalLM",
-    kernels=r"\.conv1d\.weight$",
-    unadapted=(r"\.(out_proj|dt_proj)$", "transformers reads its weight past PEFT's adapter"),
-)
-# Of transformers 5, PEFT takes every layer of these names for the experts, which it joins.
+# With transformers 5 PEFT takes every layer of these names for the experts, which it joins.
 _TAKEN_FOR_EXPERTS = (r"\.(gate|up|down)_proj$", "PEFT takes layers of this name for experts")
-_MIXTURE = Architecture("", _STACKED, adapted_experts=True, unadapted=_TAKEN_FOR_EXPERTS)
+_MIXTURE = Architecture(_STACKED, adapted_experts=True, unadapted=_TAKEN_FOR_EXPERTS)
 _ROUTER = "transformers 5 has no linear layer there that PEFT could adapt"
 
+# Names and layouts of these are the same in mlx_lm and in transformers.
+_SAME = """
+    cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 granite helium hunyuan_v1_dense llama
+    ministral3 mistral nemotron olmo2 olmo3 phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
+    gpt_bigcode
+"""
+
 ARCHITECTURES: dict[str, Architecture] = {
-    **{
-        kind: Architecture(name)
-        for kind, name in {
-            "cohere": "CohereForCausalLM",
-            "cohere2": "Cohere2ForCausalLM",
-            "ernie4_5": "Ernie4_5ForCausalLM",
-            "exaone4": "Exaone4ForCausalLM",
-            "gemma": "GemmaForCausalLM",
-            "gemma2": "Gemma2ForCausalLM",
-            "gemma3_text": "Gemma3ForCausalLM",
-            "glm4": "Glm4ForCausalLM",
-            "granite": "GraniteForCausalLM",
-            "helium": "HeliumForCausalLM",
-            "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-            "llama": "LlamaForCausalLM",
-            "ministral3": "Ministral3ForCausalLM",
-            "mistral": "MistralForCausalLM",
-            "nemotron": "NemotronForCausalLM",
-            "olmo2": "Olmo2ForCausalLM",
-            "olmo3": "Olmo3ForCausalLM",
-            "phi": "PhiForCausalLM",
-            "phi3": "Phi3ForCausalLM",
-            "qwen2": "Qwen2ForCausalLM",
-            "qwen3": "Qwen3ForCausalLM",
-            "seed_oss": "SeedOssForCausalLM",
-            "smollm3": "SmolLM3ForCausalLM",
-            "stablelm": "StableLmForCausalLM",
-            "starcoder2": "Starcoder2ForCausalLM",
-            "gpt_bigcode": "GPTBigCodeForCausalLM",
-        }.items()
-    },
+    **dict.fromkeys(_SAME.split(), Architecture()),
     "gpt2": Architecture(
-        "GPT2LMHeadModel",
         ((r"^model\.", ""),),
         transposed=r"\.(c_attn|c_proj|c_fc)\.weight$",
         modules=((r"^", "transformer."),),
     ),
-    "gptj": Architecture("GPTJForCausalLM", ((r"^model\.", "transformer."),)),
+    "gptj": Architecture(((r"^model\.", "transformer."),)),
     "gpt_neox": Architecture(
-        "GPTNeoXForCausalLM",
         ((r"^model\.h\.", "gpt_neox.layers."), (r"^model\.embed_out\.", "embed_out."), (r"^model\.", "gpt_neox.")),
         former_names=(("lm_head", "model.embed_out"),),
         unadapted=(r"^model\.embed_out$", "it has another name in transformers 4 than in transformers 5"),
     ),
-    "mamba": _MAMBA,
-    "mamba2": replace(_MAMBA, name="Mamba2ForCausalLM"),
-    "falcon_mamba": replace(_MAMBA, name="FalconMambaForCausalLM"),
-    "lfm2": Architecture("Lfm2ForCausalLM", kernels=r"\.conv\.conv\.weight$"),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba"),
+        Architecture(
+            kernels=r"\.conv1d\.weight$",
+            unadapted=(r"\.(out_proj|dt_proj)$", "transformers reads its weight past PEFT's adapter"),
+        ),
+    ),
+    "lfm2": Architecture(kernels=r"\.conv\.conv\.weight$"),
     # --- experts, stacked in mlx_lm ---
-    "mixtral": Architecture("MixtralForCausalLM", _MIXTRAL, adapted_experts=True),
-    "phimoe": Architecture("PhimoeForCausalLM", _MIXTRAL, unadapted=(r"\.block_sparse_moe\.gate$", _ROUTER)),
-    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", _STACKED, unadapted=(r"\.mlp\.gate$", _ROUTER)),
-    "qwen3_moe": replace(_MIXTURE, name="Qwen3MoeForCausalLM"),
-    "olmoe": replace(_MIXTURE, name="OlmoeForCausalLM"),
-    "mellum": replace(_MIXTURE, name="MellumForCausalLM"),
-    "glm4_moe": replace(_MIXTURE, name="Glm4MoeForCausalLM"),
-    "dots1": replace(_MIXTURE, name="Dots1ForCausalLM", renames=_STACKED_IN_PLACE),
-    "afmoe": replace(_MIXTURE, name="AfmoeForCausalLM", renames=_STACKED_IN_PLACE),
+    "mixtral": Architecture(_MIXTRAL, adapted_experts=True),
+    "phimoe": Architecture(_MIXTRAL, unadapted=(r"\.block_sparse_moe\.gate$", _ROUTER)),
+    "qwen2_moe": Architecture(_STACKED, unadapted=(r"\.mlp\.gate$", _ROUTER)),
+    **dict.fromkeys(("qwen3_moe", "olmoe", "mellum", "glm4_moe"), _MIXTURE),
+    **dict.fromkeys(("dots1", "afmoe"), replace(_MIXTURE, renames=_STACKED_IN_PLACE)),
     "exaone_moe": replace(
         _MIXTURE,
-        name="ExaoneMoeForCausalLM",
         renames=(*_STACKED, (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias")),
     ),
-    "deepseek_v3": replace(_MIXTURE, name="DeepseekV3ForCausalLM", others=_join_keys_and_values),
-    "glm4_moe_lite": replace(_MIXTURE, name="Glm4MoeLiteForCausalLM", others=_join_keys_and_values),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), replace(_MIXTURE, others=_join_keys_and_values)),
     "lfm2_moe": Architecture(
-        "Lfm2MoeForCausalLM",
         tuple(
             (rf"\.feed_forward\.{ours}{old}_proj\.weight$", f".feed_forward.{theirs}{new}.weight")
             for ours, theirs in ((r"switch_mlp\.", "experts.{}."), ("", ""))
@@ -205,7 +170,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         kernels=r"\.conv\.conv\.weight$",
     ),
     "laguna": Architecture(
-        "LagunaForCausalLM",
         (
             *_STACKED,
             (r"\.mlp\.gate\.proj\.weight$", ".mlp.gate.weight"),
@@ -214,7 +178,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         unadapted=(r"\.mlp\.", "its layers have other names in the memory of transformers 5 than in files"),
     ),
     "nemotron_h": Architecture(
-        "NemotronHForCausalLM",
         (
             (r"\.mixer\.switch_mlp\.fc1\.weight$", ".mixer.experts.{}.up_proj.weight"),
             (r"\.mixer\.switch_mlp\.fc2\.weight$", ".mixer.experts.{}.down_proj.weight"),
@@ -223,28 +186,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         unadapted=(".", "its layers have other names in transformers 4 than in transformers 5"),
     ),
     "gemma3": Architecture(  # mlx_lm leaves out what sees images, so that no whole model can be written
-        "Gemma3ForConditionalGeneration",
         modules=((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head", "lm_head")),
         whole=False,
     ),
-    "granitemoe": Architecture(
-        "GraniteMoeForCausalLM", others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)
-    ),
+    "granitemoe": Architecture(others=_join_granite_experts, unadapted=(r"\.router\.layer$", _ROUTER)),
 }
 
 
 def architecture_of(config: Json) -> Architecture | None:
-    """How transformers keeps a model of this ``config.json``; ``None`` if that is not known."""
+    """Return the architecture of this ``config.json``; ``None`` if it is unknown."""
     return ARCHITECTURES.get(str(config.get("model_type")))
 
 
 def known_architectures() -> str:
-    """Those of which whole models can be written, for messages."""
+    """Return the model types that can be written whole, for messages."""
     return ", ".join(sorted(kind for kind, known in ARCHITECTURES.items() if known.whole))
 
 
 def other_way(architecture: Architecture | None) -> str:
-    """What can be done with a trained model where another way is closed; true of every model of this architecture."""
+    """Return advice that holds for every model of this architecture where another way is closed."""
     if architecture is not None and architecture.whole:
         return "allhands export --to hf writes a model with its adapter merged, as transformers loads it"
     return "allhands fuse writes a model with its adapter merged, for mlx_lm and allhands"

@@ -16,18 +16,18 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils as mlx_lm
-from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_map_with_path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
 from allhands.io.files import write_error
 from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
 from allhands.io.staging import publish, same_files, staging
+from allhands.io.trees import flatten, unflatten
 from allhands.model.fingerprints import begin_fingerprint, earlier_fingerprint, fingerprint
 from allhands.model.reading import classes_that_read, classes_without, worth_threads
 from allhands.model.sources import Report, first_line, importing, quantising, resolve, silent
@@ -58,7 +58,7 @@ GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
 
 _KEPT_PATTERNS = (*mlx_lm.DEFAULT_ALLOW_PATTERNS, "README.md", "LICENSE*")
-# What a conversion writes itself; the rest of the source is taken over as it is.
+# A conversion writes these itself; the other files of the source are copied.
 _REWRITTEN = ("config.json", "hf_quant_config.json", INDEX_FILE)
 
 
@@ -76,18 +76,23 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the weight files, see :func:`fingerprint`; read once, when first asked for."""
+        """The hash of the weight files, see :func:`fingerprint`; read once, when first asked for."""
         return self.hashing.result() if self.hashing is not None else fingerprint(self.path)
 
     @property
     def vocabulary(self) -> int | None:
-        """Rows of the largest embedding: among how many tokens the model chooses; ``None`` if it has none."""
-        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
-        return max((int(table.weight.shape[0]) for table in tables), default=None)
+        """Number of tokens that the model knows; ``None`` if it has no embedding."""
+        return rows_of_embedding(self.model)
 
     def is_recorded(self, recorded: str) -> bool:
-        """Whether ``recorded`` is this model's fingerprint, or the one that an earlier version gave it."""
+        """Return true if ``recorded`` is this model's fingerprint, by this version or an earlier one."""
         return recorded == self.fingerprint or recorded == earlier_fingerprint(self.path)
+
+
+def rows_of_embedding(model: nn.Module) -> int | None:
+    """Return the rows of the largest embedding; ``None`` if there is none."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    return max((int(table.weight.shape[0]) for table in tables), default=None)
 
 
 # --- loading ----------------------------------------------------------------------------------------
@@ -131,7 +136,7 @@ def load_model(
 def read_weights(model: nn.Module) -> None:
     """Evaluate the parameters of a lazily read model, one module after the other.
 
-    What is made of other arrays, as DoRA's magnitudes are of dense weights, then stands in memory once at a time.
+    The source of other arrays, such as the dense weights of DoRA's magnitudes, then is in memory once at a time.
     """
     for module in model.modules():
         mx.eval([value for value in module.values() if isinstance(value, mx.array)])
@@ -219,7 +224,7 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
     target: mx.Dtype = getattr(mx, dtype)
     finer = any(
         name.endswith((".scales", ".biases")) and value.dtype in (mx.float16, mx.float32)
-        for name, value in _flat_parameters(model)
+        for name, value in flatten(model.parameters())
     )
     if finer and target == mx.bfloat16:
         raise ModelError(
@@ -246,11 +251,6 @@ def overflow(name: str, where: str, hint: str) -> ModelError:
     return ModelError(f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint)
 
 
-def _flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    flat: Any = tree_flatten(model.parameters())
-    return flat
-
-
 def check_dtype(dtype: str | None) -> None:
     """Refuse what is none of DTYPES (ConfigError)."""
     if dtype is not None and dtype not in DTYPES:
@@ -262,7 +262,7 @@ def check_dtype(dtype: str | None) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to change on the way: unpack first, then cast, then quantize. Checked when made.
+    """The changes to a model: unpack first, then cast, then quantize. Checked when made.
 
     Attributes:
         quantize_bits: bits of a weight (BITS); a model that is quantized already needs ``dequantize`` too.
@@ -360,7 +360,7 @@ def check_target(target: Path, source: Path, force: bool) -> None:
 
 
 def holds_files(directory: Path) -> bool:
-    """Whether there is anything in ``directory``."""
+    """Return true if ``directory`` holds anything."""
     return directory.is_dir() and any(directory.iterdir())
 
 
@@ -390,10 +390,10 @@ def _convert(model: nn.Module, config: Json, wanted: Conversion, path: Path, say
 
 def unpack(model: nn.Module, path: Path) -> str:
     """Dequantize ``model`` in float32; the name of the dtype that its parameters had for the most part."""
-    floating = [(name, value) for name, value in _flat_parameters(model) if mx.issubdtype(value.dtype, mx.floating)]
+    floating = [(name, value) for name, value in flatten(model.parameters()) if mx.issubdtype(value.dtype, mx.floating)]
     if not _is_quantized(model):
         raise ModelError("the model is not quantized", where=str(path), hint="leave --dequantize out")
-    model.update(tree_unflatten([(name, value.astype(mx.float32)) for name, value in floating]))
+    model.update(unflatten([(name, value.astype(mx.float32)) for name, value in floating]))
     mlx_lm.dequantize_model(model)
     usual = Counter(str(value.dtype) for _, value in floating).most_common(1)[0][0]
     return usual.rpartition(".")[2]
@@ -418,7 +418,7 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    return any(name.endswith(".scales") for name, _ in _flat_parameters(model))
+    return any(name.endswith(".scales") for name, _ in flatten(model.parameters()))
 
 
 def save_weights(model: nn.Module, config: Json, out: Path) -> None:

@@ -26,7 +26,7 @@ from allhands.model.dropout import SampleDropout
 def one_pass(model: nn.Module, blocks: int) -> Generator[None]:
     """A pass of training through the last ``blocks`` blocks, with adapters that have an effect, without dropout.
 
-    What is trained has its values again afterwards: differentiation leaves placeholders in the model.
+    Trained arrays have their values again afterwards: differentiation leaves placeholders in the model.
     """
     with last_blocks(model, blocks), _without_dropout(model), _with_adapters(model), _uncompiled():
         weights = model.trainable_parameters()
@@ -88,7 +88,7 @@ def _with_adapters(model: nn.Module) -> Generator[None]:
         return array + (0.02 * noise).astype(array.dtype)
 
     for index, module in enumerate(found):
-        # Of some layers several factors, in a list.
+        # Some layers have several factors, in a list.
         module["lora_b"] = tree_map(partial(moved, index=index), before[index])
     try:
         yield

@@ -32,7 +32,7 @@ Stage = Literal["made", "adapted", "agreed"]
 
 @dataclass(frozen=True)
 class PassContext:
-    """What decides which passes apply to a model, beside the model itself, which knows what of it is trained.
+    """The facts by which passes apply, beside the model and its trainable parameters.
 
     Attributes:
         purpose: "train" and "evaluate" compute many tokens at a time, with adapters beside the weights; "generate"
@@ -58,19 +58,19 @@ class PassContext:
 
     @property
     def form(self) -> Form:
-        """Of quantised weights on a CPU."""
+        """The form of quantised weights on a CPU."""
         if self.short:
             return "packed"
         return "codes" if self.in_passes else "dense"
 
     @property
     def kind(self) -> Literal["cpu", "metal", "cuda"]:
-        """Of the device."""
+        """The kind of device."""
         return self.accelerator.kind
 
     @property
     def in_passes(self) -> bool:
-        """Whether whole rows go through the model, forward and perhaps backward, as in training."""
+        """True if whole rows go through the model, as in training."""
         return self.purpose != "generate"
 
 
@@ -100,7 +100,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of a pass.
+    """The outcome of a pass.
 
     Attributes:
         changed: modules; 0 where the pass does not apply.
@@ -164,7 +164,7 @@ def _kept(model: Any, _: PassContext) -> str:
 
 
 def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
-    """For whole rows on one kind of device."""
+    """Return the condition of a pass for whole rows on one kind of device."""
     return lambda c: "for many tokens at a time" if not c.in_passes else None if c.kind == kind else reason
 
 
@@ -259,7 +259,7 @@ def apply_passes(model: nn.Module, context: PassContext, stage: Stage = "adapted
     """Apply all passes of a stage to ``model``, in order.
 
     Returns:
-        What became of each.
+        The outcome of each.
 
     Raises:
         ConfigError: a person has asked for what this model cannot do.

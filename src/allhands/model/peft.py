@@ -115,7 +115,7 @@ def _of_module(module: str, parts: Mapping[str, mx.array], base: PeftBase) -> di
 
 
 def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
-    """Which modules PEFT is to look for: by the short names that people know, if these mean the same."""
+    """Return the settings by which PEFT finds the modules: short names, if these name the same modules."""
     in_full = {"target_modules": sorted(adapted), "layers_to_transform": None, "layers_pattern": None}
     if base.architecture is not None and not base.architecture.whole:  # of other parts the names are not known here
         return in_full

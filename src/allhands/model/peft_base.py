@@ -15,8 +15,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from allhands.errors import ModelError
 from allhands.kernels.fused.linear import dequantized_by_mlx
+from allhands.model.adapters import weight_shape
 from allhands.model.hf_names import Architecture, architecture_of, other_way
 from allhands.model.load import LoadedModel
+from allhands.model.reading import opened
 
 HEAD = "lm_head"  # the output layer's name in every architecture that shares it with the embedding
 _LINEAR = (nn.Linear, nn.QuantizedLinear)
@@ -54,11 +56,11 @@ class PeftBase:
 
     @classmethod
     def of(cls, loaded: LoadedModel, name: str) -> PeftBase:
-        """Of a model in memory that transformers loads as ``name``."""
+        """Describe a model in memory that transformers loads as ``name``."""
         model = loaded.model
         found = {n: m for n, m in model.named_modules() if isinstance(m, (*_LINEAR, *_EMBEDDING, *_EXPERTS))}
         embeddings = {n for n, m in found.items() if isinstance(m, _EMBEDDING)}
-        shapes = {n: _shape(m) for n, m in found.items()}
+        shapes = {n: weight_shape(m) for n, m in found.items()}
         architecture = architecture_of(loaded.config)
         rows = {shapes[n][0] for n in embeddings}
         blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
@@ -77,7 +79,7 @@ class PeftBase:
 
     @cached_property
     def other_way(self) -> str:
-        """What can be done with an adapter that PEFT cannot hold."""
+        """Advice for an adapter that PEFT cannot hold."""
         return other_way(self.architecture)
 
     def names(self, module: str) -> list[str]:
@@ -122,7 +124,7 @@ class PeftBase:
         return found
 
     def holds(self, module: str, value: mx.array) -> bool:
-        """Whether ``value`` is the weight of an embedding or output layer of transformers', up to rounding."""
+        """Return true if ``value`` is, up to rounding, the weight of transformers' embedding or output layer."""
         ours = self.modules_of_transformers.get(module)
         table = self.tables.get(ours or next(iter(self.embeddings), ""))
         if ours is None or table is None or table.shape != value.shape:
@@ -132,7 +134,7 @@ class PeftBase:
         return bool((error <= _ROUNDING * spread).item())
 
     def is_transposed(self, module: str) -> bool:
-        """Whether transformers keeps the module's matrix as (in, out)."""
+        """Return true if transformers keeps the module's matrix as (in, out)."""
         return self.architecture is not None and self.architecture.is_transposed(module)
 
     def require_adaptable(self, adapted: Mapping[str, Any]) -> None:
@@ -160,12 +162,6 @@ class PeftBase:
         return None
 
 
-def _shape(module: Any) -> tuple[int, int]:
-    """(out, in) of a linear layer or of each expert, (rows, dims) of an embedding, quantised or not."""
-    rows, columns = module.weight.shape[-2:]
-    return int(rows), int(columns) * 32 // module.bits if hasattr(module, "bits") else int(columns)
-
-
 def _dense(module: Any) -> mx.array:
     return dequantized_by_mlx(module) if hasattr(module, "bits") else module.weight
 
@@ -173,9 +169,7 @@ def _dense(module: Any) -> mx.array:
 def _same_in_checkpoint(modules: Mapping[str, Any], path: Path) -> frozenset[str]:
     """Modules whose weight the files in ``path``, if PyTorch wrote them, hold under the same name, bit by bit."""
     proved: set[str] = set()
-    for file in sorted(path.glob("model*.safetensors")):
-        loaded: Any = mx.load(str(file), return_metadata=True)
-        tensors, metadata = loaded
+    for tensors, metadata in opened(path):
         if metadata.get("format") != "pt":
             continue
         for name, module in modules.items():

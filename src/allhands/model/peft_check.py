@@ -1,4 +1,4 @@
-"""Whether an adapter for PEFT, as written, is what it was made of: read back from its files, and compared.
+"""Check a written PEFT adapter: read it back from its files and compare it with its source.
 
 :func:`from_peft` knows what PEFT multiplies and where. Which modules PEFT gives an adapter at all, by
 ``target_modules``, ``layers_to_transform`` and ``layers_pattern``, is found out here.

@@ -43,6 +43,12 @@ class _Module:
     def rank(self) -> int:
         return int(self.first.shape[-1])
 
+    def widened(self, rank: int, scale: float) -> tuple[mx.array, mx.array]:
+        """Return both factors with zeros up to ``rank``; the second one makes up for a difference to ``scale``."""
+        spare, stacked = rank - self.rank, [(0, 0)] * (self.first.ndim - 2)
+        second = self.second if self.scale == scale else self.second * (self.scale / scale)
+        return mx.pad(self.first, [*stacked, (0, 0), (0, spare)]), mx.pad(second, [*stacked, (0, spare), (0, 0)])
+
     def require_shape(self, name: str, shape: tuple[int, int], *, embedding: bool) -> None:
         """Refuse an update of another shape than the weight's (ModelError)."""
         inputs, outputs = int(self.first.shape[0]), int(self.second.shape[1])
@@ -54,7 +60,7 @@ class _Module:
             )
 
     def is_transpose_of(self, other: _Module) -> bool:
-        """Whether this update of an output layer is that of the embedding whose weights it shares."""
+        """Return true if this update of an output layer is that of the embedding with the same weights."""
         return (
             self.scale == other.scale
             and self.magnitudes is None
@@ -89,12 +95,8 @@ def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
         place = LAYER.match(name)
         keys.add(name if place is None else place["inside"])
         lowest = lowest if place is None else min(lowest, int(place["number"]))
-        spare = rank - each.rank
-        second = each.second if each.scale == scale else each.second * (each.scale / scale)
-        stacked = [(0, 0)] * (each.first.ndim - 2)
-        first = mx.pad(each.first, [*stacked, (0, 0), (0, spare)])
-        second = mx.pad(second, [*stacked, (0, spare), (0, 0)])
-        if stacked:  # mlx_lm keeps those of experts as PEFT does
+        first, second = each.widened(rank, scale)
+        if first.ndim > 2:  # mlx_lm keeps those of experts as PEFT does
             first, second = (mx.contiguous(value.swapaxes(-1, -2)) for value in (first, second))
         weights |= {f"{name}.lora_a": first, f"{name}.lora_b": second}
         if each.magnitudes is not None:
@@ -137,7 +139,7 @@ _BEGINNINGS = ("gaussian", "eva", "orthogonal")
 
 
 def _merge(base: PeftBase) -> str | None:
-    """How to use an adapter that mlx_lm's cannot hold; ``None`` if mlx_lm would not read the merged model."""
+    """Return advice for an adapter that mlx_lm cannot hold; ``None`` if mlx_lm would not read the merged model."""
     if base.architecture is None or base.architecture.modules:
         return None
     return "merge it in Python, merge_and_unload() and save_pretrained(DIR), and give DIR as --model alone"
@@ -215,7 +217,7 @@ def _without_tied_head(modules: dict[str, _Module], config: Mapping[str, Any], b
 
 
 def _ties(config: Mapping[str, Any], embedding: _Module) -> bool:
-    """Whether PEFT gives the output layer the embedding's adapter, by its own rules for when it does."""
+    """Return true if PEFT, by its own rules, gives the output layer the embedding's adapter."""
     targets: Any = config.get("target_modules") or []
     named = (
         any(re.fullmatch(targets, name) for name in _EMBEDDINGS)
@@ -260,18 +262,12 @@ def _in_mlx(modules: dict[str, _Module], base: PeftBase) -> dict[str, _Module]:
 def _stacked(parts: list[_Module | None]) -> _Module:
     """One module of many experts; those without an adapter get one that does nothing."""
     known = [each for each in parts if each is not None]
-    rank = max(each.rank for each in known)
-    scale = known[0].scale
-    first, second = [], []
-    for each in parts:
-        if each is None:
-            first.append(mx.zeros((known[0].first.shape[0], rank)))
-            second.append(mx.zeros((rank, known[0].second.shape[1])))
-            continue
-        spare = rank - each.rank
-        first.append(mx.pad(each.first, [(0, 0), (0, spare)]))
-        second.append(mx.pad(each.second * (each.scale / scale), [(0, spare), (0, 0)]))
-    return _Module(mx.stack(first), mx.stack(second), scale, None)
+    rank, scale = max(each.rank for each in known), known[0].scale
+    shapes = (known[0].first.shape[0], rank), (rank, known[0].second.shape[1])
+    nothing = _Module(mx.zeros(shapes[0]), mx.zeros(shapes[1]), scale, None)
+    factors = [(each or nothing).widened(rank, scale) for each in parts]
+    first, second = (mx.stack([pair[place] for pair in factors]) for place in (0, 1))
+    return _Module(first, second, scale, None)
 
 
 def _modules(weights: Mapping[str, mx.array], config: Mapping[str, Any]) -> dict[str, _Module]:
@@ -311,7 +307,7 @@ def _module(name: str, parts: Mapping[str, mx.array], config: Mapping[str, Any])
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """What PEFT multiplies the update of a module with."""
+    """Return PEFT's scale of a module's update."""
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise ModelError(f"lora_alpha is not a number: {alpha!r}", where=CONFIG_FILE, hint=_HOW)

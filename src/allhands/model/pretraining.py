@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
 from allhands.errors import ModelError
 from allhands.io.tensors import Tensor
+from allhands.io.trees import flatten, unflatten
 from allhands.model.shapes import FAMILIES
 
 _STD = 0.02  # where a config tells none
@@ -44,10 +44,9 @@ def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.fl
         ModelError: another type of model, or a config that none can be built from.
     """
     model = _bare_model(config)
-    flat: Any = tree_flatten(model.parameters())
-    shapes = [(name, value.shape) for name, value in flat]
-    # What mlx_lm has drawn is not evaluated yet: let go of it before it costs anything.
-    model.update(tree_unflatten([(name, mx.zeros(())) for name, _ in shapes]))
+    shapes = [(name, value.shape) for name, value in flatten(model.parameters())]
+    # mlx_lm's own first weights are not evaluated yet: let go of them before they cost anything.
+    model.update(unflatten([(name, mx.zeros(())) for name, _ in shapes]))
     parameters: list[tuple[str, mx.array]] = []
 
     def draw(item: tuple[str, tuple[int, ...]]) -> NDArray[np.float32]:
@@ -58,7 +57,7 @@ def build_model(config: Mapping[str, Any], seed: int, *, dtype: mx.Dtype = mx.fl
         for (name, _), values in zip(shapes, pool.map(draw, shapes), strict=True):
             parameters.append((name, mx.array(values).astype(dtype)))
             mx.eval(parameters[-1][1])
-    model.update(tree_unflatten(parameters))
+    model.update(unflatten(parameters))
     return model
 
 

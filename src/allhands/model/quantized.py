@@ -25,7 +25,7 @@ from allhands.model.adapters import count_parameters
 from allhands.model.split import dense_weight
 from allhands.runtime.accelerator import Accelerator
 
-# Of the device's memory.
+# Share of the device's memory.
 _SMALL_SHARE = 0.025
 # How the weights of quantised layers lie in memory, see the module's text.
 Form = Literal["dense", "codes", "packed"]
@@ -97,12 +97,12 @@ def _keep_packed(model: nn.Module) -> int:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a layer of ``model`` is one of MLX's quantised ones, as it is stored."""
+    """Return true if ``model`` has a layer of MLX's quantised types."""
     return any(_is_quantized(module) for module in model.modules())
 
 
 def bytes_of_form(model: nn.Module, form: Form) -> int:
-    """What the arrays of ``model`` take on a CPU once its quantised layers, not yet replaced, have this form."""
+    """Return the bytes of ``model`` on a CPU once its quantised layers, not yet replaced, have this form."""
     return sum(own_bytes(model, form).values())
 
 
@@ -134,13 +134,13 @@ def _under_dora(model: nn.Module) -> set[str]:
 
 
 def _becomes_codes(name: str, module: Any, adapted: set[str]) -> bool:
-    """Whether a quantised layer is held as codes where blocks are; DoRA needs the weight itself, as the head does."""
+    """Return true if a quantised layer of a block can be codes; DoRA and the head need the weight itself."""
     in_block = ".layers." in f".{name}" and name.rpartition(".")[0] not in adapted
     return in_block and isinstance(module, nn.QuantizedLinear) and module.mode == "affine"
 
 
 def held_dense(parameters: int, memory_bytes: int) -> bool:
-    """Whether a quantised model of so many parameters is made dense for CUDA, with two bytes each."""
+    """Return true if a quantised model of so many parameters is made dense for CUDA, with two bytes each."""
     return 2 * parameters < _SMALL_SHARE * memory_bytes
 
 

@@ -6,7 +6,7 @@ second on a host whose memory gives 30. Elsewhere MLX's own threads do it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx_lm.utils as mlx_lm
 
 from allhands.model.fingerprints import blocks_of
-from allhands.model.weight_files import WeightFile
+from allhands.model.weight_files import WeightFile, present
 from allhands.runtime.blas import available_cores
 from allhands.runtime.threads import side_by_side
 
@@ -26,8 +26,15 @@ Json = dict[str, Any]
 Arrays = dict[str, mx.array]
 
 
+def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
+    """Open the weight files in the directory ``path``: yield arrays by name, not read yet, and metadata of each."""
+    for file in present(path):
+        content: Any = mx.load(str(file), return_metadata=True)
+        yield content
+
+
 def worth_threads(files: Sequence[Path]) -> bool:
-    """Whether :func:`read_arrays` is quicker here than MLX is."""
+    """Return true if :func:`read_arrays` is quicker here than MLX."""
     on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
     return on_cuda and available_cores() > 1 and sum(file.stat().st_size for file in files) >= SMALL_BYTES
 
@@ -60,12 +67,12 @@ def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
 
 
 def classes_that_read(files: Sequence[Path]) -> Callable[[Json], tuple[Any, Any]]:
-    """For ``get_model_classes`` of ``mlx_lm.utils.load_model``: models are given the arrays read, not lazy ones."""
+    """Return ``get_model_classes`` for ``mlx_lm.utils.load_model`` that gives models arrays in memory."""
     return _classes(lambda lazy: {**lazy, **read_arrays(files)})
 
 
 def classes_without(missing: Mapping[str, WeightFile]) -> Callable[[Json], tuple[Any, Any]]:
-    """The same, with arrays in place of those of files that are not there."""
+    """Return ``get_model_classes`` that stands in for the arrays of absent files."""
     arrays = {name: _nothing(facts) for file in missing.values() for name, facts in file.arrays.items()}
     return _classes(lambda there: {**arrays, **there})
 
@@ -78,7 +85,7 @@ def _nothing(facts: Sequence[Any]) -> mx.array:
 
 
 def list_of_files(files: Sequence[Path]) -> dict[str, WeightFile]:
-    """What is to be known of a model's files where they are not, see :mod:`allhands.model.weight_files`.
+    """Return the facts about a model's files for other computers, see :mod:`allhands.model.weight_files`.
 
     Raises:
         RuntimeError: a file cannot be read.

@@ -78,7 +78,7 @@ class _Call:
         return outputs or [mx.zeros(())]
 
     def result(self, outputs: Sequence[mx.array]) -> Any:
-        """What the block returns, made of ``outputs``; its arguments are as it leaves them."""
+        """Return the block's result, made of ``outputs``; its arguments are as it leaves them."""
         return self._made(outputs, self.inputs)[0]
 
     def _install(self, weights: Sequence[mx.array]) -> None:
@@ -90,7 +90,7 @@ def _called_in_a_graph(call: _Call) -> list[mx.array]:
 
 
 def _called_at_once(call: _Call) -> list[mx.array]:
-    """As :func:`mx.checkpoint`, which keeps what MLX is told of a forward pass as long as the pass around it lasts."""
+    """Compute like :func:`mx.checkpoint`, without the memory that MLX would hold until the outer pass ends."""
     count = len(call.inputs)
 
     def forward(*primals: mx.array) -> Any:
@@ -107,7 +107,7 @@ def _called_at_once(call: _Call) -> list[mx.array]:
         # Copies again: what a sum came of, MLX would keep until the whole backward pass is done.
         return [mx.array(np.asarray(each)) for each in made]
 
-    outputs: Any = with_vjp(forward, backward)(*call.inputs, *call.weights)
+    outputs = with_vjp(forward, backward)(*call.inputs, *call.weights)
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
@@ -163,7 +163,7 @@ class _Parts:
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether ``value`` can hold arrays that a block reads or changes: a container, or an object such as a cache."""
+    """Return true for a container or an object such as a cache, in which a block may read or change arrays."""
     if isinstance(value, list | dict):
         return True
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | nn.Module)

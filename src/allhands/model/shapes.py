@@ -137,7 +137,7 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3-0.6b": _QWEN3 | {"dims": 1024, "mlp_dims": 3072},
     "qwen3-1.7b": _QWEN3 | {"dims": 2048, "mlp_dims": 6144},
-    # Of our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight experts compute a
+    # Our own. Attention and each expert of the larger one are those of SmolLM2-135M; two of eight experts compute a
     # token, as in Mixtral-8x7B.
     "mixtral-tiny": {
         **{"family": "mixtral", "layers": 4, "dims": 128, "mlp_dims": 256, "heads": 4, "kv_heads": 2},
@@ -197,7 +197,7 @@ def _unknown_name(name: str) -> ConfigError:
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """The same with what follows from other numbers."""
+    """Add the numbers that follow from others."""
     dims, heads = values["dims"], values["heads"]
     _check_integer("dims", dims, 1)
     _check_integer("heads", heads, 1)

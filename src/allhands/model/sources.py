@@ -1,4 +1,4 @@
-"""Where models come from: the demo model, a directory, or a repository on the Hub.
+"""Sources of models: the demo model, a directory, or a repository on the Hub.
 
 A *source* is the word ``demo`` (a small chat model that pip can fetch), a directory in mlx_lm's format, or
 the id of a Hub repository. :func:`resolve` makes a directory of each.
@@ -58,7 +58,7 @@ def resolve(source: str, *, report: Report | None = None) -> Path:
 
 
 def name_of(source: str) -> str:
-    """What people call a model: the repository's name without its owner, or that of its directory.
+    """Return a model's usual name: the repository's without its owner, or that of its directory.
 
     A directory in the Hub's cache, or in a run's, has a name that says nothing: there it is the repository's, or the
     run's.
@@ -77,7 +77,7 @@ def name_of(source: str) -> str:
 
 
 def is_path(source: str) -> bool:
-    """Whether a name that does not exist here was meant as a path, not as ``owner/name`` on the Hub."""
+    """Return true if an absent name was meant as a path, not as ``owner/name`` on the Hub."""
     first, slash, rest = source.partition("/")
     return source.startswith((".", "/", "~")) or "/" in rest or bool(slash and (not rest or Path(first).is_dir()))
 
@@ -93,7 +93,7 @@ def _hub_snapshot(repo: str) -> Path:
 
 
 def _hub_failure(error: Exception) -> tuple[str, str]:
-    """What went wrong on the Hub, and what to do about it; subclasses before their base classes."""
+    """Return message and hint for an error of the Hub; subclasses come before their base classes."""
     here = "no such directory here, and "
     if isinstance(error, hub_errors.GatedRepoError):
         return "the repository is gated", "accept its terms on huggingface.co, then `hf auth login`"

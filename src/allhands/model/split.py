@@ -39,13 +39,13 @@ class SplitModel:
         return dense_weight(self.head, self.selection)
 
     def head_product(self) -> mx.array | PackedProduct:
-        """The same in float32, or what multiplies by it where it stays packed and operations compute when called."""
+        """The head's weight in float32, or its product where it stays packed and operations compute when called."""
         packed = self.head.coded if isinstance(self.head, PACKED) else None
         return self.head_weight().astype(mx.float32) if packed is None else packed
 
     @property
     def head_is_trained(self) -> bool:
-        """Whether the weight is among the trainable parameters."""
+        """True if the weight is trainable."""
         return "weight" in self.head.trainable_parameters()
 
     def head_weight_name(self, model: nn.Module) -> str:

@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from allhands.errors import ConfigError, ModelError
+from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
 # Modules of mlx_lm.models whose blocks hand on nothing but hidden states: from one block to the next, each once in a
@@ -51,12 +51,12 @@ class Blocks:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding belongs to it."""
+        """True if the stage has the embedding."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the final norm and the head belong to it."""
+        """True if the stage has the final norm and the head."""
         return self.stop == self.count
 
 
@@ -116,7 +116,7 @@ class _Outline(nn.Module):
                 object.__setattr__(self, name, _Outline(value))
 
     def __getattr__(self, key: str) -> Any:
-        # What the original's class has for all: a property of its settings.
+        # A property of the original's class, which follows from its settings.
         kind = self.__dict__.get("_kind")
         found = None if kind is None else vars(kind).get(key)
         if isinstance(found, property) and found.fget is not None:
@@ -153,7 +153,7 @@ class _Outlet(_Outline):
 
 
 class _NoEmbedding(nn.Module):
-    """In the place of the embedding, where what it gives is not looked at."""
+    """Stand-in for the embedding where its output is not looked at."""
 
     def __init__(self, features: int, dtype: mx.Dtype) -> None:
         super().__init__()
@@ -188,21 +188,21 @@ class Stage:
     def trains(self) -> bool:
         """True if the stage trains a weight of its blocks or, at either end of the model, one outside of all blocks."""
         blocks = self._view[self.blocks.first : self.blocks.stop]
-        if any(tree_flatten(block.trainable_parameters()) for block in blocks):
+        if any(flatten(block.trainable_parameters()) for block in blocks):
             return True
         if not (self.blocks.is_first or self.blocks.is_last):
             return False
-        within = {id(array) for block in self._layers for _, array in tree_flatten(block.trainable_parameters())}
-        return any(id(array) not in within for _, array in tree_flatten(self.model.trainable_parameters()))
+        within = {id(array) for block in self._layers for _, array in flatten(block.trainable_parameters())}
+        return any(id(array) not in within for _, array in flatten(self.model.trainable_parameters()))
 
     def type_of_hidden(self) -> mx.Dtype | None:
-        """That of the embedding's rows, as the model is now; ``None`` where another stage has the embedding."""
+        """Return the type of the embedding's rows; ``None`` where another stage has the embedding."""
         body, name = self._table
         return cast("Any", body)[name](mx.zeros((1, 1), dtype=mx.int32)).dtype if self.blocks.is_first else None
 
     @contextmanager
     def computing(self, received: mx.array | None) -> Generator[None]:
-        """Within the block the model computes this stage, with what the stage before has sent; the first has none."""
+        """Compute this stage inside the block, from the output of the stage before; the first has none."""
         before, first = list(self._layers), self.blocks.first
         self._layers[:] = self._view
         if first:
@@ -215,7 +215,7 @@ class Stage:
                 object.__setattr__(self._view[first - 1], "received", None)
 
     def hidden(self, *arguments: Any, **more: Any) -> mx.array:
-        """What a stage that is not the last one hands on, of tokens (B, T); within :meth:`computing`."""
+        """Return the stage's hidden states of (B, T) tokens; inside :meth:`computing`, not for the last stage."""
         try:
             self.model(*arguments, **more)
         except _Reached as reached:
@@ -299,6 +299,6 @@ def _outside(model: nn.Module, body: nn.Module, embedding: nn.Module) -> list[tu
 
 
 def _has_rows(module: nn.Module, embedding: Any) -> bool:
-    """Whether a module outside of the blocks is a head: it has a weight for each of the table's tokens."""
-    arrays: Any = tree_flatten(module.parameters())
-    return any(value.ndim > 1 and value.shape[:1] == embedding.weight.shape[:1] for _, value in arrays)
+    """Return true if the module is a head: it has a weight for each of the table's tokens."""
+    rows = embedding.weight.shape[:1]
+    return any(value.ndim > 1 and value.shape[:1] == rows for _, value in flatten(module.parameters()))

@@ -30,10 +30,8 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
 )
 
-# What configurations call the number of positions.
+# Names of the number of positions in configurations.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-
-# What a pre-training run makes in its directory: the last weights, and those of the lowest validation loss.
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def load_tokenizer(path_or_repo: str, *, trust_remote_code: bool = False, chat: 
 
 
 def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
-    """That a system message has a place and is merged all the same, because that was asked for."""
+    """Return a note if system messages are merged on request though the template has a place for them."""
     named = NAMED.get(chat.template or "")
     plain = None if named is None else named.system
     if chat.system == "merge" and chat.chosen() is None and has_chat_template(own):
@@ -116,7 +114,7 @@ def _notes(own: Any, chat: ChatChoice) -> tuple[str, ...]:
 
 
 def positions_of(config: Json) -> int | None:
-    """How many tokens a model takes at once, as its configuration says; ``None`` where it sets no bound."""
+    """Return the most tokens that a model takes at once by its configuration; ``None`` without a bound."""
     inner: Any = config.get("text_config")
     known: Json = {**config, **cast("Json", inner)} if isinstance(inner, dict) else config
     most = next((value for name in _POSITIONS if _is_count(value := known.get(name))), None)
@@ -194,7 +192,7 @@ def with_stop(config: Json, stop: int, usual: int | None) -> Json:
 
 
 def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
-    """Without a warning about long texts, which says that the model will fail.
+    """Switch off the warning about long texts, which says that the model will fail.
 
     Whoever asks a model or trains one looks at the length, and says what follows; others only count tokens.
     """
@@ -230,7 +228,7 @@ def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: st
 
 
 def _unread(path: Path, error: Exception) -> ModelError:
-    """What is wrong with the files of a tokenizer that cannot be loaded."""
+    """Return the error for a tokenizer that cannot be loaded."""
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return ModelError(
             "tokenizer.json is missing, which says how texts are cut",

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from allhands.errors import ModelError
 from allhands.io.strict_json import Check, integer, is_text, list_of, object_of
 
@@ -29,12 +31,10 @@ _FIRST = ("embed", "wte")  # in the names of tables of tokens
 _HEADS = ("lm_head", "embed_out", "output.weight", "output.scales")
 _EMBEDDING, _HEAD = "the embedding", "the final norm and the head"
 
-_LONGEST_HEADER = 100 << 20
-
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What is known of a file without having it.
+    """Facts about a weight file, which may be absent.
 
     Attributes:
         blocks: SHA-256 of each of its blocks, see :mod:`allhands.model.fingerprints`.
@@ -107,11 +107,9 @@ def names_in(file: Path) -> list[str]:
         ModelError: it is no file of weights.
     """
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
-        return [name for name in header if name != "__metadata__"]
-    except (OSError, ValueError, TypeError) as error:
+        with safe_open(file, framework="numpy") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
         raise ModelError("the file of weights is torn", where=str(file), hint="fetch the model again") from error
 
 
@@ -125,7 +123,7 @@ def names_by_file(path: Path) -> dict[str, list[str]]:
 
 
 def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dict[str, list[str]]:
-    """Which files the stages ``parts`` need, and what of each: words for people.
+    """Return the files that the stages ``parts`` need, each with its needed parts in words.
 
     The table of tokens belongs to the first stage, and to the last one too where no other array is the head; whatever
     else is not of a block belongs to the last one.
@@ -155,13 +153,13 @@ def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dic
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """What stands before the first number of a name, and that number."""
+    """Return the text before the first number of a name, and that number."""
     match = _NUMBER.search(name)
     return (name, None) if match is None else (name[: match.start(1)], int(match.group(1)))
 
 
 def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
-    """How the names of the blocks' arrays begin: of the lists that are long enough the one with most arrays."""
+    """Return the prefix of the blocks' names: of the lists that are long enough, that with most arrays."""
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for name in names:
         before, number = _split(name)

@@ -1,1 +1,1 @@
-"""What is trained for: sums and counts of a batch, never divided."""
+"""Training objectives: sums and counts of a batch, never divided."""

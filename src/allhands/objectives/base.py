@@ -1,4 +1,4 @@
-"""What a model is trained for: the contract that training, validation and the search for poisoned rows rely on.
+"""Training objective: the contract that training, validation and the search for poisoned rows rely on.
 
 An objective adds up; it never divides. Sums and counts travel over micro-batches and ranks, and the step divides once,
 by the count of the whole global batch. ``docs/architecture.md`` has a worked example.
@@ -60,7 +60,7 @@ class Objective(Protocol):
         ...
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What is reported besides the mean loss.
+        """Figures that are reported besides the mean loss.
 
         Args:
             sums: over the global batch: ``"loss"``, ``"targets"``, ``"tokens"`` and the further sums by name.

@@ -1,1 +1,1 @@
-"""What is seen of a run: metrics, samples of the computer, judgements and plots."""
+"""Metrics of a run, samples of its processes, judgements and plots."""

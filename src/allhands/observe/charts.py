@@ -1,4 +1,4 @@
-"""The curves of runs as charts: what is drawn, what is said of it, and the table behind it.
+"""Charts of runs as data: curves, the words that describe them, and the table behind them.
 
 Pictures and the pages of reports draw the same charts.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +20,15 @@ from allhands.observe.monitor import Sample
 from allhands.observe.monitor.board import key_of
 
 Floats = NDArray[np.float64]
-T = TypeVar("T", tuple[float, int], tuple[float, float, int])
 Kind = Literal["run", "rank", "director", "phase", "ink"]
 Unit = Literal["loss", "rate", "bytes", "size", "small", "seconds"]
+Place = Callable[[float, float], float]
 
-_MOST_POINTS = 1500  # of a line
+_MOST_POINTS = 1500  # of a line on a page
 _MOST_ROWS = 80  # of a table
-_SMOOTH_FROM = 20
-_NONE = "–"
+_MOST_DESCRIBED = 8  # lines
+_SMOOTH_FROM = 20  # points
+NONE = "–"
 _SHOWN: dict[Unit, Callable[[float], str]] = {
     "bytes": format_bytes,
     "size": format_size,
@@ -39,12 +41,14 @@ _SHOWN: dict[Unit, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One curve, ``width`` pixels wide. ``faint`` ones go with the line before, unnamed.
+    """One curve, ``width`` pixels wide.
 
-    ``colour`` counts from 0 among those of its ``kind``: a run, a rank, who directs the ranks, a phase, or the plain
-    ink of a whole.
-
-    A height of ``None`` is a gap: it was there, and is no finite number.
+    Attributes:
+        colour: a number from 0 among the lines of the same ``kind``: a run, a rank, a process that directs the ranks,
+            a phase, or the plain ink of a total.
+        x: finite numbers.
+        y: heights; ``None`` is a gap, where the number was not finite.
+        faint: the raw form of the smoothed line before it, which has no name in legends.
     """
 
     label: str
@@ -56,6 +60,11 @@ class Line:
     faint: bool = False
     width: float = 2.0
     kind: Kind = "run"
+
+    @property
+    def known(self) -> list[tuple[float, float]]:
+        """The points, without gaps."""
+        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,13 @@ class Chart:
     """Curves over the same axis.
 
     Attributes:
-        described: what is to be seen, in words with numbers.
-        marks: places on the horizontal axis of restarts, with the colour of the run.
+        marks: places of restarts on the horizontal axis, with the colour of the run.
         stars: the best validations: place, height, colour.
         crosses: places of skipped steps, with the colour of the run.
-        table: the numbers behind it.
-        top: of the vertical axis, which then begins at 0; ``None``: as the lines need it.
-        wide: whether it has a row of its own.
+        whole: whether places on the horizontal axis are whole numbers.
+        top: upper end of a vertical axis from 0; ``None``: the lines decide.
+        wide: whether the chart has a row of the page for itself.
+        note: words before the description.
     """
 
     key: str
@@ -87,85 +96,82 @@ class Chart:
     y_label: str
     unit: Unit
     lines: tuple[Line, ...]
-    described: str
-    table: Grid
     marks: tuple[tuple[float, int], ...] = ()
     stars: tuple[tuple[float, float, int], ...] = ()
     crosses: tuple[tuple[float, int], ...] = ()
     whole: bool = False
     top: float | None = None
     wide: bool = False
+    note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """What the page's script draws."""
-        axes = {"x": self.x_label, "y": self.y_label, "unit": self.unit, "whole": self.whole, "top": self.top}
-        lines = [vars(line) for line in self.lines]
-        return {"title": self.title, **axes, "lines": lines, "marks": self.marks, "stars": self.stars}
+        """The chart for the page's script; long lines have fewer points."""
+        return {
+            "title": self.title,
+            "x": self.x_label,
+            "y": self.y_label,
+            "unit": self.unit,
+            "whole": self.whole,
+            "top": self.top,
+            "lines": [vars(_thinned(line)) for line in self.lines],
+            "marks": [mark for mark in self.marks if math.isfinite(mark[0])],
+            "stars": [star for star in self.stars if math.isfinite(star[0])],
+        }
+
+    @cached_property
+    def described(self) -> str:
+        """Ends and range of each line, in words."""
+        named = [line for line in self.lines if not line.faint]
+        texts = [self._description(line) for line in named[:_MOST_DESCRIBED]]
+        if len(named) > _MOST_DESCRIBED:
+            texts.append(f"and {len(named) - _MOST_DESCRIBED} more lines, in the table")
+        return f"{self.note}{'; '.join(texts)}."
+
+    def _description(self, line: Line) -> str:
+        (first_x, first), (last_x, last) = line.known[0], line.known[-1]
+        begin = f"{self._height(first)} at {self.x_label.split(' (')[0]} {self._place(first_x)}"
+        if len(line.known) == 1:
+            return f"{line.label}: {begin}"
+        heights = [y for _, y in line.known]
+        end = f"{self._height(last)} at {self._place(last_x)}"
+        between = f"between {self._height(min(heights))} and {self._height(max(heights))}"
+        return f"{line.label}: from {begin} to {end}, {between}"
+
+    @cached_property
+    def table(self) -> Grid:
+        """Heights at every place of the horizontal axis; of many places a selection."""
+        followers = (*self.lines[1:], None)
+        lines = [line for line, after in zip(self.lines, followers, strict=True) if not (after and after.faint)]
+        columns = [dict(zip(line.x, line.y, strict=True)) for line in lines]
+        places = sorted({x for line in lines for x in line.x})
+        caption = self.title
+        if len(places) > _MOST_ROWS:
+            rare = sorted({x for line in lines if line.points for x in line.x})
+            some = sorted({*_spread(rare), *_spread(places)})
+            caption += f": {len(some)} of {len(places)} rows; metrics.jsonl has all"
+            places = some
+        rows = [
+            (self._place(x), *(self._height(column[x]) if x in column else NONE for column in columns)) for x in places
+        ]
+        head = (self.x_label, *(line.label for line in lines))
+        return Grid(caption, head, tuple(row for row in rows if set(row[1:]) != {NONE}))
+
+    def _place(self, x: float) -> str:
+        return f"{x:,.0f}" if self.whole else f"{x:.4g}"
+
+    def _height(self, y: float | None) -> str:
+        if y is None:
+            return NONE if self.unit == "bytes" else "NaN"  # a process that was not there, or a number that is none
+        return _SHOWN[self.unit](y)
 
 
-def shown(value: float | None, unit: Unit) -> str:
-    """A height as a person reads it."""
-    if value is None and unit == "bytes":
-        return _NONE  # nothing was there
-    if value is None or math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return _SHOWN[unit](value)
-
-
-def chart(
-    key: str,
-    title: str,
-    axes: tuple[str, str],
-    unit: Unit,
-    lines: Sequence[Line],
-    *,
-    marks: Sequence[tuple[float, int]] = (),
-    stars: Sequence[tuple[float, float, int]] = (),
-    whole: bool = False,
-) -> Chart | None:
-    """A chart with its description and its table; ``None`` if no line has a finite height."""
-    lines = [line for line in map(_placed, lines) if any(height is not None for height in line.y)]
-    if not lines:
-        return None
-    named = [line for line in lines if not line.faint]
-    described = "; ".join(_told(line, axes[0], unit, whole=whole) for line in named[:8])
-    if len(named) > 8:
-        described += f"; and {len(named) - 8} more lines, in the table"
-    table = _table(title, axes[0], unit, lines, whole=whole)
-    drawn = tuple(map(_thinned, lines))
-    return Chart(key, title, *axes, unit, drawn, f"{described}.", table, _there(marks), _there(stars), whole=whole)
-
-
-def _there(places: Sequence[T]) -> tuple[T, ...]:
-    return tuple(place for place in places if math.isfinite(place[0]))
-
-
-def _placed(line: Line) -> Line:
-    """Without points whose place is no finite number; a single point is drawn as one."""
-    kept = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x)]
-    x, y = zip(*kept, strict=True) if kept else ((), ())
-    return replace(line, x=x, y=y, points=line.points or len(y) - y.count(None) == 1)
-
-
-def _place(x: float, *, whole: bool) -> str:
-    return f"{x:,.0f}" if whole else f"{x:.4g}"
-
-
-def _told(line: Line, axis: str, unit: Unit, *, whole: bool) -> str:
-    known = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
-    (first_x, first), (last_x, last) = known[0], known[-1]
-    name = axis.split(" (")[0]
-    if len(known) == 1:
-        return f"{line.label}: {shown(first, unit)} at {name} {_place(first_x, whole=whole)}"
-    low, high = min(y for _, y in known), max(y for _, y in known)
-    ends = f"from {shown(first, unit)} at {name} {_place(first_x, whole=whole)} to {shown(last, unit)} at "
-    return f"{line.label}: {ends}{_place(last_x, whole=whole)}, between {shown(low, unit)} and {shown(high, unit)}"
+def _spread(places: Sequence[float]) -> list[float]:
+    count = len(places)
+    return [places[int(at)] for at in np.linspace(0, count - 1, min(count, _MOST_ROWS // 2)).round()]
 
 
 def _thinned(line: Line) -> Line:
-    """With few enough points to draw quickly: of each stretch the lowest and the highest."""
+    """The line with the lowest and the highest point of each stretch, if it has very many."""
     count = len(line.x)
     if count <= _MOST_POINTS:
         return line
@@ -178,36 +184,16 @@ def _thinned(line: Line) -> Line:
     return replace(line, x=tuple(line.x[at] for at in places), y=tuple(line.y[at] for at in places))
 
 
-def _table(title: str, axis: str, unit: Unit, lines: Sequence[Line], *, whole: bool) -> Grid:
-    """Every place on the axis with the heights there; of many places some, those of points first."""
-    raw: list[Line] = []  # a line, or what it is the smoothed form of, under its name
-    for line in lines:
-        if line.faint:
-            raw[-1] = replace(line, label=raw[-1].label.replace(", smoothed", ""))
-        else:
-            raw.append(line)
-    heights = [dict(zip(line.x, line.y, strict=True)) for line in raw]
-    places = sorted({x for line in raw for x in line.x})
-    caption = title
-    if len(places) > _MOST_ROWS:
-        rare = sorted({x for line in raw if line.points for x in line.x})
-        count = len(places)
-        places = sorted({some[int(at)] for some in (rare, places) if some for at in _spread(len(some))})
-        caption += f": {len(places)} of {count} rows; metrics.jsonl has all"
-    rows = [(_place(x, whole=whole), *(shown(y[x], unit) if x in y else _NONE for y in heights)) for x in places]
-    head = (axis, *(line.label for line in raw))
-    return Grid(caption, head, tuple(row for row in rows if set(row[1:]) != {_NONE}))
-
-
-def _spread(count: int) -> Floats:
-    return np.linspace(0, count - 1, min(count, _MOST_ROWS // 2)).round()
-
-
 def line_of(label: str, colour: int, pairs: Iterable[tuple[float, float]], **look: Any) -> Line:
-    """A line through (place, height): a height that is no finite number becomes a gap."""
-    x, y = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
-    heights = tuple(float(value) if math.isfinite(value) else None for value in y)
-    return Line(label, colour, tuple(map(float, x)), heights, **look)
+    """A line through (place, height) pairs; a height that is not finite becomes a gap, such a place is left out."""
+    kept = [(float(x), float(y) if math.isfinite(y) else None) for x, y in pairs if math.isfinite(x)]
+    line = Line(label, colour, tuple(x for x, _ in kept), tuple(y for _, y in kept), **look)
+    return replace(line, points=True) if len(line.known) == 1 else line
+
+
+def drawable(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """The lines that have a point."""
+    return tuple(line for line in lines if line.known)
 
 
 # --- of reports --------------------------------------------------------------------------------------
@@ -215,8 +201,8 @@ def line_of(label: str, colour: int, pairs: Iterable[tuple[float, float]], **loo
 
 def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[Chart]:
     """Training and validation loss over steps, over tokens and over time."""
-    seconds = [one.elapsed_s for run in runs for one in (*run.train, *run.valid) if math.isfinite(one.elapsed_s)]
-    unit, unit_s = time_unit(max(seconds, default=0.0))
+    times = [one.elapsed_s for run in runs for one in (*run.train, *run.valid) if math.isfinite(one.elapsed_s)]
+    unit, unit_s = time_unit(max(times, default=0.0))
     axes = {"steps": "step", "tokens": "trained tokens", "time": f"training time ({unit})"}
     if not all(run.train[-1].trained_tokens > 0 for run in runs if run.train):
         del axes["tokens"]  # a program of one's own need not count them
@@ -229,40 +215,42 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             place = _placing(key, unit_s, run)
             lines += _loss_lines(label, colour, run, place, line_width(colour, len(runs)))
             marks += [(place(step, seconds), colour) for step, seconds in run.restarts]
-            known = sorted((float(one.step), one.elapsed_s) for one in (*run.train, *run.valid)) or [(0.0, 0.0)]
-            steps, times = zip(*known, strict=True)
-            crosses += [(place(it.step, float(np.interp(it.step, steps, times))), colour) for it in run.skipped]
-            if losses := [one for one in run.valid if math.isfinite(one.loss)]:
-                best = min(losses, key=lambda one: one.loss)
+            elapsed_s = _between((0, 0), ((one.step, one.elapsed_s) for one in (*run.train, *run.valid)))
+            crosses += [(place(one.step, elapsed_s(one.step)), colour) for one in run.skipped]
+            if known := [one for one in run.valid if math.isfinite(one.loss)]:
+                best = min(known, key=lambda one: one.loss)
                 stars.append((place(best.step, best.elapsed_s), best.loss, colour))
-        names, whole = (x_label, "loss per token (lower is better)"), key != "time"
-        if made := chart(
-            f"loss-{key}", f"Loss over {key}", names, "loss", lines, marks=marks, stars=stars, whole=whole
-        ):
-            yield without_heights(replace(made, crosses=_there(crosses)), 2.5)
+        title, y_label = f"Loss over {key}", "loss per token (lower is better)"
+        chart = Chart(f"loss-{key}", title, x_label, y_label, "loss", drawable(lines), whole=key != "time")
+        if chart.lines:
+            chart = replace(chart, marks=tuple(marks), stars=tuple(stars), crosses=tuple(crosses))
+            yield without_heights(chart, 2.5)
 
 
-def _placing(axis: str, unit_s: float, run: RunHistory) -> Callable[[float, float], float]:
-    """The place on the axis of "steps", "tokens" (trained ones) or "time" of a step, given the seconds until then."""
+def _between(first: tuple[float, float], pairs: Iterable[tuple[float, float]]) -> Callable[[float], float]:
+    """The function that goes straight from one (x, y) pair to the next, from ``first`` on."""
+    table = np.array(sorted([first, *pairs]), dtype=np.float64)
+    return lambda x: float(np.interp(x, table[:, 0], table[:, 1]))
+
+
+def _placing(axis: str, unit_s: float, run: RunHistory) -> Place:
+    """The function from a step and the seconds until then to the place on an axis: "steps", "tokens" or "time"."""
     if axis == "steps":
-        return lambda step, seconds: step
+        return lambda step, elapsed_s: step
     if axis == "time":
-        return lambda step, seconds: seconds / unit_s
-    steps = [0.0, *(float(one.step) for one in run.train)]
-    tokens = [0.0, *(float(one.trained_tokens) for one in run.train)]
-    return lambda step, seconds: float(np.interp(step, steps, tokens))
+        return lambda step, elapsed_s: elapsed_s / unit_s
+    tokens = _between((0, 0), ((one.step, one.trained_tokens) for one in run.train))
+    return lambda step, elapsed_s: tokens(step)
 
 
-def _loss_lines(
-    label: str, colour: int, run: RunHistory, place: Callable[[float, float], float], width: float
-) -> Iterator[Line]:
+def _loss_lines(label: str, colour: int, run: RunHistory, place: Place, width: float) -> Iterator[Line]:
     def points(reports: Sequence[TrainReport | ValidReport]) -> list[tuple[float, float]]:
         return [(place(one.step, one.elapsed_s), one.loss) for one in reports]
 
     plain = line_of(f"{label}: training", colour, points(run.train), width=width)
     if len(plain.y) >= _SMOOTH_FROM and None not in plain.y:
         smoothed = tuple(map(float, smooth(np.array(plain.y, dtype=np.float64))))
-        yield replace(plain, label=f"{label}: training, smoothed", y=smoothed)
+        yield replace(plain, label=f"{plain.label}, smoothed", y=smoothed)
         plain = replace(plain, faint=True, width=1.0)
     yield plain
     yield line_of(f"{label}: validation", colour, points(run.valid), dashed=True, points=True, width=width)
@@ -273,31 +261,30 @@ def line_width(place: int, count: int) -> float:
     return round(2 + min(2.2, 4 / count) * (count - 1 - place), 2)
 
 
-def without_heights(drawn: Chart, far: float) -> Chart:
-    """Without the heights of a run that was thrown off, beside which the others would lie flat; the table has them.
+def without_heights(chart: Chart, far: float) -> Chart:
+    """The chart with its axis cut off above the runs that went well, if one was thrown off; the table keeps all.
 
-    At least one run is below the top as a whole, and of each of the others that comes near twice what it began with.
+    The axis keeps at least one run as a whole, and twice the beginning of each other run that comes near it.
 
     Args:
-        far: times the top the highest must be; else, or of one run only, the chart stays as it is.
+        far: times the cut at which the highest loss is far off; below it, or with one run, the chart stays as it is.
     """
     runs: dict[int, list[list[float]]] = {}
-    for line in drawn.lines:
-        if heights := [y for y in line.y if y is not None]:
-            runs.setdefault(line.colour, []).append(heights)
+    for line in chart.lines:
+        runs.setdefault(line.colour, []).append([y for _, y in line.known])
     highest = [max(map(max, lines)) for lines in runs.values()]
     lowest = [min(map(min, lines)) for lines in runs.values()]
     base = min(highest, default=0.0)
     if len(runs) < 2 or min(lowest) < 0 or base <= 0:
-        return drawn
+        return chart
     starts = [max(2 * min(line[0] for line in lines), base) for lines in runs.values()]
     near = zip(highest, starts, lowest, strict=True)
     top = max(min(high, start) for high, start, low in near if low <= 4 * base)
     if not 0 < far * top < max(highest):
-        return drawn
+        return chart
     top *= 1.08
-    told = f"The axis is cut off at {shown(top, drawn.unit)}; what is above stands in the table. {drawn.described}"
-    return replace(drawn, top=top, y_label=f"{drawn.y_label}; cut off at {top:.3g}", described=told)
+    note = f"The axis is cut off at {_SHOWN[chart.unit](top)}; the table has what is above. "
+    return replace(chart, top=top, y_label=f"{chart.y_label}; cut off at {top:.3g}", note=note)
 
 
 def smooth(values: Floats) -> Floats:
@@ -315,7 +302,7 @@ def smooth(values: Floats) -> Floats:
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
-    """The unit in which times up to ``longest_s`` are told, and its seconds."""
+    """The unit for times up to ``longest_s``, and its seconds."""
     if longest_s < 180:
         return "seconds", 1.0
     return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
@@ -324,38 +311,40 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 # --- of samples --------------------------------------------------------------------------------------
 
 
-def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart | None:
+def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart:
     """The proportional memory of each process of a run over its time, and MLX's of each rank."""
-    if not samples:
-        return None
-    began = samples[0].time
-    unit, unit_s = time_unit(samples[-1].time - began)
+    began = samples[0].time if samples else 0.0
+    unit, unit_s = time_unit(samples[-1].time - began if samples else 0.0)
 
-    def line(name: str, colour: int, group: Sequence[Sample], held: str, **look: Any) -> Line:
-        known = [(one.pid, (one.time - began) / unit_s, getattr(one, held)) for one in group]
-        return line_of(name, colour, _lived([it for it in known if it[2] is not None]), **look)
+    def line(name: str, colour: int, group: Sequence[Sample], attribute: str, **look: Any) -> Line:
+        return line_of(name, colour, _over_time(group, attribute, began, unit_s), **look)
 
     lines: list[Line] = []
-    groups = groups_of(samples)
-    ranks = [group for group in groups if group[0].role == "rank"]
-    for group in ranks:
-        name, colour = group[0].name, group[0].rank or 0
-        lines.append(line(name, colour, group, "pss_bytes", kind="rank"))
-        lines.append(line(f"{name}: MLX's arrays", colour, group, "mlx_active_bytes", dashed=True, kind="rank"))
-    for place, group in enumerate(groups[len(ranks) :]):
-        lines.append(line(f"{group[0].name} (directs the ranks)", place, group, "pss_bytes", kind="director"))
-    axes = (f"time since the start ({unit})", "memory")
-    return chart(key, f"Memory of the processes of {label}", axes, "bytes", lines)
+    directors = 0
+    for group in groups_of(samples):
+        name = group[0].name
+        if group[0].role == "rank":
+            colour = group[0].rank or 0
+            lines.append(line(name, colour, group, "pss_bytes", kind="rank"))
+            lines.append(line(f"{name}: MLX's arrays", colour, group, "mlx_active_bytes", dashed=True, kind="rank"))
+        else:
+            lines.append(line(f"{name} (directs the ranks)", directors, group, "pss_bytes", kind="director"))
+            directors += 1
+    title = f"Memory of the processes of {label}"
+    return Chart(key, title, f"time since the start ({unit})", "memory", "bytes", drawable(lines))
 
 
-def _lived(points: Sequence[tuple[int, float, int]]) -> Iterator[tuple[float, float]]:
-    """(place, height) of (process, place, height), with a gap from one process to the next of the same rank."""
-    before = points[0] if points else (0, 0.0, 0)
-    for pid, now, held in points:
-        if pid != before[0]:
-            yield (before[1] + now) / 2, math.nan
-        yield now, held
-        before = pid, now, held
+def _over_time(group: Sequence[Sample], attribute: str, began: float, unit_s: float) -> Iterator[tuple[float, float]]:
+    """Time and bytes of a process, with a gap where it was started again."""
+    before: Sample | None = None
+    for sample in group:
+        held = getattr(sample, attribute)
+        if held is None:
+            continue
+        if before is not None and before.pid != sample.pid:
+            yield ((before.time + sample.time) / 2 - began) / unit_s, math.nan
+        yield (sample.time - began) / unit_s, held
+        before = sample
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:

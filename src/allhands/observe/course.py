@@ -1,4 +1,4 @@
-"""What is known of a run besides its losses, and what is said of it: the words of :mod:`allhands.observe.judging`."""
+"""Facts of a run besides its losses, and the words of :mod:`allhands.observe.judging`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Course:
-    """What else is known of a run.
+    """Facts of a run besides its losses.
 
     Attributes:
         norms: the gradient norm at each training report, before it is clipped.
@@ -43,18 +43,18 @@ class Course:
 
     @property
     def at_the_end(self) -> str:
-        """When the last losses are from."""
+        """The time of the last losses, in words."""
         return "at the end" if self.is_over else "so far"
 
     @property
     def lower(self) -> str:
-        """To lower the learning rate, and how far."""
+        """Advice to lower the learning rate, with a number."""
         if self._is_far_above:
             return f"Lower the learning rate ({self.rate:g}; {_USUAL})"
         return "Lower the learning rate, to a tenth say"
 
     def other(self, usual: str) -> str:
-        """Which other learning rate to try where nothing is learnt; ``usual``: at one that is not far off."""
+        """Advice on the learning rate if nothing is learnt; ``usual``: the advice for a usual rate."""
         if self._is_far_above:
             return self.lower
         if self.rate is not None and self.rate < LEAST_USUAL / 10:
@@ -63,7 +63,7 @@ class Course:
 
     @property
     def slower(self) -> str:
-        """What to do about steps that are too long."""
+        """Advice against steps that are too long."""
         return f"{self.lower}, or add warm-up steps."
 
     @property

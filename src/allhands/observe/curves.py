@@ -53,7 +53,7 @@ class Trend:
 
     @property
     def sure(self) -> bool:
-        """Whether noise does not explain the slope."""
+        """Return whether the slope is more than noise."""
         return self.steepness > 1
 
     @property
@@ -99,6 +99,6 @@ def ends(curve: Curve) -> tuple[float, float]:
 
 
 def from_to(curve: Curve) -> str:
-    """Where a curve began and where it is, in words: a line through it may end where no loss can be."""
+    """The ends of a curve in words, by its own losses: the ends of a line through it may be impossible."""
     first, last = ends(curve)
     return f"{first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"

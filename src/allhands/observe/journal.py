@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from allhands.errors import StorageError
+from allhands.io.names import LOGS
 from allhands.observe.lines import LineFile
 
 EVENTS_FILE = "events.jsonl"
@@ -73,16 +75,18 @@ class Journal:
 
 
 def read_events(path: Path | str) -> list[dict[str, Any]]:
-    """Return the events in the file, or in that of the run directory ``path``, in their order.
+    """Return the events of a file, or of a run's directory or its logs, in their order.
 
-    Torn and foreign lines are skipped; without a file, or one that can be read, there are none.
+    Torn and foreign lines are skipped; without a file that can be read there are no events.
     """
     file = Path(path)
-    try:
-        text = (file / EVENTS_FILE if file.is_dir() else file).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return [record for line in text.split("\n") if (record := _record(line)) is not None]
+    places = (file / EVENTS_FILE, file / LOGS / EVENTS_FILE) if file.is_dir() else (file,)
+    for place in places:
+        with suppress(OSError):
+            lines = place.read_text(encoding="utf-8", errors="replace").split("\n")
+            if events := [record for line in lines if (record := _record(line)) is not None]:
+                return events
+    return []
 
 
 def _record(line: str) -> dict[str, Any] | None:

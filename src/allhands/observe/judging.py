@@ -1,4 +1,4 @@
-"""What curves say about a run, in words with the numbers behind them: the rules for over- and underfitting.
+"""Judgements of a run by its curves, in words with numbers: the rules for over- and underfitting.
 
 A rule speaks only where a straight line through the points is steeper than their noise explains, and the change is
 large enough to matter. The bounds are the constants below.
@@ -37,7 +37,7 @@ _HARMFUL = ("worse", "gradients", "skipped")
 
 
 def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judgement]:
-    """:func:`judge` of the losses of a run, and of what else its metrics tell.
+    """Judge a run by its losses and its other metrics; see :func:`judge`.
 
     Args:
         is_over: whether it has ended, where more is known of that than its metrics tell.
@@ -55,12 +55,12 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
 
 
 def harm(history: RunHistory) -> list[Judgement]:
-    """That training did harm: what must be said wherever a run is spoken of."""
+    """Judgements of harm, which every report of a run has to name."""
     return [it for it in judge_run(history) if it.level == "bad" or (it.kind in _HARMFUL and it.level == "warning")]
 
 
 def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgement]:
-    """What the curves of a run say, the gravest first.
+    """Judge the curves of a run; the gravest judgement comes first.
 
     Args:
         train: the training loss at each report.
@@ -112,7 +112,7 @@ def _by(first: float, last: float) -> str:
 
 
 def _better_before(valid: Curve) -> Iterator[Judgement]:
-    """Of a run with too few reports to judge by: that its last weights are not its best ones, if that is plain."""
+    """Warn of last weights that are clearly not the best ones, in a run with too few reports for other rules."""
     if not len(valid):
         return
     (step, low), last = _lowest(valid), float(valid.losses[-1])
@@ -286,13 +286,13 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
 
 
 def _falls(valid: Curve) -> bool:
-    """Whether validation loss falls: each time, or surely as a whole. It is measured on the same examples each time."""
+    """Return whether validation loss falls: each time, or surely as a whole. Its examples are always the same."""
     line = trend(valid)
     return line is not None and (bool(np.all(np.diff(valid.losses) < 0)) or (line.sure and line.change < 0))
 
 
 def _learns(train: Curve, valid: Curve) -> bool:
-    """Whether either curve has fallen, by more than scatter explains."""
+    """Return whether either curve has fallen by more than scatter explains."""
     if len(valid) > 1:
         change = float(valid.losses[-1]) / float(valid.losses[0]) - 1
         # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
@@ -303,7 +303,7 @@ def _learns(train: Curve, valid: Curve) -> bool:
 
 
 def _fell_at_once(train: Curve) -> bool:
-    """Whether the loss fell in the first reports, and hardly since: a straight line through all does not show that."""
+    """Return whether the loss fell in the first reports and hardly since, which no straight line shows."""
     for count in {1, min(3, len(train) // 2), len(train) // 10} - {0}:
         begin, rest = train.losses[:count], train.losses[count:]
         sure = max(FAR, 1.5 * SURE[min(len(rest) - 2, len(SURE) - 1)])
@@ -314,7 +314,7 @@ def _fell_at_once(train: Curve) -> bool:
 
 
 def _would_be_seen(train: Curve, valid: Curve) -> bool:
-    """Of curves that have not surely fallen: whether scatter is too small to hide a fall that matters."""
+    """Return whether the scatter of curves that have not surely fallen is too small to hide a fall."""
     for curve, bound, fewest in ((train, SEEN, FEW), (valid, HARDLY, RISING)):
         line = trend(curve)
         if len(curve) < fewest or line is None:

@@ -1,9 +1,10 @@
-"""Pictures of runs: ``loss.png`` and ``memory.png``. They draw the charts of reports, by Matplotlib without pyplot."""
+"""Pictures of runs: ``loss.png`` and ``memory.png``, drawn by Matplotlib without pyplot."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,15 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from numpy.typing import NDArray
 
 from allhands.errors import DataError
 from allhands.io.formatting import format_bytes
 from allhands.io.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, RUNS, picture
-from allhands.observe.charts import Chart, groups_of, line_width, loss_charts, time_unit
+from allhands.observe.charts import Chart, Floats, groups_of, line_width, loss_charts, time_unit
 from allhands.observe.metrics import RunHistory
 from allhands.observe.monitor.board import Board, key_of
 from allhands.observe.monitor.samples import Sample
 from allhands.observe.times import names_of
-
-Floats = NDArray[np.float64]
 
 _MARKS = 8  # on a curve
 _HATCHES = ("", "///", "...", "xx", "---", "ooo", "\\\\\\")  # of ranks, besides their colours
@@ -31,7 +29,9 @@ _RESTART: dict[str, Any] = {"ls": ":", "lw": 1.0, "alpha": 0.8, "zorder": 1}
 _SKIPPED: dict[str, Any] = {"ls": "", "marker": "x", "ms": 6, "mew": 1.5}
 _FEWEST = 3  # samples of a process that make a line
 _MOST_POINTS = 600
-_MOST_STRIPS = 12
+_MOST_RANKS = 12  # with a name or a row of their own
+
+Group = Sequence[Sample]  # of one process, with all its starts
 
 
 # --- losses ------------------------------------------------------------------------------------------
@@ -64,24 +64,24 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
     if not charts.keys() >= {"loss-steps", "loss-time"}:
         hint = "wait for the first report of the run, then plot again"
         raise DataError("no run has a loss to draw yet", where=", ".join(run.name for run in runs), hint=hint)
+    by_step = charts["loss-steps"]
     with picture(out, (12, 6), private=private) as figure:
         figure.suptitle(title or "Training and validation loss", wrap=True)
-        by_step, by_time = figure.subplots(1, 2, sharey=True)
-        for axes, key in ((by_step, "loss-steps"), (by_time, "loss-time")):
-            _draw_losses(axes, charts[key])
-        by_step.locator_params(integer=True, axis="x")
-        by_time.tick_params(labelleft=True)
-        by_time.set_ylabel("")
-        by_time.legend(handles=_styles(charts["loss-steps"]), frameon=True, facecolor="white", edgecolor="none")
-        figure.legend(handles=_names(labels, charts["loss-steps"]), loc="outside lower center", ncols=2)
+        left, right = figure.subplots(1, 2, sharey=True)
+        _draw_losses(left, by_step)
+        _draw_losses(right, charts["loss-time"])
+        left.locator_params(integer=True, axis="x")
+        right.tick_params(labelleft=True)
+        right.set_ylabel("")
+        right.legend(handles=_styles(by_step), frameon=True, facecolor="white", edgecolor="none")
+        figure.legend(handles=_names(labels, by_step), loc="outside lower center", ncols=2)
     return out
 
 
 def _draw_losses(axes: Axes, chart: Chart) -> None:
     several = len({line.colour for line in chart.lines}) > 1
-    widths = {line.colour: line.width for line in chart.lines if not line.faint}
     for line in chart.lines:
-        look: dict[str, Any] = {"color": RUNS[line.colour % len(RUNS)], "lw": line.width}
+        look: dict[str, Any] = {"lw": line.width}
         if line.faint:
             look |= {"lw": 0.8, "alpha": 0.4}
         elif several or line.points:
@@ -89,45 +89,51 @@ def _draw_losses(axes: Axes, chart: Chart) -> None:
             look |= {"marker": MARKERS[line.colour % len(MARKERS)], "ms": 4 + 1.5 * line.width, "markevery": every}
         if line.dashed:
             look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
-        axes.plot(line.x, np.array(line.y, dtype=np.float64), **look)
-    for x, y, colour in chart.stars:
-        look = {"marker": "*", "ms": 8 + 4 * widths[colour], "mec": "white", "mew": 0.7, "zorder": 5}
-        axes.plot(x, y, color=RUNS[colour % len(RUNS)], **look)
-    for x, colour in dict.fromkeys(chart.marks):
-        axes.axvline(x, color=RUNS[colour % len(RUNS)], **_RESTART)
-    for x, colour in chart.crosses:
-        place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
-        axes.plot(x, 0, color=RUNS[colour % len(RUNS)], **place, **_SKIPPED)
+        axes.plot(line.x, np.array(line.y, dtype=np.float64), color=_run_colour(line.colour), **look)
+    widths = {line.colour: line.width for line in chart.lines if not line.faint}
+    star: dict[str, Any] = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
+    for x, y, run in chart.stars:
+        axes.plot(x, y, color=_run_colour(run), ms=8 + 4 * widths[run], **star)
+    for x, run in dict.fromkeys(chart.marks):
+        axes.axvline(x, color=_run_colour(run), **_RESTART)
+    on_axis: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+    for x, run in chart.crosses:
+        axes.plot(x, 0, color=_run_colour(run), **on_axis, **_SKIPPED)
     axes.margins(x=0.03, y=0.08)
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     if chart.top is not None:
         axes.set_ylim(0.0, chart.top)
 
 
+def _run_colour(run: int) -> str:
+    return RUNS[run % len(RUNS)]
+
+
 def _names(labels: Sequence[str], chart: Chart) -> list[Line2D]:
-    """The runs by colour and marker."""
-    best = {colour: f": best validation {y:.3f}" for _, y, colour in chart.stars}
+    """The legend of runs: colour and marker."""
+    best = {run: f": best validation {y:.3f}" for _, y, run in chart.stars}
     drawn = sorted({line.colour for line in chart.lines})
-    marks = MARKERS if len(drawn) > 1 else ("",)
-    return [
-        _legend(
-            f"{labels[at]}{best.get(at, '')}", color=RUNS[at % len(RUNS)], lw=3, marker=marks[at % len(marks)], ms=9
-        )
-        for at in drawn
-    ]
+    handles: list[Line2D] = []
+    for run in drawn:
+        marker = MARKERS[run % len(MARKERS)] if len(drawn) > 1 else ""
+        handles.append(_legend(f"{labels[run]}{best.get(run, '')}", color=_run_colour(run), lw=3, marker=marker, ms=9))
+    return handles
 
 
 def _styles(chart: Chart) -> list[Line2D]:
-    """What the styles of lines mean."""
-    smoothed = any(line.faint for line in chart.lines)
-    looks: dict[str, dict[str, Any]] = {"training, smoothed" if smoothed else "training": {"lw": 2}}
-    if smoothed:
-        looks = {"training, as reported": {"lw": 0.8, "alpha": 0.6}, **looks}
+    """The legend of line styles."""
+    looks: dict[str, dict[str, Any]] = {}
+    if any(line.faint for line in chart.lines):
+        looks = {"training, as reported": {"lw": 0.8, "alpha": 0.6}, "training, smoothed": {"lw": 2}}
+    else:
+        looks = {"training": {"lw": 2}}
     if chart.stars:
         looks["validation"] = {"ls": DASHED, "marker": "o", "mfc": "white"}
         looks["best validation"] = {"ls": "", "marker": "*", "ms": 12}
-    looks |= {"restart": _RESTART} if chart.marks else {}
-    looks |= {"skipped step": _SKIPPED} if chart.crosses else {}
+    if chart.marks:
+        looks["restart"] = _RESTART
+    if chart.crosses:
+        looks["skipped step"] = _SKIPPED
     return [_legend(label, color=GREY, **look) for label, look in looks.items()]
 
 
@@ -139,7 +145,7 @@ def _legend(label: str, **look: Any) -> Line2D:
 
 
 def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = None, private: bool = False) -> Path:
-    """Draw the processes of a run over its time: memory above, what each rank did below. 1200 pixels wide.
+    """Draw the processes of a run over its time: memory above, phases of each rank below. 1200 pixels wide.
 
     Args:
         samples: of one run, in the order of their times, from :func:`~allhands.observe.monitor.read_samples`.
@@ -157,56 +163,61 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
     """
     if not can_be_drawn(samples):
         raise DataError("too few samples of memory for a picture", hint="lower ALLHANDS_MONITOR_EVERY_S")
-    groups = groups_of(samples)
-    ranks = [group for group in groups if group[0].role == "rank"]
-    strips = ranks[:_MOST_STRIPS]
     began, ended = samples[0].time, max(sample.time for sample in samples)
     unit, unit_s = time_unit(ended - began)
-    heights = [3.0, 2.2, 0.45 * max(len(strips), 1)]
+    groups = groups_of([replace(sample, time=(sample.time - began) / unit_s) for sample in samples])
+    ranks = [group for group in groups if group[0].role == "rank"]
+    times = np.linspace(0, (ended - began) / unit_s, _MOST_POINTS)
+    heights = [3.0, 2.2, 0.45 * max(min(len(ranks), _MOST_RANKS), 1)]
     with picture(out, (12, sum(heights) + 1.9), private=private) as figure:
         if title:
             figure.suptitle(title)
         memory, mlx, phases = figure.subplots(3, 1, sharex=True, height_ratios=heights)
-        times = np.linspace(began, ended, _MOST_POINTS)
-        _draw_processes(memory, groups, times, (times - began) / unit_s)
-        board = Board(samples)
-        told = f"{format_bytes(board.peak_together_bytes)} together at most"
-        if board.peak_ranks_bytes and len(ranks) < len(groups):
-            told += f", the ranks {format_bytes(board.peak_ranks_bytes)}"
-        memory.set_title(f"memory of all processes, pages that are shared counted once: {told}", loc="left")
-        _draw_mlx(mlx, ranks, times, (times - began) / unit_s)
-        mlx.set_title("MLX's memory, rank by rank", loc="left")
+        _draw_processes(memory, groups, times)
+        memory.set_title(_most_together(samples), loc="left")
+        _draw_mlx(mlx, ranks, times)
+        mlx.set_title("MLX's memory of each rank", loc="left")
         for axes in (memory, mlx):
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(lambda held, _: format_bytes(held))
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=axes is memory)
-            for start in _restarts(ranks):
-                axes.axvline((start - began) / unit_s, color=GREY, **_RESTART)
-        _draw_phases(phases, strips, began, unit_s)
-        more = f" (the first {len(strips)} of {len(ranks)} ranks)" if len(strips) < len(ranks) else ""
-        phases.set_title(f"what each rank did, as shares of the time{more}", loc="left")
+            for restart in _restarts(ranks):
+                axes.axvline(restart, color=GREY, **_RESTART)
+        _draw_phases(phases, ranks[:_MOST_RANKS], unit_s)
+        more = f" (the first {_MOST_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MOST_RANKS else ""
+        phases.set_title(f"phases of each rank, as shares of the time{more}", loc="left")
         phases.set_xlabel(f"time since the start ({unit})")
-        phases.set_xlim(0, (ended - began) / unit_s)
-        named = dict(zip(*reversed(phases.get_legend_handles_labels()), strict=True))
+        phases.set_xlim(times[0], times[-1])
+        handles, names = phases.get_legend_handles_labels()
+        named = dict(zip(names, handles, strict=True))
         figure.legend(handles=[*named.values()], loc="outside lower center", ncols=max(len(named), 1))
     return out
 
 
 def can_be_drawn(samples: Sequence[Sample]) -> bool:
-    """Whether some process has samples enough for a line."""
+    """Return whether some process has samples enough for a line."""
     return max(Counter(key_of(sample) for sample in samples).values(), default=0) >= _FEWEST
 
 
-def _starts(group: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each start of a rank, or of another process."""
+def _most_together(samples: Sequence[Sample]) -> str:
+    """The title above the memory of all processes."""
+    board = Board(samples)
+    ranks = f", the ranks {format_bytes(board.peak_ranks_bytes)}"
+    only_ranks = all(sample.role == "rank" for sample in samples)
+    most = f"{format_bytes(board.peak_together_bytes)}{'' if only_ranks else ranks}"
+    return f"memory of all processes, shared pages counted once; highest sum: {most}"
+
+
+def _starts(group: Group) -> list[list[Sample]]:
+    """The samples of each start of a process."""
     found: dict[int, list[Sample]] = {}
     for sample in group:
         found.setdefault(sample.pid, []).append(sample)
     return list(found.values())
 
 
-def _held(group: Sequence[Sample], attribute: str, times: Floats) -> Floats:
-    """Bytes that a rank with all its starts, or another process, holds at each time; 0 while there is none."""
+def _held(group: Group, attribute: str, times: Floats) -> Floats:
+    """Bytes that a process holds at each time; 0 while it does not run."""
     total = np.zeros_like(times)
     for some in _starts(group):
         known = [getattr(one, attribute) or 0 for one in some]
@@ -214,70 +225,77 @@ def _held(group: Sequence[Sample], attribute: str, times: Floats) -> Floats:
     return total
 
 
-def _colour(group: Sequence[Sample]) -> str:
+def _rank_colour(group: Group) -> str:
     return RANKS[(group[0].rank or 0) % len(RANKS)]
 
 
-def _area(colour: str, hatch: str, width: float) -> dict[str, Any]:
-    return {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": width}
-
-
-def _draw_processes(axes: Axes, groups: Sequence[Sequence[Sample]], times: Floats, x: Floats) -> None:
-    """All processes on top of each other. The ranks are at the bottom, to be compared with their estimate."""
-    below, directors = np.zeros_like(x), cycle(DIRECTORS)
-    for place, group in enumerate(groups):
-        look = _area(_colour(group), _HATCHES[(group[0].rank or 0) % len(_HATCHES)], 0.4)
-        if group[0].role != "rank":
-            look = _area(next(directors), "", 0.4)
-        above = below + _held(group, "pss_bytes", times)
-        axes.fill_between(x, below, above, label=group[0].name if place < _MOST_STRIPS else None, **look)
-        below = above
+def _draw_processes(axes: Axes, groups: Sequence[Group], times: Floats) -> None:
+    """Stack the memory of all processes, the ranks at the bottom, beside their estimate."""
+    directors = cycle(DIRECTORS)
+    colours = [_rank_colour(group) if group[0].role == "rank" else next(directors) for group in groups]
+    held = [_held(group, "pss_bytes", times) for group in groups]
+    areas = axes.stackplot(times, *held, colors=colours, edgecolor="white", lw=0.4)
+    for group, area in zip(groups[:_MOST_RANKS], areas, strict=False):
+        area.set_label(group[0].name)
+    for group, area in zip(groups, areas, strict=True):
+        if group[0].role == "rank":
+            area.set_hatch(_HATCHES[(group[0].rank or 0) % len(_HATCHES)])
     if estimated := sum(group[-1].estimated_bytes or 0 for group in groups):
         axes.axhline(estimated, color=GREY, ls=DASHED, label="ranks, as estimated")
 
 
-def _draw_mlx(axes: Axes, ranks: Sequence[Sequence[Sample]], times: Floats, x: Floats) -> None:
-    every = max(1, len(x) // _MARKS)
+def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
+    every = max(1, len(times) // _MARKS)
     for place, group in enumerate(ranks):
-        # Earlier ones wider, so that ranks with equal needs stay visible.
-        width, colour = line_width(place, len(ranks)) - 0.5, _colour(group)
-        look: dict[str, Any] = {"marker": MARKERS[place % len(MARKERS)], "mfc": "white", "lw": width, "color": colour}
-        active, cache = (_held(group, f"mlx_{kind}_bytes", times) for kind in ("active", "cache"))
-        label = group[0].name if place < _MOST_STRIPS else None
-        axes.plot(x, active, markevery=(place * every // len(ranks), every), label=label, **look)
-        axes.plot(x, active + cache, lw=0.5 * width, ls=DASHED, color=colour)
+        colour, width = _rank_colour(group), line_width(place, len(ranks)) - 0.5
+        active, cache = _held(group, "mlx_active_bytes", times), _held(group, "mlx_cache_bytes", times)
+        marker: dict[str, Any] = {
+            "marker": MARKERS[place % len(MARKERS)],
+            "mfc": "white",
+            "markevery": (place * every // len(ranks), every),
+        }
+        name = group[0].name if place < _MOST_RANKS else None
+        axes.plot(times, active, color=colour, lw=width, label=name, **marker)
+        axes.plot(times, active + cache, color=colour, lw=0.5 * width, ls=DASHED)
         if peak := max(one.mlx_peak_bytes or 0 for one in group):
             axes.axhline(peak, color=colour, lw=0.8, ls=":")
     looks: dict[str, Any] = {"active": "-", "active and cache": DASHED, "highest active": ":"}
-    for estimate in {group[-1].mlx_estimated_bytes or 0 for group in ranks} - {0}:
-        axes.axhline(estimate, color=GREY, ls=_DOTTED)
+    if estimates := {group[-1].mlx_estimated_bytes or 0 for group in ranks} - {0}:
         looks["estimated need"] = _DOTTED
-    for label, look in looks.items():
-        axes.plot([], [], color=GREY, ls=look, label=label)
+    for estimate in estimates:
+        axes.axhline(estimate, color=GREY, ls=_DOTTED)
+    for label, style in looks.items():
+        axes.plot([], [], color=GREY, ls=style, label=label)
 
 
-def _draw_phases(axes: Axes, strips: Sequence[Sequence[Sample]], began: float, unit_s: float) -> None:
-    seen = {phase for group in strips for one in group for phase in one.phases}
+def _draw_phases(axes: Axes, ranks: Sequence[Group], unit_s: float) -> None:
+    """Draw a strip for each rank: the shares of the phases between one sample and the next."""
+    seen = {phase for group in ranks for sample in group for phase in sample.phases}
     looks = PHASES | {name: (name, OTHER, "") for name in sorted(seen - PHASES.keys())}
-    for row, some in ((row, some) for row, group in enumerate(strips) for some in _starts(group)):
-        whole = np.array([sum(one.phases.values()) for one in some])
-        ends = np.array([some[0].time - whole[0], *(one.time for one in some)])
-        below = np.full(len(ends), row + 0.4)
-        for phase, (label, colour, hatch) in looks.items():
-            shares = np.array([one.phases.get(phase, 0.0) for one in some]) / np.where(whole, whole, 1.0)
-            above = below - 0.8 * np.array([shares[0], *shares])
-            if shares.any():
-                look = _area(colour, hatch, 0)
-                axes.fill_between((ends - began) / unit_s, below, above, step="pre", label=label, **look)
-            below = above
-    axes.set_yticks(range(len(strips)), [group[0].name for group in strips])
-    for label, group in zip(axes.get_yticklabels(), strips, strict=True):
-        label.set_color(_colour(group))
-    axes.set_ylim(max(len(strips), 1) - 0.4, -0.6)
+    for row, group in enumerate(ranks):
+        for some in _starts(group):
+            whole = np.array([sum(one.phases.values()) for one in some])
+            ends = [some[0].time - whole[0] / unit_s, *(one.time for one in some)]
+            below = np.full(len(ends), row + 0.4)
+            for phase, (label, colour, hatch) in looks.items():
+                spent = np.array([one.phases.get(phase, 0.0) for one in some])
+                shares = spent / np.where(whole, whole, 1.0)
+                above = below - 0.8 * np.array([shares[0], *shares])
+                if shares.any():
+                    look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0}
+                    axes.fill_between(ends, below, above, step="pre", label=label, **look)
+                below = above
+    axes.set_yticks(range(len(ranks)), [group[0].name for group in ranks])
+    for label, group in zip(axes.get_yticklabels(), ranks, strict=True):
+        label.set_color(_rank_colour(group))
+    axes.set_ylim(max(len(ranks), 1) - 0.4, -0.6)
     axes.grid(visible=False)
 
 
-def _restarts(ranks: Sequence[Sequence[Sample]]) -> list[float]:
-    """When the latest attempts began, after the first."""
-    samples = sorted((sample for group in ranks for sample in group), key=lambda one: (one.attempt, -one.time))
-    return list({sample.attempt: sample.time for sample in samples}.values())[1:]
+def _restarts(ranks: Sequence[Group]) -> list[float]:
+    """The begin of each attempt after the first."""
+    began: dict[int, float] = {}
+    for group in ranks:
+        for sample in group:
+            began[sample.attempt] = min(sample.time, began.get(sample.attempt, sample.time))
+    return [began[attempt] for attempt in sorted(began)[1:]]

@@ -38,7 +38,7 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
 
 
 def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
-    """What its starts had, each value once, in their order; empty if nothing is known."""
+    """The values of a run's starts, each once, in their order; empty if nothing is known."""
     starts = run.starts or ([run.started] if run.started else [])
     return ", ".join(dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, "")))
 

@@ -38,7 +38,7 @@ _SLOW_S = 10.0  # that a tracker takes for one report, before it is said that it
 
 
 class Tracker(Protocol):
-    """What is used of a tracker: ``wandb``'s run is one, the others are made alike."""
+    """Interface of a tracker: a run of ``wandb`` has it, the others are adapted."""
 
     def log(self, data: dict[str, Any], *, step: int) -> Any: ...
 
@@ -46,17 +46,18 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """A sink of training and validation reports; an error of the service is warned about once and ends nothing.
+    """A sink of training and validation reports. The first error of the service causes a warning, and ends nothing.
 
-    That is when it happens: also of a client that asks its dead server again and again, and never says so.
+    A client that retries a dead server without an error causes the warning, too.
+
+    Args:
+        patience_s: how long :meth:`close` waits for the service.
+        slow_s: how long one report may take without a warning.
     """
 
     def __init__(
         self, name: str, tracker: Tracker, *, patience_s: float = _PATIENCE_S, slow_s: float = _SLOW_S
     ) -> None:
-        """How long :meth:`close` waits for a service that takes no numbers, or takes them slowly, and how long one
-        report may take before that is said.
-        """
         self._name, self._tracker = name, tracker
         self._patience_s, self._slow_s = patience_s, slow_s
         self._warned = False

@@ -1,4 +1,4 @@
-"""How ranks divide the work of a step: the contract of a strategy, and what is handed from one part to the next.
+"""The contract of a strategy, which divides the work of a step among ranks.
 
 A step is: the strategy computes this rank's sums (:meth:`Strategy.gradients`), adds them up over ranks
 (:meth:`Strategy.reduce`), the updater divides once and updates, and the strategy does what follows
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ from allhands.parallel.sums import Gradients, Reduced, Times
 
 @dataclass(frozen=True)
 class Exchanging:
-    """What a strategy needs to exchange gradients.
+    """The means by which a strategy exchanges gradients.
 
     Attributes:
         communicator: the ranks that divide the batch.
@@ -62,72 +62,55 @@ class Exchanging:
 Expected = Callable[[Reduced, bool], Any]
 
 
-class Strategy(Protocol):
+class Strategy:
     """One way of dividing the work of a step.
 
     Attributes:
         name: of ``--strategy``.
         communicator: the ranks that it divides the work over.
-        shards: what each rank keeps and updates of the flat weights; ``None``: everything.
         left: of each trained array, in the passes' order, what packing has left out of this rank's gradients after the
             last update: every rank's own, and part of a checkpoint. Empty where nothing is packed.
+        shards: the parts that each rank keeps and updates of the flat weights; ``None``: everything.
+        overlaps: whether gradients travel while others are computed.
+        sees_passes: whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out.
+        keeps_own_optimizer: whether the optimizer's state is another one on each rank.
     """
 
+    name: str
+    communicator: Communicator
     left: list[Left]
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def communicator(self) -> Communicator: ...
-
-    @property
-    def shards(self) -> Shards | None: ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients travel while others are computed."""
-        ...
-
-    @property
-    def sees_passes(self) -> bool:
-        """Whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out."""
-        ...
-
-    @property
-    def keeps_own_optimizer(self) -> bool:
-        """Whether the optimizer's state is another one on each rank."""
-        ...
+    shards: Shards | None = None
+    overlaps = False
+    sees_passes = False
+    keeps_own_optimizer = False
 
     @property
     def in_round(self) -> bool:
-        """Whether the weights are this rank's own for now, and no result: not to be validated or saved."""
-        ...
+        """True if the weights are this rank's own for now, and no result: not to be validated or saved."""
+        return False
 
     @property
     def steps_left(self) -> int:
         """Steps until the weights are those of all ranks again; 0 where they are."""
-        ...
+        return 0
 
     def close_round(self) -> None:
         """Make the weights those of all ranks, if they are not; called on all ranks together, after a step."""
-        ...
 
     @property
     def outer_state(self) -> Mapping[str, mx.array]:
-        """What is kept from round to round besides the weights, by their names; the same on all ranks."""
-        ...
+        """State that is kept from round to round besides the weights, by names; the same on all ranks."""
+        return {}
 
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
         """Take what :attr:`outer_state` was, with the same names."""
-        ...
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
         """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
 
         Not called where the optimizer's state cannot be divided.
         """
-        ...
+        return None
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         """Called once, before the first step, with the passes that it will be given.
@@ -135,11 +118,11 @@ class Strategy(Protocol):
         Args:
             expected: gives the weights that an update by some sums, or by this rank's part of them, would make.
         """
-        ...
+        raise NotImplementedError
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         """This rank's sums over ``micro_batches`` (zeros for none)."""
-        ...
+        raise NotImplementedError
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         """Sum gradients and ``numbers`` over ranks.
@@ -148,19 +131,17 @@ class Strategy(Protocol):
             extra: numbers of this rank for all others, as many on each rank. A strategy that exchanges no sums in this
                 step leaves them to whoever asks (:attr:`Reduced.num_gathered` is 0).
         """
-        ...
+        raise NotImplementedError
 
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
         """The updated flat weights, of what each rank has updated."""
-        ...
+        return parts
 
     def after_update(self, step: int) -> None:
         """Called on every rank when the model has the weights of ``step`` updates."""
-        ...
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Hand out the next step's first pass, of weights that are still being computed, if this strategy can."""
-        ...
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
         """Wait for the step's lazy ``arrays``.
@@ -169,18 +150,18 @@ class Strategy(Protocol):
             handed_out: the times until the update was handed out.
             started: when it was, by ``time.perf_counter``.
         """
-        ...
+        mx.eval(arrays)
+        return handed_out
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
         """The loss sum and the gradients of examples alone, and the ranks that compute each of them together.
 
         All of these have to ask for the same ones; each has its own part of the gradients.
         """
-        ...
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Throw away what was handed out ahead: its weights will not be those of the next step."""
-        ...
 
 
 def make_strategy(name: str, exchanging: Exchanging, *, overlap: bool | None = None) -> Strategy:

@@ -1,4 +1,4 @@
-"""What a strategy costs each rank, in memory and traffic: asked by ``allhands plan``, before anything is loaded."""
+"""The costs of a strategy for each rank, in memory and traffic: for ``allhands plan``, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does.
+    """The work of a rank.
 
     Attributes:
         method: how it is trained.
@@ -52,11 +52,11 @@ class Work:
     has_head: bool = True
 
     def divided(self, ranks: int) -> Work:
-        """That of each of so many ranks with an equal share of the batch."""
+        """The work of each of so many ranks with an equal share of the batch."""
         return self.share(1 / ranks)
 
     def share(self, part_of_batch: float) -> Work:
-        """That of a rank with such a part of the batch."""
+        """The work of a rank with such a part of the batch."""
         whole = self.batch_tokens or self.tokens
         part = max(1, int(whole * part_of_batch + 1e-6))
         # What is summed for another reason than the size of the batch still is.
@@ -100,7 +100,7 @@ class Memory:
 
 
 def with_left_out(memory: Memory, work: Work) -> Memory:
-    """Of one of several ranks: with what it keeps because packing has left it out of gradients."""
+    """The work of one of several ranks, with the rest that it keeps because packing has left it out of gradients."""
     if work.packed is None:
         return memory
     return replace(memory, optimizer=memory.optimizer + work.packed.left_bytes(work.trained_bytes))
@@ -142,7 +142,7 @@ class PackedGradients:
     item_bytes: int = _FLOAT
 
     def traffic(self, gradient_bytes: int, ranks: int) -> Traffic:
-        """Of a step of so many ranks, whose gradients would be so many bytes as they are."""
+        """The traffic of a step of so many ranks, whose gradients would be so many bytes as they are."""
         packed = self.codec.packed_bytes(gradient_bytes // self.item_bytes)
         if self.codec.route(self.backend, ranks, self.item_bytes) == "gather":
             return Traffic(gathered=ranks * packed)
@@ -153,7 +153,7 @@ class PackedGradients:
         return self.traffic(gradient_bytes, ranks).sent(ranks) * ranks // (2 * (ranks - 1)) if ranks > 1 else 0
 
     def left_bytes(self, gradient_bytes: int) -> int:
-        """Of what a rank keeps because packing has left it out."""
+        """Bytes of the rest that a rank keeps because packing has left it out."""
         return gradient_bytes // self.item_bytes * _FLOAT if self.codec.grouped else 0
 
 
@@ -167,7 +167,7 @@ class Costs(Protocol):
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        """Of a step.
+        """The traffic of a step.
 
         Args:
             gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.

@@ -9,7 +9,7 @@ may keep and update a part of the optimizer's state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,17 @@ from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
     PendingReduce,
+    count_parts,
     packed_sum_over_ranks,
     start_all_gather,
     start_all_reduce,
     start_sum,
     sum_over_ranks,
+    whole_count,
 )
 from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
+from allhands.io.trees import numbers as values_of
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
@@ -69,58 +72,28 @@ def divided_optimizer(exchanging: Exchanging, overlap: bool) -> Strategy:
     return OverlappedData(exchanging, divides=True) if overlap else DataParallel(exchanging, divides=True)
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """:class:`~allhands.parallel.base.Strategy`: passes first, then one exchange of everything."""
 
-    overlaps = False
-    keeps_own_optimizer = False
+    name = "data"
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
         """``divides``: whether each rank keeps and updates a part of the optimizer's state, where that can be."""
         self._exchanging = exchanging
+        self.communicator = exchanging.communicator
         self._divides = divides
-        self.shards: Shards | None = None
+        if divides:
+            self.name = "zero1"
         self.ahead: Ahead | None = None
-        self._sees_passes = False
         self._stream: Any = None  # of the exchange; None: everything is computed before and after it
         codec = exchanging.codec if exchanging.size > 1 else None
         self._packing = None if codec is None else Packing(exchanging.communicator, codec)
         self.left: list[Left] = []
         self._left_next: list[Left] = []  # once the update is taken that these gradients are for
 
-    @property
-    def name(self) -> str:
-        return "zero1" if self._divides else "data"
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._exchanging.communicator
-
-    @property
-    def sees_passes(self) -> bool:
-        return self._sees_passes
-
-    @property
-    def in_round(self) -> bool:
-        return False
-
-    @property
-    def steps_left(self) -> int:
-        return 0
-
-    def close_round(self) -> None:
-        pass
-
-    @property
-    def outer_state(self) -> Mapping[str, mx.array]:
-        return {}
-
-    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
-        pass
-
     def prepare(self, passes: Passes, expected: Expected) -> None:
         # A GPU's own memory is kept in bounds in another way than by waiting for each pass.
-        self._sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
+        self.sees_passes = self._exchanging.size > 1 and passes.run_ahead is None and not self.overlaps
         if self._packing is not None:
             self.left = self._packing.nothing_left(passes.trained())
 
@@ -172,6 +145,22 @@ class DataParallel:
             exchanging.heartbeat("update")
         return Reduced(_named(mine.grads, sums), totals, squares, num_gathered=exchanging.size * len(extra))
 
+    def reduce_numbers(
+        self, mine: Gradients, numbers: Sequence[float | mx.array], squares: mx.array, extra: Sequence[float]
+    ) -> tuple[mx.array, int, float, int]:
+        """Sum ``numbers`` over ranks without the gradients.
+
+        Returns:
+            The sums with the extra numbers, all ranks' trained tokens, the sum of ``squares``, and how many of the
+            first are extra numbers.
+        """
+        every = [*numbers, *count_parts(mine.num_targets), squares]
+        reduced = DataParallel.reduce(self, replace(mine, grads=[]), every, extra)
+        at, values = len(numbers), values_of(reduced.totals)
+        units, rest, squares_of_all = values[at : at + 3]
+        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
+        return totals, whole_count(units, rest), squares_of_all, reduced.num_gathered
+
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
         if self.shards is None:
             return parts
@@ -201,7 +190,7 @@ class DataParallel:
         mx.async_eval(computed.sums, computed.grads)
 
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Whether the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
+        """True if the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
         return False
 
     def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Pass, PendingReduce | None]:
@@ -245,7 +234,8 @@ class OverlappedData(DataParallel):
         super().prepare(passes, expected)
         leaves = None if passes.flat is None else passes.flat.leaves
         self._cuts = set() if leaves is None else leaves.before_attention
-        self._apart = passes.rows_apart(self._exchanging.size, self._exchanging.codec)
+        size, codec = self._exchanging.size, self._exchanging.codec
+        self._apart = TravellingLookups.of(passes.model, passes.flat, size, passes.objective, passes.computing, codec)
 
     def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
         return passes.run(batch, self._apart if batch.sole else None)
@@ -266,9 +256,16 @@ class OverlappedData(DataParallel):
     def _start(self, arrays: list[mx.array], lookups: Lookups | None, left: list[Left]) -> PendingReduce:
         """Let gradients travel as they are computed."""
         exchanging = self._exchanging
-        how: Any = {"bucket_bytes": exchanging.bucket_bytes, "stream": self._stream, "shards": self.shards}
-        how |= {"packing": self._packing, "left": left}
-        pending = start_all_reduce(exchanging.communicator, arrays, lookups=lookups, cuts=self._cuts, **how)
+        pending = start_all_reduce(
+            exchanging.communicator,
+            arrays,
+            bucket_bytes=exchanging.bucket_bytes,
+            stream=self._stream,
+            shards=self.shards,
+            lookups=lookups,
+            cuts=self._cuts,
+            packed=None if self._packing is None else (self._packing, left),
+        )
         return with_lookups(pending, self.shards)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
@@ -320,7 +317,7 @@ class _Exposed:
         self._share = 0.0
 
     def looks_now(self) -> bool:
-        """Whether this step is one of those."""
+        """True if this step is one of those."""
         return self._steps % _LOOK_EVERY == 1
 
     def share(self, seen: float | None) -> float:

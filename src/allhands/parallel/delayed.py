@@ -60,6 +60,8 @@ def delayed(exchanging: Exchanging, overlap: bool) -> Strategy:
 class DelayedGradients(DataParallel):
     """:class:`~allhands.parallel.base.Strategy`: each update is by the gradients of the step before."""
 
+    name = "delayed"
+
     def __init__(self, exchanging: Exchanging) -> None:
         communicator = exchanging_beside(exchanging.communicator)
         # Packed here, as it is sent: what is summed within a step are a few numbers.
@@ -69,10 +71,6 @@ class DelayedGradients(DataParallel):
         self._sent: _Late | None = None
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # here, and not yet applied
-
-    @property
-    def name(self) -> str:
-        return "delayed"
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         super().prepare(passes, expected)
@@ -98,16 +96,12 @@ class DelayedGradients(DataParallel):
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         self._receive()
-        parts = count_parts(mine.num_targets)
         squares = sum_of_squares([grad for _, grad in mine.grads])
-        reduced = super().reduce(replace(mine, grads=[]), [*numbers, *parts, squares], extra)
-        at, values = len(numbers), values_of(reduced.totals)
-        units, rest, squares_of_all = values[at : at + 3]
-        self._own = _Late(list(mine.grads), whole_count(units, rest), (mine.num_targets, squares))
-        how: dict[str, Any] = {"num_gathered": reduced.num_gathered}
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
+        self._own = _Late(list(mine.grads), tokens, (mine.num_targets, squares))
+        how: dict[str, Any] = {"num_gathered": num_gathered}
         if not math.isfinite(squares_of_all):
             how["norm"] = mx.array(squares_of_all)
-        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
         if (late := self._late) is None:
             return Reduced([], totals, idle=True, **how)
         return Reduced(list(late.grads), totals, divisor=mx.array(float(late.tokens)), **how)
@@ -175,13 +169,13 @@ class DelayedGradients(DataParallel):
     def _named(self, grads: list[Named]) -> list[Named]:
         """Gradients by the names of the trained arrays."""
         flat = self._passes.flat
-        if flat is None or flat.leaves is None:
+        if flat is None:
             return grads
         return list(flat.leaves.named([array for _, array in grads]))
 
     def _joined(self, named: list[Named]) -> list[Named]:
         """The reverse of :meth:`_named`."""
         flat = self._passes.flat
-        if flat is None or flat.leaves is None:
+        if flat is None:
             return named
         return [(str(place), array) for place, array in enumerate(flat.leaves.joined(dict(named)))]

@@ -30,7 +30,7 @@ from allhands.parallel.schedules import Action, Schedule
 
 
 class Messages:
-    """What ranks of a pipeline send to each other, in the order in which it is handed out.
+    """The messages of the ranks of a pipeline, in the order in which they are handed out.
 
     Where the back-end has no messages (NCCL), a message is the sum of two ranks of which one has zeros.
     """
@@ -65,7 +65,7 @@ class Messages:
             self.here(self._sent.pop(0))
 
     def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """What a rank will send, not asked for yet."""
+        """The array that a rank will send, not asked for yet."""
         if (pair := self._pairs.get(peer)) is None:
             return self._group.receive(shape, dtype, peer)
         key = tuple(shape), dtype
@@ -159,13 +159,13 @@ class StageCompute:
             self._gradient, self._found = mx.compile(self._vjp, **how), mx.compile(self._outputs, **how)
 
     def trained(self) -> list[mx.array]:
-        """What is trained, in the order of its gradients."""
+        """The trained arrays, in the order of their gradients."""
         if self._flat is not None:
             return list(self._flat.weights())
         return [array for _, array in flatten(self.stage.model.trainable_parameters())]
 
     def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """What a stage hands on, alone; of the last one the sums. For who wants no gradient of it."""
+        """The hidden states that a stage hands on, or the sums of the last one; for who wants no gradient."""
         given = mx.zeros((0,)) if received is None else received
         with self._as_it_was():
             return self._found(given, *arguments)
@@ -173,7 +173,7 @@ class StageCompute:
     def begin(
         self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...]
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-        """What :meth:`forward` gives, and the gradients of what was received and of the weights, all still lazy.
+        """The result of :meth:`forward`, and the gradients of its input and of the weights, all still lazy.
 
         ``cotangent``: the gradient of what is handed on; ``None``: the last stage begins it.
         """
@@ -220,7 +220,6 @@ class StageCompute:
         model = self.stage.model
         with ExitStack() as stack:
             if self._flat is not None:
-                assert self._flat.leaves is not None
                 stack.enter_context(self._flat.leaves.installed(list(trained)))
             else:
                 names = [name for name, _ in flatten(model.trainable_parameters())]
@@ -231,7 +230,6 @@ class StageCompute:
     def _as_it_was(self) -> Generator[None]:
         """Leave the model with its own arrays: tracing leaves placeholders."""
         if self._flat is not None:
-            assert self._flat.leaves is not None
             with self._flat.leaves.kept():
                 yield
             return

@@ -20,7 +20,7 @@ from allhands.objectives.causal_lm import CAUSAL_LM
 
 @dataclass(frozen=True)
 class Computing:
-    """How passes are computed.
+    """The way in which passes are computed.
 
     Attributes:
         cpu_native: whether operations compute when they are called (Linux CPUs).
@@ -39,8 +39,8 @@ class FlatWeights(Protocol):
     """All trained weights as few arrays."""
 
     @property
-    def leaves(self) -> FlatParams | None:
-        """Which weights lie where; ``None`` where each is an array of its own."""
+    def leaves(self) -> FlatParams:
+        """The places of the weights."""
         ...
 
     def weights(self) -> list[mx.array]:
@@ -95,7 +95,6 @@ def make_joined_gradient(
     gradient as the last of the list; that of the table is without it.
     """
     leaves, loss = flat.leaves, _loss_first(model, objective)
-    assert leaves is not None
     count = len(leaves.chunks)
 
     def of(trained: list[mx.array], *arrays: mx.array) -> Any:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,9 +25,8 @@ from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import expect_bulk
 from allhands.distributed.codecs import GROUP
 from allhands.distributed.packed import Begun, Left, Packing
-from allhands.distributed.reduce import buckets, count_parts, whole_count
+from allhands.distributed.reduce import buckets
 from allhands.io.trees import flatten, unflatten
-from allhands.io.trees import numbers as values_of
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.data import DataParallel
 from allhands.parallel.norms import sum_of_squares
@@ -104,6 +102,7 @@ class LocalSteps(DataParallel):
     of one of them is not finite, for then none updates.
     """
 
+    name = "local"
     keeps_own_optimizer = True
 
     def __init__(self, exchanging: Exchanging) -> None:
@@ -118,10 +117,6 @@ class LocalSteps(DataParallel):
         self._fragments: list[_Fragment] = []
         self._places: dict[str, int] = {}  # of the arrays, in what is left out
         self._sending: _Sending | None = None
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     @property
     def in_round(self) -> bool:
@@ -145,34 +140,25 @@ class LocalSteps(DataParallel):
         return flatten(self._model.trainable_parameters())
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        if not self._before and not self._is_alone:
+        alone = self._exchanging.size == 1 and self._rounds.is_mean  # then the end of a round changes nothing
+        if not self._before and not alone:
             self._before = dict(self._trained())
         if self._sending is not None:  # travels while this computes
             self._begin_call(self._sending)
             expect_bulk(self._exchanging.communicator, True)
         return super().gradients(passes, micro_batches)
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the weights at the end of a round are what they are anyway."""
-        return self._exchanging.size == 1 and self._rounds.is_mean
-
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         expect_bulk(self._exchanging.communicator, False)
         own = mine.num_targets
         # Of means, weighted by their tokens: what is not finite on one rank is not in the sum.
         squares = sum_of_squares([grad for _, grad in mine.grads]) / max(own, 1)
-        reduced = super().reduce(replace(mine, grads=[]), [*numbers, *count_parts(own), squares], extra)
+        totals, tokens, squares_of_all, num_gathered = self.reduce_numbers(mine, numbers, squares, extra)
         if self._sending is not None:
             self._end_call(self._sending)
-        at, values = len(numbers), values_of(reduced.totals)
-        units, rest, squares_of_all = values[at : at + 3]
-        totals = mx.concatenate([reduced.totals[:at], reduced.totals[at + 3 :]])
-        tokens = whole_count(units, rest)
         self._of_step = (own, tokens)
         norm = mx.sqrt(mx.array(squares_of_all) / max(tokens, 1))
-        how: dict[str, Any] = {"divisor": mx.array(float(own)), "norm": norm, "num_gathered": reduced.num_gathered}
-        return Reduced(mine.grads, totals, **how)
+        return Reduced(mine.grads, totals, divisor=mx.array(float(own)), norm=norm, num_gathered=num_gathered)
 
     def after_update(self, step: int) -> None:
         self._steps += 1
@@ -244,7 +230,7 @@ class LocalSteps(DataParallel):
         fragment.tokens = (0, 0)
 
     def _share(self, fragment: _Fragment) -> float:
-        """Of this rank in the mean change of a fragment."""
+        """The share of this rank in the mean change of a fragment."""
         own, tokens = fragment.tokens
         return own / tokens if tokens else 1.0 / self._exchanging.size
 

@@ -36,7 +36,7 @@ class TravellingLookups:
         first: int = 0,
         codec: Codec | None = None,
     ) -> None:
-        """Of the only ``table``, whose array has the number ``index``, and the gradient with its rows apart.
+        """Take the only ``table``, whose array has the number ``index``, and the gradient with its rows apart.
 
         ``first``: which of the gradient's arguments is the tokens; ``codec``: how the table's gradient would travel.
         """
@@ -63,7 +63,7 @@ class TravellingLookups:
     ) -> TravellingLookups | None:
         """``None`` where not one table is trained as an array of its own."""
         tables = [module for module in model.modules() if isinstance(module, OrderedEmbedding)]
-        if flat is None or flat.leaves is None or len(tables) != 1:
+        if flat is None or len(tables) != 1:
             return None
         [table] = tables
         index = flat.leaves.index_of(table)
@@ -77,7 +77,7 @@ class TravellingLookups:
         return TravellingLookups(table, index, gradient, num_ranks, first=first, codec=codec)
 
     def fits(self, batch: MicroBatch) -> bool:
-        """Whether all ranks' rows are fewer than the table's, as it travels; decided by what every rank knows."""
+        """True if all ranks' rows are fewer than the table's, as it travels; decided by what every rank knows."""
         return batch.sole and self._num_ranks * batch.most < self._most
 
     def __call__(self, batch: MicroBatch, arguments: Sequence[mx.array]) -> tuple[mx.array, list[mx.array], Lookups]:

@@ -12,7 +12,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import Lookups
 from allhands.io.trees import flatten
 from allhands.kernels.fused import kernels
@@ -52,7 +51,7 @@ class Passes:
         self.model = model
         self.objective = objective
         self.computing = computing
-        self.flat = flat if flat is not None and flat.leaves is not None else None
+        self.flat = flat
         self.shapes: set[tuple[int, int, int]] = set()
         self.run_ahead = RunAhead(device_memory(), exchanging=overlaps) if kernels.available() else None
         self._to_arrays = arrays_of_batches()
@@ -63,7 +62,7 @@ class Passes:
             self._gradient = make_joined_gradient(model, self.flat, **how)
 
     def arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
-        """What the gradient's function is called with."""
+        """The arguments of the gradient's function."""
         values = self.objective.values(batch)
         dropout = self.computing.dropout
         if dropout is not None:
@@ -124,7 +123,7 @@ class Passes:
         return self.model.trainable_parameters() if self.flat is None else self.flat.weights()
 
     def trained(self) -> list[mx.array]:
-        """What is trained, in the order of its gradients."""
+        """The trained arrays, in the order of their gradients."""
         return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
@@ -134,10 +133,3 @@ class Passes:
             self.model, cpu_native=cpu_native, compiled=False, dropout=dropout, objective=self.objective
         )
         return lambda batch: gradient(*self.arguments(batch))
-
-    def rows_apart(self, num_ranks: int, codec: Codec | None = None) -> TravellingLookups | None:
-        """Passes whose look-ups of a trained table are apart; ``None`` where there is no such table.
-
-        ``codec``: how the table's gradient would travel otherwise.
-        """
-        return TravellingLookups.of(self.model, self.flat, num_ranks, self.objective, self.computing, codec)

@@ -7,7 +7,7 @@ What is added up over all ranks is each copy's once: other stages' numbers are z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,17 @@ from allhands.distributed.backend import Communicator, MlxGroup, moved_to
 from allhands.distributed.handout import gather_json
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
-from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
-from allhands.parallel.base import Exchanging, Expected
+from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.engine import Engine, Messages, StageCompute
 from allhands.parallel.gradient import Computing
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.schedules import make_schedule
-from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
+from allhands.parallel.sums import Gradients, Named, Reduced, places_of_all
 
 
 def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
@@ -38,16 +37,10 @@ def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
     return Pipeline(exchanging)
 
 
-class Pipeline:
+class Pipeline(Strategy):
     """:class:`~allhands.parallel.base.Strategy` of a rank that has some blocks of the model."""
 
     name = "pipeline"
-    overlaps = False
-    sees_passes = False
-    keeps_own_optimizer = False
-    in_round = False
-    steps_left = 0
-    shards: Shards | None = None
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
@@ -56,29 +49,13 @@ class Pipeline:
         communicator, stream = exchanging.communicator, None
         if isinstance(communicator, MlxGroup):
             stream = communicator.stream or mx.new_stream(mx.cpu)
-        self._exchanging = replace(exchanging, communicator=moved_to(communicator, stream))
+        self.communicator = moved_to(communicator, stream)
+        self._exchanging = replace(exchanging, communicator=self.communicator)
         self._piping = exchanging.piping
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
         self._first_trained = 0
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._exchanging.communicator
-
-    @property
-    def outer_state(self) -> Mapping[str, mx.array]:
-        return {}
-
-    def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
-        pass
-
-    def close_round(self) -> None:
-        pass
-
-    def place(self, leaves: FlatParams | None) -> Shards | None:
-        return None
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         piping, exchanging, flat = self._piping, self._exchanging, passes.flat
@@ -195,7 +172,7 @@ class Pipeline:
         return found
 
     def _without_table(self, arrays: Sequence[mx.array], named: Sequence[Named]) -> list[mx.array]:
-        """What counts for the norm on this rank: the table is the first stage's."""
+        """The arrays that count for the norm on this rank: the table is the first stage's."""
         if not self._piping.shares_table or self._piping.stages[0].blocks.is_first:
             return list(arrays)
         tables = {(i, part) for i, part, _ in self._tables(arrays, [name for name, _ in named])}
@@ -207,22 +184,6 @@ class Pipeline:
             for part, piece in enumerate(chunk.parts(arrays[i]))
             if (i, part) not in tables
         ]
-
-    def whole(self, parts: list[mx.array]) -> list[mx.array]:
-        return parts
-
-    def after_update(self, step: int) -> None:
-        pass
-
-    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        pass
-
-    def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
-        mx.eval(arrays)
-        return handed_out
-
-    def forget(self) -> None:
-        pass
 
 
 def _first_trained(piping: Piping) -> int:
@@ -298,7 +259,7 @@ class PipedSums:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums are to be counted."""
+        """True if this rank's sums are to be counted."""
         return self._piping.is_last
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:

@@ -1,4 +1,4 @@
-"""How the ranks of a pipeline are connected."""
+"""The connections of the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Piping:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """True if the loss is computed here."""
         return self.stages[-1].blocks.is_last
 
     @property
     def shares_table(self) -> bool:
-        """Whether the model's table of tokens is on two ranks."""
+        """True if the model's table of tokens is on two ranks."""
         return bool(self.stages[0].shared) and self.pipe.size > 1

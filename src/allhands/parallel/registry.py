@@ -16,7 +16,7 @@ ELEMENTWISE = ("adam", "adamw", "sgd")
 
 @dataclass(frozen=True)
 class TrainingNeeds:
-    """What a training needs of its strategy.
+    """The needs of a training that its strategy has to meet.
 
     Attributes:
         optimizer: by name.

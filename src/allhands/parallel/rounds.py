@@ -9,7 +9,7 @@ from allhands.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Rounds:
-    """How ranks that update by themselves come together.
+    """The rounds in which ranks that update by themselves come together.
 
     Attributes:
         every: steps of a round.
@@ -28,7 +28,7 @@ class Rounds:
 
     @property
     def streams(self) -> bool:
-        """Whether ranks go on from one round to the next without having the same weights in between."""
+        """True if ranks go on from one round to the next without having the same weights in between."""
         return self.fragments > 1 or self.delay > 0
 
     def sent_after(self, steps: int) -> list[int]:
@@ -43,7 +43,7 @@ class Rounds:
 
     @property
     def flags(self) -> str:
-        """What asks for them on a command line."""
+        """The flags that ask for these rounds."""
         told = f"--sync-every {self.every}"
         if not self.is_mean:
             told += f" --outer-lr {self.learning_rate:g} --outer-momentum {self.momentum:g}"
@@ -51,7 +51,7 @@ class Rounds:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the weights after a round are the mean of the ranks' weights."""
+        """True if the weights after a round are the mean of the ranks' weights."""
         return self.learning_rate == 1.0 and self.momentum == 0.0
 
 

@@ -43,7 +43,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in a step.
+    """The actions of every rank in a step.
 
     Attributes:
         ranks: the actions of each rank, in order.
@@ -111,7 +111,7 @@ class _Game:
                     yield from ((stage, batch) for batch in together)
 
     def _room(self, rank: int) -> int:
-        """How many passes a rank begins before one of them is to end: as many as keep the last rank busy."""
+        """The passes that a rank begins before one of them is to end: as many as keep the last rank busy."""
         if self._per_rank == 1:
             return self._size - rank
         return 2 * (self._size - rank - 1) + (self._per_rank - 1) * self._size + 1
@@ -141,7 +141,7 @@ class _Game:
         )
 
     def _begun_by(self, free: set[int], *, eager: bool) -> list[tuple[int, Action]]:
-        """What free ranks begin, the last ranks first: what they end makes room for others."""
+        """The passes that free ranks begin, the last ranks first: their ends make room for others."""
         begun = [(rank, action) for rank in sorted(free, reverse=True) if (action := self._next(rank, eager=eager))]
         for rank, action in begun:
             free.remove(rank)
@@ -149,7 +149,7 @@ class _Game:
         return begun
 
     def _next(self, rank: int, *, eager: bool) -> Action | None:
-        """What the rank begins now, if it can begin anything; ``eager``: whether or not it is its turn."""
+        """The action that the rank begins now, if it can begin any; ``eager``: whether or not it is its turn."""
         to_do, to_return = self._to_do[rank], self._to_return[rank]
         full = self._split or eager or self._begun[rank] >= self._room(rank) or not to_do
         if full and to_return and to_return[0] in self._gradients:
@@ -163,7 +163,7 @@ class _Game:
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
 
     def _may_begin(self, rank: int, stage: int) -> bool:
-        """Whether there is room for one more forward pass of a stage."""
+        """True if there is room for one more forward pass of a stage."""
         if stage < self._first_trained:
             return self._ahead[rank] < self._size
         # The first rank has as many alive without dividing its backward passes; so may the others.
@@ -183,7 +183,7 @@ class _Game:
         return Action("forward", stage, batch)
 
     def _end(self, rank: int, action: Action) -> None:
-        """What follows from a pass that is done: room, and something for the stage after it or before it."""
+        """Take note of a pass that is done: room, and something for the stage after it or before it."""
         stage, batch = action.stage, action.micro_batch
         if action.kind in ("backward", "weights") or stage < self._first_trained:
             self._alive[rank] -= 1

@@ -78,7 +78,7 @@ class Speed:
     update: float = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Of a step with so many tokens, if all ranks together computed one token a second."""
+        """Seconds of a step with so many tokens, if all ranks together computed one token a second."""
         return (tokens + self.update) / self.part
 
 
@@ -106,7 +106,7 @@ StepSeconds = Callable[[Sequence[float], Sequence[Speed]], float]
 
 
 def fluid_seconds(tokens: float) -> StepSeconds:
-    """Of a step of so many tokens, if these could be divided at will."""
+    """Seconds of a step of so many tokens, if these could be divided at will."""
 
     def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
         each = tokens / sum(weights)
@@ -152,7 +152,7 @@ class RowSeconds:
     accumulation: int = 1
 
     def __call__(self, begin: int, end: int) -> StepSeconds:
-        """Of the batches from ``begin`` to before ``end``."""
+        """Seconds of the batches from ``begin`` to before ``end``."""
 
         def seconds(weights: Sequence[float], speeds: Sequence[Speed]) -> float:
             total = 0.0
@@ -164,7 +164,7 @@ class RowSeconds:
         return seconds
 
     def tokens(self, weights: tuple[float, ...], first: int) -> list[float]:
-        """What each rank computes of the update that begins with batch ``first``."""
+        """Tokens that each rank computes of the update that begins with batch ``first``."""
         tokens = [0.0] * len(weights)
         for batch in range(first, first + self.accumulation):
             shares = divide(self.order.batch(batch), self.work, weights, before=tokens)
@@ -264,7 +264,7 @@ class Balance:
         return len(self._samples)
 
     def cut(self, iteration: int) -> Cut:
-        """How batch ``iteration`` is divided."""
+        """The division of batch ``iteration``."""
         _, weights, some = self._entry(iteration)
         return Cut(weights, some, iteration - (iteration - self._begin) % self._accumulation)
 
@@ -298,7 +298,8 @@ class Balance:
         self._heard += 1
         if self._heard == 1:
             return None  # builds what later steps find
-        self._plan = tuple(entry for i, entry in enumerate(self._plan) if not self._is_past(i, end))
+        nexts = (*(entry[0] for entry in self._plan[1:]), math.inf)
+        self._plan = tuple(entry for entry, after in zip(self._plan, nexts, strict=True) if after > end)
         self._take(found)
         if self._plan[-1][0] > end:
             return None  # a change is on its way
@@ -332,11 +333,8 @@ class Balance:
             self._idle[rank] = 0
 
     def _rests(self, rank: int) -> bool:
-        """Whether it has had no rows for a while."""
+        """True if it has had no rows for a while."""
         return self._idle[rank] >= _SHORT
-
-    def _is_past(self, index: int, end: int) -> bool:
-        return index + 1 < len(self._plan) and self._plan[index + 1][0] <= end
 
     def _moved(self, end: int) -> Moved | None:
         """Change the shares, if many steps or the last few say so."""
@@ -347,7 +345,7 @@ class Balance:
             speeds = self._measured(most, least)
             if speeds is None:
                 continue
-            tokens, rows = self._tokens_of_step(most), self._rows
+            tokens, rows = _median(sorted(list(self._step_tokens)[-most:])), self._rows
             if rows is None or rows.order.batch_size > _MANY_ROWS * self.size:  # these can be divided almost at will
                 seconds = fluid_seconds(tokens)
             else:
@@ -362,19 +360,16 @@ class Balance:
             self._plan = (*self._plan, (begin, new, ()))
             self._trial_every = [_FIRST_TRIAL] * self.size
             per_s = tuple(self._per_s(rank, most) for rank in range(self.size))
-            rows = tuple(tokens > 0 for tokens in self._tokens(new, begin))
-            return Moved(begin, new, normalised(weights), per_s, rows)
+            tokens_of_each = new if rows is None else rows.tokens(new, begin)
+            return Moved(begin, new, normalised(weights), per_s, tuple(each > 0 for each in tokens_of_each))
         return None
 
     def _steps_in(self, seconds: float) -> int:
-        """How many of the last steps took so long together; all that are remembered if not even they did."""
+        """The number of the last steps that took so long together; all that are remembered if not even they did."""
         for steps, taken in enumerate(accumulate(reversed(self._longest)), start=1):
             if taken >= seconds:
                 return steps
         return _KEPT
-
-    def _tokens(self, weights: tuple[float, ...], begin: int) -> Sequence[float]:
-        return weights if self._rows is None else self._rows.tokens(weights, begin)
 
     def _measured(self, most: int, least: int) -> list[Speed] | None:
         """Each rank's speed by its last steps; ``None`` while one that has rows has not been measured so often.
@@ -389,10 +384,6 @@ class Balance:
             some, noise = list(samples)[-most:], noise_of(self._jumps[rank])
             speeds.append(speed_of(some, noise) if some else Speed(weights[rank] / sum(weights)))
         return speeds
-
-    def _tokens_of_step(self, most: int) -> float:
-        """All ranks' together, of the last steps by the median."""
-        return _median(sorted(list(self._step_tokens)[-most:]))
 
     def _per_s(self, rank: int, most: int) -> float:
         """Its median tokens a second; 0 if it was never measured."""

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layers:
-    """What is divided.
+    """The parts that are divided.
 
     Attributes:
         blocks: in the model's order.
@@ -85,7 +85,7 @@ class Split:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room for its stages."""
+        """True if every rank has room for its stages."""
         return not any(self.missing)
 
 
@@ -119,7 +119,7 @@ def divide(layers: Layers, seats: Sequence[Seat], stages_per_rank: int = 1) -> S
 
 
 def split_as(layers: Layers, seats: Sequence[Seat], sizes: Sequence[int]) -> Split:
-    """What follows of stages of these sizes."""
+    """The split into stages of these sizes."""
     return _Problem(layers, seats, len(sizes)).of(sizes)
 
 
@@ -163,7 +163,7 @@ class _Problem:
         return Split(tuple(sizes), tuple(seconds), num_bytes, missing)
 
     def best(self) -> tuple[int, ...]:
-        """Of one stage a rank: by three searches, each among what the one before has left."""
+        """Find the best split with one stage a rank by three searches, each among the splits that the last one left."""
 
         def missing(stage: int, first: int, stop: int) -> float:
             _, held, kept = self._own(stage, first, stop)
@@ -211,7 +211,7 @@ class _Problem:
         return after[0], tuple(sizes)
 
     def moved(self) -> tuple[int, ...]:
-        """Of several stages a rank: from equal ones, one block after the other goes where it makes things better."""
+        """Find a split with several stages a rank: from equal ones, blocks go where they make it better."""
         whole, more = divmod(self._blocks, self._count)
         sizes = tuple(whole + (place < more) for place in range(self._count))
         now = self._rated(sizes)
@@ -240,7 +240,7 @@ def _missing(seat: Seat, num_bytes: int) -> int:
 
 
 def _sums(parts: Sequence[Part]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Of the first so many blocks: costs, bytes, bytes for each micro-batch, and costs of computing again."""
+    """Running sums over the blocks: costs, bytes, bytes for each micro-batch, and costs of computing again."""
     return (
         [0.0, *accumulate(part.cost for part in parts)],
         [0.0, *accumulate(float(part.num_bytes) for part in parts)],

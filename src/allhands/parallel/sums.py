@@ -1,4 +1,4 @@
-"""What the parts of a step hand to each other."""
+"""The values that the parts of a step hand to each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gradients:
 
     @property
     def num_targets(self) -> int:
-        """What this rank's loss would be divided by, if it were alone."""
+        """Tokens that this rank's loss would be divided by, if it were alone."""
         return self.counts["targets"]
 
 

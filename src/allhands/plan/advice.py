@@ -54,6 +54,10 @@ class Offer:
     more: str = ""
     weights: tuple[float, ...] = ()
 
+    def fast(self, at: Situation) -> str:
+        """How fast they are, in words."""
+        return f"{as_fast(self.speed_up)} on {at.several(self.machines)}"
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -118,6 +122,11 @@ class Situation:
         """Whether several computers save enough to be worth the trouble."""
         return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
 
+    @property
+    def which(self) -> str:
+        """The one computer, to be added to what is advised."""
+        return f": {self.one}" if self.one else ""
+
     def several(self, number: int) -> str:
         """So many of them, in words."""
         return f"{number} {'processes' if self.together else 'machines'}"
@@ -142,12 +151,14 @@ class Advice:
     Attributes:
         path: questions in the order in which they were asked.
         title: what to do, in a few words; ``reasons`` why, a sentence each.
+        machines: on so many.
     """
 
     path: tuple[Question, ...]
     outcome: Outcome
     title: str
     reasons: tuple[str, ...]
+    machines: int = 1
 
 
 AGAIN = "Is it needed more than once?"
@@ -174,111 +185,98 @@ class _Walk:
         self._path.append(Question(text, answer, why))
         return yes
 
-    def end(self, outcome: Outcome, title: str, *reasons: str) -> Advice:
-        return Advice(tuple(self._path), outcome, title, tuple(filter(None, reasons)))
+    def end(self, outcome: Outcome, title: str, *reasons: str, machines: int = 1) -> Advice:
+        return Advice(tuple(self._path), outcome, title, tuple(filter(None, reasons)), machines)
 
 
 def advise(at: Situation) -> Advice:
     """Follow the chart."""
     walk = _Walk()
     if at.doubt:
-        hint = "plan again when nothing else computes here; what is shown above is not to be relied on"
-        return walk.end("measure again", "no advice: measure again", at.doubt, hint)
+        return walk.end("measure again", "no advice: measure again when nothing else computes here", at.doubt)
     saved = max(0.0, at.alone_s - at.offer.training_s) if at.offer else 0.0
+    sooner = f"several would be done {format_duration(saved)} sooner" if at.offer else "no other computer is named"
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if saved >= _SETUP_S else "nothing to set up" if at.together else ""
-    again = walk.ask(AGAIN, at.again, _why_again(at, saved), large or worth)
+    again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once", large or worth)
     if not again and at.fits_one and not worth:
-        sooner = f"a single training would be done {format_duration(saved)} sooner: setting up may take as long"
-        why = sooner if at.offer is not None else "no other computer is named"
-        return walk.end("one machine", "stay on one machine, and let it run", why)
+        return walk.end("one machine", "stay on one machine, and let it run", f"{sooner}: setting up may take as long")
     long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}", large)
     if not long and at.fits_one:
-        return walk.end(
-            "one machine",
-            "stay on one machine",
-            "it is done within the hour: "
-            + ("what several processes" if at.together else "several computers must be set up, and what they")
-            + " would save is not felt",
-        )
+        return walk.end("one machine", "stay on one machine", f"it is done within the hour; {sooner}: that is not felt")
     not_so = "" if at.fits_one else "not "
     if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
         if not (at.smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
             return _too_large(at, walk)
         walk.ask(SMALLER, True, at.fits_smaller, besides="long")
-    if not walk.ask(MORE, at.offer is not None, _why_more(at)) or at.offer is None:
-        return walk.end("one machine", f"stay on one machine{_named(at.one)}", *_why_no_others(at))
-    fast = f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}"
+    there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
+    if at.offer is None and at.machines > 1:
+        there = "not all can hold their share"
+    if not walk.ask(MORE, at.offer is not None, there) or at.offer is None:
+        return walk.end("one machine", f"stay on one machine{at.which}", *_why_no_others(at))
     little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
-    if walk.ask(PAYS, at.pays, f"{fast}{little}"):
+    if walk.ask(PAYS, at.pays, f"{at.offer.fast(at)}{little}"):
         return _data_parallel(at, at.offer, walk)
     return _too_little(at, at.offer, walk)
+
+
+def _why_no_others(at: Situation) -> tuple[str, ...]:
+    """Tell why nobody can help, and who could with weights in 4 bits."""
+    reasons = at.unable or ("no other computer with memory enough is named",)
+    if at.rounded is None:
+        return reasons
+    return (*reasons, f"with weights in 4 bits ({at.rounded.more}) it is {at.rounded.fast(at)}")
 
 
 def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     """Where several computers save less than is worth the trouble."""
     waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
-    slow = f"{as_fast(offer.speed_up)} on {at.several(offer.machines)}"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
-        return walk.end(
-            "one machine",
-            f"stay on one machine{_named(at.one)}",
-            f"{slow}: {_too_small(offer)} of the time saved is not worth the trouble",
-            _why_little(at),
-        )
+        one_row = "a batch of one row cannot be divided: --batch-size 2 or more can" if at.rows == 1 else ""
+        too_small = f"{offer.fast(at)}: too little to be worth the trouble"
+        return walk.end("one machine", f"stay on one machine{at.which}", too_small, one_row)
     larger = at.larger or offer
     four = f"{as_fast(larger.accumulated)} with four in one on {at.several(larger.machines)}"
     if walk.ask(LARGER, larger.accumulated >= _WORTH_ANOTHER, four):
         return walk.end(
             "accumulate",
             "larger batches, or accumulate gradients over several",
-            f"as it is: {as_fast(larger.speed_up)} on {at.several(larger.machines)}; {four}",
+            f"as it is: {larger.fast(at)}; {four}",
             "then ranks exchange a quarter as often: --grad-accumulation-steps 4, or four times --batch-size with a "
             "quarter of --iters",
             "a larger batch is another training: look at the validation loss, and raise the learning rate with care",
+            machines=larger.machines,
         )
-    better = "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"]))
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"on {at.several(offer.machines)} the training would be {as_fast(offer.speed_up)}: the link eats the rest",
-        better,
+        f"{offer.fast(at)}: the link eats the rest",
+        "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])),
         "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
         "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
     )
 
 
-def _too_small(offer: Offer) -> str:
-    return "less than 5 % for each" if offer.speed_up >= _WORTH else f"less than {100 * SAVED:.0f} %"
-
-
 def _data_parallel(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    more = offer.more
-    title = f"data parallel on {at.several(offer.machines)}{f', each with {more}' if more else ''}"
-    times = f"{format_duration(offer.training_s)} in place of {format_duration(at.alone_s)}"
-    reasons = [
-        _same(more) if more else "",
-        "" if at.fits_one or more else f"each with its share it fits as it is; on one it takes {at.fits_smaller}",
-        f"{as_fast(offer.speed_up)} on {at.several(offer.machines)}: {times}",
-        f"which are {offer.names}" if at.one else "",
-        "the others are only imagined: as many of the same kind, and this link, would have to be there"
-        if at.imagined
-        else "",
-    ]
-    if offer.exposed >= _FELT:
-        reasons.append(f"{100 * offer.exposed:.0f} % of each step is waiting; a faster link would give it back")
-    reasons.append(_weights_told(offer))
-    if offer.machines < at.machines:
-        reasons.append(_why_not_all(at, offer))
-    return walk.end("data parallel", title, *reasons)
-
-
-def _why_not_all(at: Situation, offer: Offer) -> str:
+    each = f", each with {offer.more}" if offer.more else ""
+    fits = _same(offer.more) if offer.more else f"each with its share it fits as it is; on one {at.fits_smaller}"
+    imagined = "the others are only imagined: as many of the same kind, and this link, would have to be there"
+    beyond = "another saves less than 5 % of a step, or makes it longer"
     if at.unable and offer.machines < at.enough:
-        return f"not on {'; '.join(at.unable)}"
-    each = "process" if at.together else "machine"
-    return f"beyond {offer.machines} another {each} saves less than 5 % of a step, or makes it longer"
+        beyond = "; ".join(at.unable)
+    return walk.end(
+        "data parallel",
+        f"data parallel on {at.several(offer.machines)}{each}",
+        "" if at.fits_one and not offer.more else fits,
+        f"{offer.fast(at)}: {format_duration(offer.training_s)} in place of {format_duration(at.alone_s)}",
+        f"which are {offer.names}" if at.one else "",
+        imagined if at.imagined else "",
+        f"{100 * offer.exposed:.0f} % of each step is waiting for the link" if offer.exposed >= _FELT else "",
+        _weights_told(offer),
+        f"no more of them: {beyond}" if offer.machines < at.machines else "",
+        machines=offer.machines,
+    )
 
 
 def _weights_told(offer: Offer) -> str:
@@ -291,37 +289,6 @@ def _weights_told(offer: Offer) -> str:
     )
 
 
-def _named(computer: str) -> str:
-    return f": {computer}" if computer else ""
-
-
-def _why_more(at: Situation) -> str:
-    if at.offer is None and at.machines > 1:
-        return "not all can hold their share" if at.machines > 2 else "it cannot hold its share"
-    others = at.machines - 1
-    if others < 1:
-        return "none is named"
-    return f"if there were {at.machines}" if at.imagined else f"{at.machines} in all"
-
-
-def _why_no_others(at: Situation) -> tuple[str, ...]:
-    if at.machines < 2:
-        return ("no other computer is named",)
-    reasons = at.unable or ("there is not memory enough for several",)
-    if at.rounded is not None:
-        times = as_fast(at.rounded.speed_up)
-        reasons += (f"with weights in 4 bits ({at.rounded.more}) it is {times} on {at.several(at.rounded.machines)}",)
-    return reasons
-
-
-def _why_little(at: Situation) -> str:
-    if 0 < at.rows < 2:
-        return "a batch of one row cannot be divided: --batch-size 2 or more can"
-    if at.together:
-        return "one process with all cores is nearly as fast"
-    return ""
-
-
 def as_fast(times: float) -> str:
     """A speed-up in words, of which one far below 1 says how many times slower it is."""
     if times >= 0.1:
@@ -329,42 +296,29 @@ def as_fast(times: float) -> str:
     return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
-def _why_again(at: Situation, saved_s: float) -> str:
-    if at.again:
-        return "as long as you do not say --once"
-    if not at.fits_one:
-        return "--once; it does not fit one machine as it is"
-    return "--once" + (f"; several would save {format_duration(saved_s)}" if saved_s >= _SETUP_S else "")
-
-
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    where = at.one or "one machine"
+    """Where one machine does not hold it as it is asked for: smaller, on several for their memory, or nowhere here."""
     rounded = "only with weights in 4 bits, which are rounded" if at.fits_smaller else "none of them is enough"
     if walk.ask(SMALLER, bool(at.smaller), at.smaller or rounded):
-        reasons = [_same(at.fits_smaller)]
-        if at.offer is not None and not at.pays:
-            reasons.append(f"{as_fast(at.offer.speed_up)} on {at.several(at.offer.machines)}: not worth the trouble")
-        return walk.end("smaller", f"{where}, with {at.fits_smaller}", *reasons)
+        slow = f"{at.offer.fast(at)}: not worth the trouble" if at.offer is not None and not at.pays else ""
+        title = f"{at.one or 'one machine'}, with {at.fits_smaller}"
+        return walk.end("smaller", title, _same(at.fits_smaller), slow)
     over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
     if walk.ask(DIVIDED, at.divided is not None, over) and at.divided is not None:
         return _divided(at, at.divided, walk)
     stages = over if at.pipeline is None else f"over {at.several(at.pipeline.machines)}"
     if walk.ask(STAGES, at.pipeline is not None, stages) and at.pipeline is not None:
         return _in_stages(at, at.pipeline, walk)
-    return walk.end("framework", "a framework that divides the model itself", *at.unable, *_elsewhere(at))
-
-
-def _elsewhere(at: Situation) -> tuple[str, ...]:
-    """What to do where allhands has no way."""
-    smaller = "a smaller model, LoRA in place of full training, 4 bits (allhands model get MODEL --quantize 4)"
-    if at.adapters:
-        smaller = "a smaller model, shorter rows (--max-seq-length), 4 bits (allhands model get MODEL --quantize 4)"
     where = "torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; SageMaker or Vertex AI where you have none of your own"
     if at.kind == "metal":
         where += ". For Macs there is none: these do not run on them"
-    return (
+    smaller = "shorter rows (--max-seq-length)" if at.adapters else "LoRA in place of full training"
+    return walk.end(
+        "framework",
+        "a framework that divides the model itself",
+        *at.unable,
         f"parameters or tensors must be spread over devices, which allhands does not do: {where}",
-        f"or {smaller}; or a computer with more memory",
+        f"or a smaller model, {smaller}, 4 bits ({QUANTISE}); or a computer with more memory",
         "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
     )
 
@@ -377,26 +331,25 @@ def _same(flags: str) -> str:
 
 def _divided(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     """It takes several computers at all: for memory, whatever it saves of the time."""
-    time = f"{format_duration(offer.training_s)} on {at.several(offer.machines)}; on one it does not fit"
-    which = f"which are {offer.names}" if at.one else ""
     before, divided, more = offer.flags.partition(SHARD)
-    if not divided:
-        title, why = "data parallel, each with its share", f"a share takes less memory: {before}"
-    else:
+    title, why = "data parallel, each with its share", f"a share takes less memory: {before}"
+    if divided:
         title = f"data parallel with the optimizer divided{f', and{more}' if more else ''}"
         why = f"each rank keeps a part of the optimizer's state: {offer.flags}"
-    return walk.end("divide the optimizer", title, why, time, which, _weights_told(offer))
+    time = f"{format_duration(offer.training_s)} on {at.several(offer.machines)}; on one it does not fit"
+    which = f"which are {offer.names}" if at.one else ""
+    return walk.end("divide the optimizer", title, why, time, which, _weights_told(offer), machines=offer.machines)
 
 
 def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
     """The model fits no single computer, and its blocks fit several."""
-    time = f"{format_duration(found.training_s)} on {at.several(found.machines)}; on one it does not fit"
     waiting = f"{100 * found.bubble:.0f} % of a step is waiting for the first and the last of {found.micro_batches} "
     return walk.end(
         "pipeline",
         f"a pipeline on {at.several(found.machines)}, each with some of the blocks: {found.flags}",
         found.told,
-        time,
+        f"{format_duration(found.training_s)} on {at.several(found.machines)}; on one it does not fit",
         f"{waiting}micro-batches: less with a larger --batch-size, or --pp-schedule interleaved",
         f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
+        machines=found.machines,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from allhands.io.formatting import format_bytes
 
@@ -47,10 +47,6 @@ class Computer:
         """Whether a rank of so many bytes fits; ``None`` if that is not known."""
         return None if self.usable_bytes is None else num_bytes <= self.usable_bytes
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 Team = tuple[Computer, ...]
 
@@ -89,22 +85,19 @@ def shown(most: int) -> list[int]:
 
 def listed(computers: Sequence[Computer]) -> list[str]:
     """Each kind once, with how many of it there are and its memory."""
-    kinds: dict[Computer, int] = {}
-    for each in computers:
-        kind = replace(each, watts=None)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    speeds = {each.speed for each in computers}
+    first = computers[0]
     told: list[str] = []
-    for each, number in kinds.items():
-        name = each.name if number == 1 else f"{number} x {each.name}"
-        speed = f", {each.speed:.2g} times the speed of {computers[0].name}" if len(speeds) > 1 else ""
-        told.append(f"{name}: {each.memory_told}{speed if each.speed != computers[0].speed else ''}")
+    for each, number in Counter(replace(one, watts=None) for one in computers).items():
+        speed = "" if each.speed == first.speed else f", {each.speed:.2g} times the speed of {first.name}"
+        told.append(f"{_times(each.name, number)}: {each.memory_told}{speed}")
     return told
 
 
 def names(computers: Sequence[Computer]) -> str:
     """All of them in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
-    counted: dict[str, int] = {}
-    for each in computers:
-        counted[each.name] = counted.get(each.name, 0) + 1
-    return ", ".join(name if number == 1 else f"{number} x {name}" for name, number in counted.items())
+    counted = Counter(each.name for each in computers)
+    return ", ".join(_times(name, number) for name, number in counted.items())
+
+
+def _times(name: str, number: int) -> str:
+    return name if number == 1 else f"{number} x {name}"

@@ -9,7 +9,7 @@ from allhands.parallel.rounds import Rounds
 from allhands.plan.computers import Computer
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.speed import StepModel
-from allhands.run.training_memory import Blocks, Memory, Work
+from allhands.run.training_memory import BACKEND_BYTES, Blocks, Memory, Work
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ class Job:
     tied: bool = False
     forms: tuple[tuple[float, float], ...] = ()
     small: SmallPasses | None = None
+
+    @property
+    def backend_bytes(self) -> int:
+        """Bytes that the exchange's back-end takes of a process on a CPU: the one that was measured, or a ring."""
+        return BACKEND_BYTES.get(getattr(self.link, "name", ""), BACKEND_BYTES["ring"])
 
     def start_of(self, ranks: int) -> float:
         """Seconds until the first step of so many ranks."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,7 +78,6 @@ class KeptMemory:
     ranks: int
     rank_bytes: _Bytes
     flags: str
-    built: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
     file = directory / PLAN_FILE
     record = {"version": VERSION, **plan}
     make_directory(directory, private=True)
-    begun = list(_begun(directory))
+    begun = runs_begun(directory)
     aside = unused_name(file) if _was_used(file, begun) else None
     if aside is not None:  # copied, so that at no moment there is none
         try:
@@ -156,19 +156,13 @@ def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
     return f"{told}, not the one that is there already" if begun else told
 
 
-def has_begun(directory: Path) -> bool:
-    """Whether a run has begun in a directory."""
-    return any(True for _ in _begun(directory))
-
-
-def _begun(directory: Path) -> Iterator[float]:
+def runs_begun(directory: Path) -> list[float]:
     """When the runs of a directory began, those that were set aside included."""
-    usual = Path(METRICS_FILE)
+    usual, found = Path(METRICS_FILE), list[float]()
     for file in directory.glob(f"{usual.stem}*{usual.suffix}"):
-        try:
-            yield from (start.time for start in read_metrics(file).starts[:1])
-        except DataError:
-            continue
+        with suppress(DataError):
+            found += [start.time for start in read_metrics(file).starts[:1]]
+    return found
 
 
 def _was_used(file: Path, begun: list[float]) -> bool:

@@ -16,8 +16,8 @@ from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
 from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, Way, cheapest, those_told, ways_of_one, ways_of_team
-from allhands.run.training_memory import RING_BYTES, Memory, Work, of_process
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, Setting, Way, all_ways, cheapest, those_told
+from allhands.run.training_memory import Memory, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _MOST = 1024  # computers that are looked at
@@ -59,7 +59,6 @@ class Outlook:
         memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for each line.
         alone: the computer that is meant by one.
         alone_s: seconds of the training on it, by a process that has all of it.
-        advised: of the lines the number of computers that is advised; 1 where none of several is.
         lighter: what sends less, on as many computers as the last line has, where the link is slow.
         pipelines: the model's blocks divided among several computers, where it does not fit one.
     """
@@ -71,9 +70,13 @@ class Outlook:
     advice: Advice
     alone: Computer
     alone_s: float
-    advised: int = 1
     lighter: tuple[Lighter, ...] = ()
     pipelines: tuple[Pipelined, ...] = ()
+
+    @property
+    def advised(self) -> int:
+        """The number of computers that is advised: one of the lines'."""
+        return self.advice.machines
 
     def line(self, machines: int) -> OutlookLine:
         """Return the line of so many computers."""
@@ -87,20 +90,16 @@ class Outlook:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes."""
-        step = asdict(self.job.step)
+        job, step = self.job, self.job.step
         return {
-            "steps": self.job.steps,
-            "start_s": self.job.start_s,
-            "first_s": self.job.first_s,
-            "one_process_s": self.job.whole_s,
-            "validations": self.job.validations,
-            "validation_s": self.job.validation_s,
-            "step": {**step, "alone_s": self.job.step.alone_s, "serial_fraction": self.job.step.serial_fraction},
-            "link": None if self.job.link is None else getattr(self.job.link, "name", "measured"),
-            "usable_bytes": largest(self.job.computers).usable_bytes,
-            "computers": [computer.as_json() for computer in self.job.computers],
+            **{name: getattr(job, name) for name in ("steps", "start_s", "first_s", "validations", "validation_s")},
+            "one_process_s": job.whole_s,
+            "step": {**asdict(step), "alone_s": step.alone_s, "serial_fraction": step.serial_fraction},
+            "link": None if job.link is None else getattr(job.link, "name", "measured"),
+            "usable_bytes": largest(job.computers).usable_bytes,
+            "computers": [asdict(computer) for computer in job.computers],
             "alone_s": self.alone_s,
-            "doubt": self.job.doubt or None,
+            "doubt": job.doubt or None,
             "machines": [
                 {**asdict(line), "prediction": {**asdict(line.prediction), "efficiency": line.prediction.efficiency}}
                 for line in self.lines
@@ -163,7 +162,6 @@ class _Planner:
             advice=advice,
             alone=self.first,
             alone_s=self.alone_s,
-            advised=_advised(advice, situation),
             lighter=tuple(lighter),
             pipelines=tuple(pipelines),
         )
@@ -210,7 +208,7 @@ class _Planner:
 
     def _able(self) -> Callable[[Computer], bool]:
         """Return a test if a computer holds its share of a batch that is divided among all, in any way."""
-        ways = [way for way in self._ways(self.job.computers) if way.built and self._is_open(way.flags)]
+        ways = [way for way in self._ways(self.job.computers) if self._is_open(way.flags)]
         places = {each: place for place, each in enumerate(self.job.computers)}
         return lambda each: not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
 
@@ -275,41 +273,30 @@ class _Planner:
             return []
         blocks, work = job.blocks, job.work
 
-        def of(work: Work) -> Memory:
-            return job.of(blocks, work)
-
-        if len(team) == 1:
-            found = ways_of_one(work, of, quantised=job.quantised)
-        else:
-            rows = job.batch_rows
-            # No rank gets a part of a row.
-            shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
-            found = ways_of_team(
-                work,
-                blocks,
-                shares,
-                min(job.step.bucket_bytes, job.step.gradient_bytes),
-                of,
-                quantised=job.quantised,
-                together=job.together,
-                divides=not job.present_bytes,
-                scatters=job.step.overlapped,
-                rounds=job.rounds,
-            )
         # What was seen beyond what is computed is taken to be needed in every other way, too. The steps that were made
         # may not have met the largest batch, so that less than was computed proves nothing.
-        here = of(work)
-        more = max(0, job.needed_bytes - here.arrays)
+        more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
 
-        def whole(way: Way, arrays: int) -> int:
+        def needed(memory: Memory, ranks: int) -> int:
             if not job.present_bytes:
-                return arrays + more
-            # Of a process on a CPU everything counts, and the exchange's buckets beside it.
-            buckets = way.parts["buckets"]
-            memory = Memory(0, 0, arrays - buckets, 0, 0, beside=here.beside)
-            return of_process(memory, job.present_bytes, 0) + buckets + (RING_BYTES if way.ranks > 1 else 0)
+                return memory.arrays + more
+            # Of a process on a CPU everything counts.
+            return of_process(memory, job.present_bytes, 0) + (job.backend_bytes if ranks > 1 else 0)
 
-        return [self._held_to(way.with_bytes(partial(whole, way)), team) for way in found]
+        setting = Setting(
+            of=partial(job.of, blocks),
+            needed=needed,
+            quantised=job.quantised,
+            bucket_bytes=min(job.step.bucket_bytes, job.step.gradient_bytes),
+            together=job.together,
+            divides=not job.present_bytes,
+            scatters=job.step.overlapped,
+            rounds=job.rounds,
+        )
+        rows = job.batch_rows
+        # No rank gets a part of a row.
+        shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
+        return [self._held_to(way, team) for way in all_ways(work, shares, setting)]
 
     def _held_to(self, way: Way, team: Team) -> Way:
         if self.job.shares:
@@ -319,7 +306,7 @@ class _Planner:
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
         """Tell the computers that cannot take part, each with the least that its share takes and what it has."""
-        ways = [way for way in ways if way.built and self._is_open(way.flags)]
+        ways = [way for way in ways if self._is_open(way.flags)]
         if not ways or self.job.shares or len(team) < 2:
             return ()
         found: dict[str, None] = {}
@@ -363,15 +350,3 @@ def _best(offers: Sequence[Offer], enough: int) -> Offer | None:
     if found:
         return max(found, key=lambda each: each.machines)
     return min(offers, key=lambda each: each.training_s, default=None)
-
-
-def _advised(advice: Advice, situation: Situation) -> int:
-    """Return the number of computers that is advised."""
-    taken: Offer | Pipelined | None = None
-    if advice.outcome in ("data parallel", "divide the optimizer"):
-        taken = situation.offer
-    elif advice.outcome == "accumulate":
-        taken = situation.larger or situation.offer
-    elif advice.outcome == "pipeline":
-        taken = situation.pipeline
-    return 1 if taken is None else taken.machines

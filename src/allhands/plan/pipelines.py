@@ -27,7 +27,7 @@ from allhands.run.stage_costs import (
     on_the_way,
     small_enough,
 )
-from allhands.run.training_memory import RING_BYTES, Blocks
+from allhands.run.training_memory import Blocks
 
 _FLOAT, _HALF = 4, 2
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
@@ -108,7 +108,7 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     # A process is there also where one that was looked at had the model's weights in its memory anyway.
     process = 0
     if not on_gpu:
-        process = max(job.present_bytes, PROGRAM_BYTES) + RING_BYTES + ROOM_OF_PRODUCTS
+        process = max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS
         longest = 0 if job.small is None else job.small.longest
         process += kept_of_unequal(job.step.tokens / job.step.rows, longest, parts[0][0])
     costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))

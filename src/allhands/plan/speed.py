@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,7 +73,6 @@ class Prediction:
         compute_s: of the rank that takes longest.
         exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
         speed_up: against the fastest of them alone with the same batch.
-        scaled: tokens in the time of one computer's, if each has a batch of its own (Gustafson).
         capacity: how many of the fastest of them all of them are worth: their number where all are equal.
     """
 
@@ -82,7 +82,6 @@ class Prediction:
     exchange_s: float
     exposed_s: float
     speed_up: float
-    scaled: float
     capacity: float
 
     @property
@@ -95,12 +94,11 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if len({tokens for tokens, _ in points}) < 2:
         tokens, seconds = points[0]
         return 0.0, seconds / tokens
-    n = len(points)
-    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    seconds = [second for _, second in points]
+    slope, base = statistics.linear_regression([tokens for tokens, _ in points], seconds)
     if slope <= 0:  # more is not slower: all of it is overhead, as far as can be seen
-        return mean_y, 0.0
-    return max(0.0, mean_y - slope * mean_x), min(slope, min(y / x for x, y in points))
+        return statistics.mean(seconds), 0.0
+    return max(0.0, base), min(slope, min(second / tokens for tokens, second in points))
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
@@ -140,8 +138,7 @@ def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room
         exposed = max(min(link.seconds(_NUMBERS_BYTES, ranks), exchange), exchange - hidden)
     step = turns * model.serial_s + compute + exposed
     alone = model.serial_s + model.tokens * model.token_s / max(speeds)
-    scaled = whole * model.alone_s / (turns * model.alone_s + exposed)
-    return Prediction(ranks, step, compute, exchange, exposed, alone / step, scaled, whole / turns / max(speeds))
+    return Prediction(ranks, step, compute, exchange, exposed, alone / step, whole / turns / max(speeds))
 
 
 def _of_whole_rows(rows: int, speeds: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Whether losses that stand side by side can be compared: only if they are of the same validation samples."""
+"""The check that validation losses side by side are of the same samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's directory tells: its curves, the samples of its processes, its options, answers, and what is amiss."""
+"""The contents of a run's directory: curves, samples of processes, options, answers, and what is missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, cast
 from allhands.checkpoints import BEST, checkpoints_in
 from allhands.errors import AllhandsError, DataError
 from allhands.io.names import CONFIG_FILE, LOGS, PLAN_FILE
+from allhands.observe.journal import read_events
 from allhands.observe.metrics import METRICS_FILE, RunHistory, read_metrics
 from allhands.observe.monitor import Board, BoardRow, Sample, read_samples
 from allhands.plan.kept import KeptPlan, plan_before
@@ -26,7 +27,7 @@ _MOST_BYTES = 16_000_000  # of a JSON file that is looked at for answers
 
 @dataclass(frozen=True)
 class Answers:
-    """What ``allhands compare`` wrote: answers to the same prompts without and with the adapter."""
+    """Answers to the same prompts without and with the adapter, from ``allhands compare``."""
 
     file: str
     prompts: tuple[str, ...]
@@ -36,7 +37,7 @@ class Answers:
 
 @dataclass
 class ReportFacts:
-    """All that is known of one run.
+    """Everything that is known of one run.
 
     Attributes:
         path: as it was given.
@@ -67,17 +68,17 @@ class ReportFacts:
 
     @property
     def began_before(self) -> bool:
-        """Whether there were starts of which the samples are no longer among these."""
+        """Return whether there were starts before the first of the samples."""
         first = next(iter(self.history.starts), None)
         return first is not None and bool(self.samples) and first.time < _began(self.samples)
 
 
-def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float | None = None) -> ReportFacts:
+def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, now: float | None = None) -> ReportFacts:
     """Read all that a run has left; what is damaged or missing becomes a note.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
-        journal: what the supervisor wrote down, as ``allhands.observe.journal.read_events`` returns it.
+        journal: the supervisor's events; ``None``: those of the run's directory.
         now: Unix time in seconds, by which it is told whether the run goes on.
 
     Raises:
@@ -85,6 +86,7 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] = (), now: float
     """
     now = time.time() if now is None else now
     directory = path if path.is_dir() else path.parent
+    journal = read_events(directory) if journal is None else journal
     notes: list[str] = []
     missing = ""
     try:
@@ -128,7 +130,7 @@ def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
 
 
 def _began(samples: Sequence[Sample]) -> float:
-    """When the first process began, in Unix time."""
+    """The start of the first process, in Unix time."""
     return min(one.began or one.time for one in samples)
 
 

@@ -91,7 +91,7 @@ def _run_class(place: int) -> str:
 
 
 def _bar_parts(bars: Bars, row: int) -> list[tuple[str, str, str, str, str]]:
-    """Of a row of bars each part's name with its share, class, place and width in percent, and what has room in it."""
+    """Name with share, class, place and width in percent, and text of each part of a row of bars."""
     parts = bars.rows[row][1]
     whole = sum(seconds for _, seconds in parts) or 1.0
     placed: list[tuple[str, str, str, str, str]] = []

@@ -1,42 +1,30 @@
-"""What stands on a report, in the order of its sections; HTML and Markdown are two ways to write it down."""
+"""The contents of a report, in the order of its sections; HTML and Markdown are two ways to write them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from allhands.io import formatting as form
-from allhands.io.pictures import PHASES
-from allhands.observe.charts import Chart, Grid, loss_charts, process_memory
+from allhands.observe.charts import NONE, Chart, Grid, loss_charts, process_memory
 from allhands.observe.course import Judgement
 from allhands.observe.judging import judge_run
 from allhands.observe.metrics import RunStarted
 from allhands.observe.monitor import BoardRow
 from allhands.observe.times import of_starts, times_of
+from allhands.plan.compared import Comparison
 from allhands.plan.outgrown import signs_of
-from allhands.report.charts import Bars, phase_bars, step_charts, step_parts
+from allhands.report.charts import PHASES_TOLD, Bars, phase_bars, phase_charts, rank_memory, step_bars, step_charts
 from allhands.report.compared import unlike_validations
 from allhands.report.facts import ReportFacts, samples_of_starts
-from allhands.report.phases import PHASES_TOLD, phase_charts
 from allhands.report.planned import PLANNED_TOLD, comparison_of, plan_words, planned_grids
 from allhands.report.verdict import words_of
 
-_NONE = "–"
 _MOST_EVENTS = 100
 _MOST_SAMPLES = 8  # of a prompt
-_SHORT = {
-    "times": "Figures",
-    "optimizer": "Learning rate",
-    "time": "Speed",
-    "phases": "Phases",
-    "plan": "Plan",
-    "restarts": "Starts",
-    "machines": "Machines",
-    "answers": "Answers",
-}
+_MOST_CHANGES = 10  # of shares, and of skipped steps
 _DATA = (
     "data",
     "hf_dataset",
@@ -52,7 +40,7 @@ _DATA = (
 
 @dataclass(frozen=True)
 class RunPart:
-    """What is said of one run at the top."""
+    """The judgement of one run at the top."""
 
     label: str
     path: str
@@ -65,20 +53,21 @@ class RunPart:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page: charts and bars, then tables; ``told`` stands above them."""
+    """One part of the page: charts and bars, then tables; ``told`` stands above them.
+
+    Attributes:
+        short: the name in the bar that stays at the top of the page; empty: the title.
+        folded: whether the tables are long, and shown when asked for.
+    """
 
     key: str
     title: str
     told: str = ""
+    short: str = ""
     charts: tuple[Chart, ...] = ()
     bars: tuple[Bars, ...] = ()
     grids: tuple[Grid, ...] = ()
-    folded: bool = False  # whether the tables are long, and shown when asked for
-
-    @property
-    def short(self) -> str:
-        """What it is called in the bar that stays at the top of the page."""
-        return _SHORT.get(self.key, self.title)
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +80,15 @@ class Page:
     sections: tuple[Section, ...]
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One run of the page, with its name and its comparison with its plan."""
+
+    label: str
+    facts: ReportFacts
+    compared: Comparison | None
+
+
 def make_page(runs: Sequence[ReportFacts], *, title: str | None = None, now: float | None = None) -> Page:
     """Put a report of one run or several together.
 
@@ -100,13 +98,19 @@ def make_page(runs: Sequence[ReportFacts], *, title: str | None = None, now: flo
         now: Unix time in seconds at which it is made; default: not said.
     """
     labels, measures = times_of([run.history for run in runs])
-    parts = tuple(_part(label, place, run) for place, (label, run) in enumerate(zip(labels, runs, strict=True)))
-    sections = [
-        replace(section, charts=_laid_out(section.charts))
-        for section in _sections(labels, measures, runs)
-        if section.charts or section.bars or section.grids
-    ]
-    made = "" if now is None else f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC"
+    named = [_Run(label, run, comparison_of(run)) for label, run in zip(labels, runs, strict=True)]
+    parts = tuple(_part(run, colour) for colour, run in enumerate(named))
+    sections: list[Section] = []
+    for section in _sections(named, measures):
+        section = replace(
+            section,
+            short=section.short or section.title,
+            charts=_laid_out([chart for chart in section.charts if chart.lines]),
+            bars=tuple(bars for bars in section.bars if bars.rows),
+        )
+        if section.charts or section.bars or section.grids:
+            sections.append(section)
+    made = "" if now is None else f"{form.format_moment(now)[:-3]} UTC"
     return Page(title or " and ".join(labels), made, parts, tuple(sections))
 
 
@@ -123,76 +127,66 @@ def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
     return tuple(placed)
 
 
-def _part(label: str, colour: int, run: ReportFacts) -> RunPart:
-    history = run.history
-    found = judge_run(history, is_over=run.status != "going on")
-    for sign in signs_of(history, run.samples):
+def _part(run: _Run, colour: int) -> RunPart:
+    facts, history = run.facts, run.facts.history
+    found = judge_run(history, is_over=facts.status != "going on")
+    for sign in signs_of(history, facts.samples):
         found.append(Judgement("time", "note", f"{sign.seen[0].upper()}{sign.seen[1:]}. What to do: {sign.advice}."))
-    planned = comparison_of(run)
-    found += plan_words(planned) if planned else []
-    notes = [*run.notes, *(planned.notes if planned else ())]
+    notes = list(facts.notes)
+    if run.compared:
+        found += plan_words(run.compared)
+        notes += run.compared.notes
     if skipped := history.skipped:
-        steps = ", ".join(str(one.step) for one in skipped[:10]) + ("…" if len(skipped) > 10 else "")
-        notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}.")
-    if changes := history.shares[-10:]:
+        steps = ", ".join(str(one.step) for one in skipped[:_MOST_CHANGES])
+        more = "…" if len(skipped) > _MOST_CHANGES else ""
+        notes.append(f"Steps that changed nothing ({skipped[0].reason}): {steps}{more}.")
+    if changes := history.shares[-_MOST_CHANGES:]:
         told = [f"from step {one.from_step + 1} {form.format_shares(one.shares)}" for one in changes]
         first = form.format_shares(changes[0].before)
         notes.append(f"Ranks' shares of a batch, which follow their speeds: {first}, {', '.join(told)}.")
     notes += [f"Warning at step {one.step}: {one.message}" for one in history.warned]
-    return RunPart(label, str(run.path), colour, run.status, run.reason, tuple(found), tuple(notes))
+    return RunPart(run.label, str(facts.path), colour, facts.status, facts.reason, tuple(found), tuple(notes))
 
 
-def _sections(
-    labels: Sequence[str], measures: Sequence[tuple[str, list[str]]], runs: Sequence[ReportFacts]
-) -> Iterator[Section]:
-    histories, named = [run.history for run in runs], list(zip(labels, runs, strict=True))
+def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -> Iterator[Section]:
+    labels, facts = [run.label for run in runs], [run.facts for run in runs]
+    histories = [run.history for run in facts]
     many = len(runs) > 1
+
+    def grids(make: Callable[[_Run], Iterator[Grid]]) -> tuple[Grid, ...]:
+        return tuple(grid for run in runs for grid in make(run))
+
     caption = "speed-up: tokens/s relative to the first run; medians over the reports" if many else "figures of the run"
-    kept = ((name, *cells) for name, cells in measures if many or name != "speed-up")
-    times = Grid(caption, ("", *labels), tuple(kept))
-    yield Section("times", "Side by side" if many else "In figures", unlike_validations(runs), grids=(times,))
+    rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
+    times = Grid(caption, ("", *labels), tuple(rows))
+    title = "Side by side" if many else "In figures"
+    yield Section("times", title, unlike_validations(facts), "Figures", grids=(times,))
     losses = list(loss_charts(labels, histories))
-    if losses and len(losses) != 2:
+    if len(losses) % 2:
         losses[0] = replace(losses[0], wide=True)
     yield Section("loss", "Loss", _LOSS, charts=tuple(losses))
-    charts = {one.key: one for one in step_charts(labels, histories)}
-    yield Section("optimizer", "Learning rate and gradient", charts=_some(charts, "learning-rate", "gradient-norm"))
-    bars = (
-        step_parts(labels, histories),
-        *(phase_bars(label, *samples_of_starts(run), _phase) for label, run in named),
-    )
-    speed = _some(charts, "throughput", "step-time", "sent")
-    yield Section("time", "Speed and phases", charts=speed, bars=tuple(one for one in bars if one))
-    phases, drawn = list[Chart](), list(_some(charts, "rank-memory"))
-    for place, (label, run) in enumerate(named):
-        phases += phase_charts(f"phases-{place}", label, run.history, run.samples, place)
-        measured = process_memory(f"memory-{place}", label, run.samples)
-        drawn += [*_some(charts, f"rank-memory-{place}"), *([measured] if measured else [])]
-    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, charts=tuple(phases))
-    yield Section("memory", "Memory", charts=tuple(drawn), grids=_grids(_needs, named))
-    yield Section("plan", "Planned and measured", PLANNED_TOLD, grids=_all_grids(_planned, named))
-    yield Section("restarts", "Starts, faults and restarts", grids=_grids(_events, named))
-    machines = _columns("model and machines", labels, [_machine(run) for run in runs])
-    yield Section("machines", "Model and machines", grids=(machines,))
-    yield Section("data", "Data", grids=(_columns("data", labels, [_data(run) for run in runs]),))
-    yield Section("samples", "Samples", "What the model wrote while it learnt.", grids=_grids(_samples, named))
-    yield Section("answers", "Answers before and after", grids=_all_grids(_answers, named))
-    yield Section("options", "Configuration", grids=tuple(_options(labels, runs)), folded=True)
-
-
-_Named = Sequence[tuple[str, ReportFacts]]
-
-
-def _grids(make: Callable[[str, ReportFacts], Grid | None], named: _Named) -> tuple[Grid, ...]:
-    return tuple(grid for each in named if (grid := make(*each)))
-
-
-def _planned(label: str, run: ReportFacts) -> Iterator[Grid]:
-    return planned_grids(label, comparison_of(run))
-
-
-def _all_grids(make: Callable[[str, ReportFacts], Iterator[Grid]], named: _Named) -> tuple[Grid, ...]:
-    return tuple(grid for each in named for grid in make(*each))
+    rate, norm, *speed = step_charts(labels, histories)
+    yield Section("optimizer", "Learning rate and gradient", "", "Learning rate", charts=(rate, norm))
+    ranks = [phase_bars(run.label, *samples_of_starts(run.facts)) for run in runs]
+    bars = (step_bars(labels, histories), *ranks)
+    yield Section("time", "Speed and phases", "", "Speed", charts=tuple(speed), bars=bars)
+    phases: list[Chart] = []
+    memory: list[Chart] = []
+    for place, run in enumerate(runs):
+        phases += phase_charts(f"phases-{place}", run.label, run.facts.history, run.facts.samples, place)
+        memory.append(rank_memory(f"rank-memory-{place}" if many else "rank-memory", run.label, run.facts.history))
+        memory.append(process_memory(f"memory-{place}", run.label, run.facts.samples))
+    yield Section("phases", "Phases of a step over the run", PHASES_TOLD, "Phases", charts=tuple(phases))
+    yield Section("memory", "Memory", charts=tuple(memory), grids=grids(_needs))
+    planned = grids(lambda run: planned_grids(run.label, run.compared))
+    yield Section("plan", "Planned and measured", PLANNED_TOLD, "Plan", grids=planned)
+    yield Section("restarts", "Starts, faults and restarts", "", "Starts", grids=grids(_events))
+    machines = _columns("model and machines", labels, [_machine(run) for run in facts])
+    yield Section("machines", "Model and machines", "", "Machines", grids=(machines,))
+    yield Section("data", "Data", grids=(_columns("data", labels, [_data(run) for run in facts]),))
+    yield Section("samples", "Samples", "Texts of the model during training.", grids=grids(_samples))
+    yield Section("answers", "Answers before and after", "", "Answers", grids=grids(_answers))
+    yield Section("options", "Configuration", grids=tuple(_options(labels, facts)), folded=True)
 
 
 _LOSS = (
@@ -202,90 +196,79 @@ _LOSS = (
 )
 
 
-def _some(charts: Mapping[str, Chart], *keys: str) -> tuple[Chart, ...]:
-    return tuple(charts[key] for key in keys if key in charts)
-
-
-def _phase(name: str) -> str:
-    return PHASES[name][0] if name in PHASES else name
-
-
 # --- tables ------------------------------------------------------------------------------------------
 
 
-def _needs(label: str, run: ReportFacts) -> Grid | None:
+def _needs(run: _Run) -> Iterator[Grid]:
     """The highest memory of each process; that of ranks in training beside what was expected of it."""
-    if not run.rows:
-        return None
-    ranks = [row for row in run.rows if row.last.role == "rank"]
-    directing = [row for row in run.rows if row.last.role != "rank"]
-    rows = [_need(run, row) for row in ranks]
+    facts = run.facts
+    if not facts.rows:
+        return
+    ranks = [row for row in facts.rows if row.last.role == "rank"]
+    directing = [row for row in facts.rows if row.last.role != "rank"]
+    rows = [_need(facts, row) for row in ranks]
     # Those that direct the ranks train nothing: they stand apart, below what training needs.
-    if directing:
-        rows += [_sum("ranks together", run.ranks_bytes)] * (len(ranks) > 1)
-        rows += [_need(run, row) for row in directing]
-    rows.append(_sum("all together" if directing else "together", run.together_bytes))
-    told = "expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays"
-    caption = f"highest memory of the processes of {label}; together: pages that are shared counted once"
-    caption += "; since it was resumed last" if run.began_before else ""
+    if directing and len(ranks) > 1:
+        rows.append(_sum("ranks together", facts.ranks_bytes))
+    rows += [_need(facts, row) for row in directing]
+    rows.append(_sum("all together" if directing else "together", facts.together_bytes))
+    caption = f"highest memory of the processes of {run.label}; together: pages that are shared counted once"
+    caption += "; since it was resumed last" if facts.began_before else ""
     if directing:
         names = ", ".join(row.last.name for row in directing)
         caption += f"; training needs what the ranks need ({names} only starts and watches them)"
-    return Grid(caption, ("process", "computer", *told), tuple(rows))
+    measures = ("expected", "measured in training", "of expected", "highest resident", "proportional", "MLX's arrays")
+    yield Grid(caption, ("process", "computer", *measures), tuple(rows))
 
 
-def _need(run: ReportFacts, row: BoardRow) -> tuple[str, ...]:
+def _need(facts: ReportFacts, row: BoardRow) -> tuple[str, ...]:
     last = row.last
     expected = last.estimated_bytes or last.mlx_estimated_bytes or 0
-    trained = _in_training(run, last.rank)
-    share = f"{trained / expected:.0%}" if expected and trained else _NONE
+    trained = _in_training(facts, last.rank)
+    share = f"{trained / expected:.0%}" if expected and trained else NONE
     held = (row.peak_rss_bytes, row.peak_pss_bytes, row.peak_mlx_bytes)
     return (last.name, last.host, _bytes(expected), _bytes(trained), share, *map(_bytes, held))
 
 
 def _sum(name: str, held_bytes: int) -> tuple[str, ...]:
-    return (name, "", *[_NONE] * 4, _bytes(held_bytes), _NONE)
+    return (name, "", *[NONE] * 4, _bytes(held_bytes), NONE)
 
 
 def _bytes(count: int) -> str:
-    return form.format_bytes(count) if count else _NONE
+    return form.format_bytes(count) if count else NONE
 
 
-def _in_training(run: ReportFacts, rank: int | None) -> int:
-    """The highest resident memory that a rank has reported, before what is written and drawn at the end.
-
-    On an NVIDIA GPU it is what the rank needed there.
-    """
-    peaks = [one.needed_bytes or one.peak_rss_bytes for one in run.history.train]
+def _in_training(facts: ReportFacts, rank: int | None) -> int:
+    """The highest memory that a rank reported in training: what it needed on an NVIDIA GPU, else what was resident."""
+    peaks = [one.needed_bytes or one.peak_rss_bytes for one in facts.history.train]
     return 0 if rank is None else max((known[rank] for known in peaks if rank < len(known)), default=0)
 
 
-def _events(label: str, run: ReportFacts) -> Grid | None:
+def _events(run: _Run) -> Iterator[Grid]:
     """Starts as the run wrote them down, and the supervisor's events."""
-    starts = run.history.starts
-    begun = starts[0].time if starts else None
+    starts = run.facts.history.starts
     rows: list[tuple[float, str, str, str]] = []
     for start in starts:
         text = f"attempt {start.attempt}, from {f'step {start.step}' if start.step else 'the beginning'}, "
-        text += f"{start.num_ranks} rank{'s' * (start.num_ranks > 1)} ({start.backend})"
+        text += f"{form.counted(start.num_ranks, 'rank')} ({start.backend})"
         text += f", resumed from {start.resumed_from}" if start.resumed_from else ""
         rows.append((start.time, "start", "", text))
-    rows += [(float(event["time"]), str(event["kind"]), *words_of(event)) for event in run.journal]
+    rows += [(float(event["time"]), str(event["kind"]), *words_of(event)) for event in run.facts.journal]
     if len(rows) < 2:
-        return None
+        return
     rows.sort(key=lambda row: row[0])
     left = f" (the last {_MOST_EVENTS} of {len(rows)})" if len(rows) > _MOST_EVENTS else ""
-    head = ("after", "what", "where", "in words", "time (UTC)")
-    cells = (
-        (_after(time, begun), kind, where or _NONE, text, form.format_moment(time))
+    begun = starts[0].time if starts else None
+    cells = [
+        (_after(time, begun), kind, where or NONE, text, form.format_moment(time))
         for time, kind, where, text in rows[-_MOST_EVENTS:]
-    )
-    return Grid(f"{label}{left}", head, tuple(cells))
+    ]
+    yield Grid(f"{run.label}{left}", ("after", "event", "where", "in words", "time (UTC)"), tuple(cells))
 
 
 def _after(time: float, begun: float | None) -> str:
     if begun is None:
-        return _NONE
+        return NONE
     away = form.format_duration(abs(time - begun))
     return f"{'-' if time < begun and away != form.format_duration(0.0) else '+'}{away}"
 
@@ -293,12 +276,12 @@ def _after(time: float, begun: float | None) -> str:
 def _columns(caption: str, labels: Sequence[str], columns: Sequence[Mapping[str, object]]) -> Grid:
     """One column a run; rows of which nothing is known are left out."""
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = ((name, *(str(column.get(name) or "") or _NONE for column in columns)) for name in names)
-    return Grid(caption, ("", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
+    rows = ((name, *(str(column.get(name) or "") or NONE for column in columns)) for name in names)
+    return Grid(caption, ("", *labels), tuple(row for row in rows if set(row[1:]) != {NONE}))
 
 
 def _machine(run: ReportFacts) -> dict[str, object]:
-    """Of one run its model and machines."""
+    """Model and machines of one run."""
     history, started = run.history, run.history.started
     hosts: dict[str, list[str]] = {}
     for row in run.rows:
@@ -330,7 +313,7 @@ def _parameters(started: RunStarted) -> str | None:
 
 
 def _data(run: ReportFacts) -> dict[str, object]:
-    """Of one run its data."""
+    """Data of one run."""
     history, last = run.history, run.history.train[-1] if run.history.train else None
     validated = max((one.num_tokens for one in history.valid), default=0)
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
@@ -350,22 +333,23 @@ def _data(run: ReportFacts) -> dict[str, object]:
     }
 
 
-def _samples(label: str, run: ReportFacts) -> Grid | None:
-    """Of each prompt the first and the last text, and some between."""
+def _samples(run: _Run) -> Iterator[Grid]:
+    """The first and the last text for each prompt, and some between."""
     rows: list[tuple[str, ...]] = []
-    sampled = run.history.sampled
+    sampled = run.facts.history.sampled
     for prompt in dict.fromkeys(one.prompt for one in sampled):
         texts = [one for one in sampled if one.prompt == prompt]
         count = min(len(texts), _MOST_SAMPLES)
         places = (round(place * (len(texts) - 1) / max(1, count - 1)) for place in range(count))
         rows += [(str(texts[place].step), prompt, texts[place].text) for place in places]
-    return Grid(f"samples of {label}", ("step", "prompt", "text"), tuple(rows)) if rows else None
+    if rows:
+        yield Grid(f"samples of {run.label}", ("step", "prompt", "text"), tuple(rows))
 
 
-def _answers(label: str, run: ReportFacts) -> Iterator[Grid]:
-    for one in run.answers:
+def _answers(run: _Run) -> Iterator[Grid]:
+    for one in run.facts.answers:
         rows = tuple(zip(one.prompts, one.before, one.after, strict=True))
-        yield Grid(f"answers of {label} ({one.file})", ("prompt", "before", "after"), rows)
+        yield Grid(f"answers of {run.label} ({one.file})", ("prompt", "before", "after"), rows)
 
 
 def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Grid]:
@@ -373,11 +357,11 @@ def _options(labels: Sequence[str], runs: Sequence[ReportFacts]) -> Iterator[Gri
     names = sorted({name for config in configs for name in config})
     if not names:
         return
-    rows = tuple((name, *(_option(config.get(name)) or _NONE for config in configs)) for name in names)
+    rows = tuple((name, *(_option(config.get(name)) or NONE for config in configs)) for name in names)
     differ = tuple(row for row in rows if len(set(row[1:])) > 1)
     if differ:
         yield Grid("options in which the runs differ", ("option", *labels), differ)
-    yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {_NONE}))
+    yield Grid("all options that are set", ("option", *labels), tuple(row for row in rows if set(row[1:]) != {NONE}))
 
 
 def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:

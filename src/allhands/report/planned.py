@@ -1,20 +1,19 @@
-"""What was planned for a run beside what was measured, as words and tables of a report."""
+"""Planned and measured figures of a run, as words and tables of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from allhands.observe.charts import Grid
+from allhands.observe.charts import NONE, Grid
 from allhands.observe.course import Judgement
 from allhands.plan.compared import Comparison, Figure, compare
 from allhands.report.facts import ReportFacts
 
-_NONE = "–"
 _MOST = 6  # differences that are told
 PLANNED_TOLD = (
     "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
     "first. All steps: from the first to the end, with validations, and with saving, which no plan has. As planned is "
-    "within 15 % of a time and 10 % of memory; what may explain more stands at the top."
+    "within 15 % of a time and 10 % of memory; tokens and the exchange of a step may explain more."
 )
 
 
@@ -26,8 +25,8 @@ def comparison_of(run: ReportFacts) -> Comparison | None:
 
 
 def plan_words(found: Comparison) -> list[Judgement]:
-    """What is not as planned, and why; or that all of it is."""
-    measured = [figure for figure in found.figures if figure.ratio is not None]
+    """Judgements of the figures that are not as planned; or one that all are."""
+    measured = [figure for figure in found.figures if figure.judged]
     off = [figure for figure in measured if figure.off]
     # Once is enough: what the run expected of itself has words where the plan was right, or had none.
     words = [_word(one) for one in off if one.key != "expected" or all(other.key != "memory" for other in off)]
@@ -45,8 +44,7 @@ def _word(figure: Figure) -> Judgement:
     more = figure.ratio is not None and figure.ratio > 1.0
     grave = more and not figure.marked and figure.key != "start"
     other = ", with other options" if figure.marked else ""
-    why = f" What may explain it: {'; '.join(figure.why)}." if figure.why else ""
-    return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.{why}")
+    return Judgement("plan", "warning" if grave else "note", f"Not as planned{other}. {figure.told}.")
 
 
 def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
@@ -62,7 +60,8 @@ def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
 
 
 def _row(figure: Figure) -> tuple[str, ...]:
-    shown = (figure.of, figure.shown(figure.planned) or _NONE, figure.shown(figure.measured) or _NONE)
+    shown = (figure.of, figure.shown(figure.planned) or NONE, figure.shown(figure.measured) or NONE)
     if figure.ratio is None:
-        return (*shown, _NONE, _NONE)
-    return (*shown, f"{figure.ratio:.2f}{' *' * figure.marked}", "no" if figure.off else "yes")
+        return (*shown, NONE, NONE)
+    as_planned = ("no" if figure.off else "yes") if figure.judged else NONE
+    return (*shown, f"{figure.ratio:.2f}{' *' * figure.marked}", as_planned)

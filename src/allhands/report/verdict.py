@@ -1,4 +1,4 @@
-"""Whether a run goes on, or how it ended: the one place that says so, for reports, dashboard and monitor."""
+"""State of a run, going on or ended, for reports, dashboard and monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPS = (130, 143)  # exit codes of a job that a person or a scheduler ended
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run stands; ``reason`` says more, in words."""
+    """State of a run, with a reason in words."""
 
     status: Status
     reason: str = ""
@@ -28,7 +28,7 @@ class Verdict:
 def verdict_of(
     path: Path, history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board, now: float
 ) -> Verdict:
-    """How the run stands by its metrics' end, the supervisor's last word, its processes, and the age of its last line.
+    """Find the state of a run from its metrics, the supervisor's last event, its processes, and the age of its files.
 
     Args:
         path: the run's directory, or its ``metrics.jsonl``.
@@ -51,7 +51,7 @@ def verdict_of(
 
 
 def _written(path: Path) -> float:
-    """When the metrics were written last; 0: never."""
+    """Time of the last writing of the metrics; 0: never."""
     try:
         return (path / METRICS_FILE if path.is_dir() else path).stat().st_mtime
     except OSError:
@@ -59,7 +59,7 @@ def _written(path: Path) -> float:
 
 
 def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board) -> Verdict | None:
-    """What the supervisor said at its end; ``None``: it has not ended, or the run was started again without one."""
+    """The state by the supervisor's last event; ``None`` if it goes on, or a later start had no supervisor."""
     last = journal[-1] if journal else {}
     began = max([board.began, *(start.time for start in history.starts)])
     if not last or float(last.get("time", began)) < began:
@@ -76,7 +76,7 @@ def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board:
 
 
 def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
-    """What the supervisor saw fail last."""
+    """The last failure that the supervisor saw, in words."""
     last = next((one for one in reversed(journal) if one.get("kind") in ("failed", "given up", "fault")), None)
     return told(last) if last is not None else ""
 
@@ -88,7 +88,7 @@ def told(event: Mapping[str, Any]) -> str:
 
 
 def words_of(event: Mapping[str, Any]) -> tuple[str, str]:
-    """Where an event of the supervisor's happened, and what."""
+    """Place and words of an event of the supervisor."""
     where = ", ".join(f"{name} {event[name]}" for name in ("rank", "host", "step") if event.get(name) is not None)
     text, error = str(event.get("message", "")), str(event.get("error") or "")
     return where, f"{text}: {error}" if error and error not in text else text

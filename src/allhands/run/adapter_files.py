@@ -51,7 +51,7 @@ def _torn(file: Path, problem: str) -> ModelError:
 
 
 def _wrong_in(described: Any) -> str | None:
-    """What keeps mlx_lm from putting on an adapter that is described like this."""
+    """The reason why mlx_lm cannot put on an adapter that is described like this."""
     if not isinstance(described, dict):
         return "it is not an object"
     content = cast("dict[str, Any]", described)
@@ -96,7 +96,7 @@ def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
 
 
 def instead_of(adapter_path: Path) -> str | None:
-    """Which weights of the same run are whole and can be used instead of these, in words; ``None``: none are."""
+    """Weights of the same run that are whole and can be used instead of these, in words; ``None``: none are."""
     run = run_of(adapter_path)
     try:
         found = survey(run)
@@ -124,7 +124,7 @@ def _torn_by(weights: Path) -> Exception | None:
 
 
 def what_is(directory: Path) -> tuple[str, str]:
-    """What there is where an adapter was looked for, and what to do, in words."""
+    """The content of a place where an adapter was looked for, and a remedy, in words."""
     if not directory.exists():
         return "there is no such directory", meant(directory, _ELSE)
     if not directory.is_dir():
@@ -146,7 +146,7 @@ def what_is(directory: Path) -> tuple[str, str]:
 
 
 def warning_of(adapter_path: Path | None, model: str | None = None) -> str | None:
-    """What a person should know of the run that an adapter, or else a model of pre-training, comes from, if anything.
+    """A warning about the run that an adapter, or else a model of pre-training, comes from, if there is one.
 
     The run is judged up to the step of these weights: what came later did them no harm.
     """

@@ -68,7 +68,7 @@ def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> 
 
 
 def cut_alike(communicator: Communicator, sizing: Sizing) -> bool:
-    """Whether all ranks cut their shares the same way; asked where that is of use."""
+    """True if all ranks cut their shares the same way; asked where that is of use."""
     if not can(communicator.backend, "overlap"):
         return False
     # Float32, which every back-end can gather, is exact to 2**24.

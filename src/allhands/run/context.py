@@ -1,4 +1,4 @@
-"""What a rank's run is given from outside."""
+"""The inputs that a rank's run gets from outside."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from rich.console import Console
 from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.blame import Circumstances
 from allhands.distributed.mesh import Mesh
+from allhands.io.terminal import print_line
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the recipe is given from outside: who the other ranks are, where text goes, who may stop it.
+    """The inputs that the recipe gets from outside: who the other ranks are, where text goes, who may stop it.
 
     Attributes:
         connect: joins the group; called after data and model are known to be good.
@@ -60,3 +61,9 @@ class RunContext:
     given: Circumstances = field(default_factory=Circumstances)
     attest: Callable[[Mapping[str, Any]], None] | None = None
     trial: bool = False
+
+    def say(self, *lines: str) -> None:
+        """Print ``lines`` where this rank has a console."""
+        if self.console is not None:
+            for line in lines:
+                print_line(self.console, line)

@@ -71,17 +71,17 @@ class Datasets:
 
     @property
     def train(self) -> Windows | None:
-        """What to train on."""
+        """Rows to train on."""
         return self._windows("train")
 
     @property
     def valid(self) -> Windows | None:
-        """What to validate on."""
+        """Rows to validate on."""
         return self._windows("valid")
 
     @property
     def test(self) -> Windows | None:
-        """What to test on."""
+        """Rows to test on."""
         return self._windows("test")
 
     @property
@@ -100,7 +100,7 @@ class Datasets:
         return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
 
     def recorded(self) -> dict[str, str | None]:
-        """What a checkpoint says of the data: the fingerprints, and the moment whose date is in them."""
+        """The data as a checkpoint records them: the fingerprints, and the moment whose date is in them."""
         return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
 
 
@@ -176,7 +176,7 @@ def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]
 
 
 def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[str, ...]:
-    """What ends the answers, where generation would not stop there; nothing if there are no answers."""
+    """The token that ends answers, where generation would not stop there; nothing if there are no answers."""
     answers = any(one.report.num_texts < one.report.num_records for one in stored.values())
     found = unstopped(tokenizer) if answers else None
     return () if found is None else (found[0],)
@@ -200,7 +200,7 @@ def load_data(config: TrainConfig) -> Datasets:
 
 
 def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
-    """How ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
+    """The way in which ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
     return Rendering(
         cast("Any", tokenizer.tokenizer),
         mask_prompt=config.mask_prompt,
@@ -313,7 +313,7 @@ def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress
 
 
 def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[str]:
-    """What a person should know of the splits: each by itself, and beside each other."""
+    """Notes for a person on the splits: each by itself, and beside each other."""
     for split, one in stored.items():
         yield from _data_notes(split, one, config)
     if not config.train or "train" not in stored:
@@ -338,7 +338,7 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
 
 
 def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
-    """What the sizes of the data, of the training and of the model say together."""
+    """Notes on the sizes of the data, of the training and of the model together."""
     notes: list[str] = []
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
         notes.append(

@@ -1,4 +1,4 @@
-"""Which blocks each rank of a pipeline has: agreed by all ranks, by measured speed and the memory that each has."""
+"""The blocks of each rank of a pipeline: agreed by all ranks, by measured speed and the memory that each has."""
 
 from __future__ import annotations
 
@@ -155,23 +155,23 @@ def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage
 
 
 def is_several(mesh: Mesh) -> bool:
-    """Whether the ranks are on several computers, so that their speeds may differ."""
+    """True if the ranks are on several computers, so that their speeds may differ."""
     return mesh.local_size < mesh.size
 
 
 def present_bytes(accelerator: Accelerator) -> int:
-    """Of a rank's memory what a process has before a model is read."""
+    """Bytes of a rank's memory that a process has before a model is read."""
     return psutil.Process().memory_info().rss + ROOM_OF_PRODUCTS if accelerator.kind == "cpu" else 0
 
 
 def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
-    """What ranks that have the same stages may have in common."""
+    """The room and speed that ranks with the same stages have in common."""
     rooms = [each["room"] for each in said if each["room"]]
     return Seat(1.0, min(rooms, default=None), beside + max(each["taken"] for each in said), held)
 
 
 def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[str, list[str]]:
-    """Of stages that a person has asked for: why they are refused, or notes; as for a model that is not divided.
+    """The reason why stages that a person has asked for are refused, or notes on them.
 
     Weights alone that are larger than a rank's memory are refused; what is estimated besides is told.
     """
@@ -186,7 +186,7 @@ def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[
 
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
-    """Whether a recorded split is one of as many stages that has room, here as there."""
+    """True if a recorded split is one of as many stages that has room, here as there."""
     if not isinstance(kept, list) or len(kept) != len(seats) * per_rank or sum(kept) != len(layers.blocks):
         return False
     return split_as(layers, seats, kept).fits
@@ -200,7 +200,7 @@ def _told(sizes: Sequence[int]) -> str:
 
 
 def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> str:
-    """What has made stages unlike; empty where nothing has."""
+    """The reasons for unlike stages; empty where there are none."""
     fastest = max(seat.speed for seat in seats)
     reasons = [
         f"rank {place} is {seat.speed / fastest:.2g} times as fast"
@@ -220,7 +220,7 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
 
 
 def _lacking(found: Split, seats: Sequence[Seat]) -> str:
-    """Which rank has too little memory for its stages."""
+    """The ranks that have too little memory for their stages, in words."""
     return "; ".join(
         f"rank {place} with {format_bytes(seat.room or 0)} would need {format_bytes(num_bytes)}"
         for place, (seat, num_bytes, missing) in enumerate(zip(seats, found.num_bytes, found.missing, strict=True))
@@ -242,7 +242,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
 
 @dataclass(frozen=True)
 class _Ways:
-    """What the model's parts cost.
+    """The costs of the model's parts.
 
     Attributes:
         ways: of holding them; the second, of a quantised model on a CPU, is with weights packed, as a rank keeps them
@@ -279,7 +279,7 @@ def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accele
 
 
 def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:
-    """How a rank holds quantised weights where its memory is not short."""
+    """The form in which a rank holds quantised weights where its memory is not short."""
     if accelerator.kind == "cpu":
         return "dense" if divided.for_answers else "codes"
     dense = held_dense(count_parameters(divided.model) // mesh.pipe, accelerator.memory_bytes)
@@ -314,11 +314,13 @@ def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
     """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
-    active = _active(divided.config)
+    # Experts of a block that compute a token; None where that is not told.
+    active = next((int(divided.config[name]) for name in _ACTIVE if divided.config.get(name)), None)
 
     def of(module: nn.Module) -> Weights:
         num_bytes = sum(held[id(each)] for each in module.modules())
-        return Weights(_multiplied(module, active), num_bytes, _trained(module))
+        trained_bytes = sum(array.nbytes for _, array in flatten(module.trainable_parameters()))
+        return Weights(_multiplied(module, active), num_bytes, trained_bytes)
 
     parts = tuple(map(of, model.layers))
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
@@ -336,11 +338,6 @@ def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
     return Model(parts, embedding, Weights(beside, num_bytes, others))
 
 
-def _active(config: Mapping[str, Any]) -> int | None:
-    """Experts of a block that compute a token; ``None`` where that is not told."""
-    return next((int(config[name]) for name in _ACTIVE if config.get(name)), None)
-
-
 def _multiplied(module: nn.Module, active: int | None) -> float:
     """Numbers of ``module`` that each token is multiplied by: of its experts those of the ``active`` ones alone."""
     numbers = float(count_parameters(module))
@@ -351,11 +348,7 @@ def _multiplied(module: nn.Module, active: int | None) -> float:
     return numbers
 
 
-def _trained(module: nn.Module) -> int:
-    return sum(array.nbytes for _, array in flatten(module.trainable_parameters()))
-
-
 def _widths(divided: Divided) -> tuple[int, int] | None:
-    """Of the largest matrix of a block; ``None`` where that is not known."""
+    """The widths of the largest matrix of a block; ``None`` where they are not known."""
     blocks = blocks_of(divided.config)
     return None if blocks is None else (blocks.dims, blocks.mlp_dims)

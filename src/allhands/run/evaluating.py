@@ -21,7 +21,7 @@ from allhands.train.evaluation import Evaluator
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What :func:`run_evaluation` found.
+    """The result of :func:`run_evaluation`.
 
     Attributes:
         loss: mean over the trained tokens, in nats a token.

@@ -1,4 +1,4 @@
-"""What was chosen for a run and why, in words: ``--log-level verbose``."""
+"""The choices of a run and their reasons, in words: ``--log-level verbose``."""
 
 from __future__ import annotations
 

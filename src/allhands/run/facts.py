@@ -1,4 +1,4 @@
-"""What a rank states of itself before the first gradient: what all must have in common, and the files behind it."""
+"""The facts that a rank states before the first gradient, which all must have in common, and the files behind them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IDLE_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures"
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank has loaded, to be compared with the others'.
+    """The configuration, model and data of one rank, to be compared with the others'.
 
     Attributes:
         start: the file of weights to start from, or ``None``.
@@ -45,7 +45,7 @@ class RankFacts:
     equal: Collection[str] | None = None
 
     def values(self) -> dict[str, Any]:
-        """What every rank must have in common, as JSON values.
+        """The facts that every rank must have in common, as JSON values.
 
         Weights are compared as files, because ranks on other devices may hold them in other types.
         """
@@ -64,7 +64,7 @@ class RankFacts:
         }
 
     def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
-        """What is added where facts differ, with this run's options in the words."""
+        """The facts that are added where ranks differ, with this run's options in the words."""
         return Witness(computer, mesh.local_rank == 0, self.details, replace(given, **self._options()))
 
     def details(self, sections: set[str]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class RankFacts:
         return files_behind_data(Path(self.config.data), self.data.stored, self.loaded.path)
 
     def _exam(self) -> dict[str, Any] | None:
-        """What a computer with the same files need not load to be known to fit; ``None``: files do not tell."""
+        """The files by which a computer is known to fit without loading anything; ``None``: files do not tell."""
         config = self.config
         named = {"adapter": config.resume_adapter_file, "config": config.config, "template": config.chat_template}
         told = pretraining(config) is None and Path(config.model).is_dir() and Path(config.data).exists()
@@ -120,7 +120,7 @@ class RankFacts:
         return places | ({"adapter": str(self.start.parent.absolute())} if self.start is not None else {})
 
     def _options(self) -> dict[str, str]:
-        """Of paths, as the person gave them; what is no path here is left out."""
+        """The paths as the person gave them; an option that is no path here is left out."""
         named = {"adapter": self.config.resume_adapter_file, "config": self.config.config}
         paths = {name: written(path) for name, path in named.items() if path}
         data = {"data": written(self.config.data)} if Path(self.config.data).exists() else {}
@@ -128,7 +128,7 @@ class RankFacts:
 
 
 def _architecture(loaded: LoadedModel) -> Any:
-    """What the model's class has read of its config, or else the config without what nobody computes with."""
+    """The configuration that the model's class has read, or else the config without keys that nobody computes with."""
     args = getattr(loaded.model, "args", None)
     if is_dataclass(args) and not isinstance(args, type):
         read: Mapping[str, Any] = {**asdict(args), "quantization": loaded.config.get("quantization")}

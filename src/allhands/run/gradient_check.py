@@ -79,20 +79,20 @@ class Compared:
 
     @property
     def excess(self) -> float:
-        """How many times as large as rounding the difference of gradients or losses is; infinite if it is no number."""
+        """The difference of gradients or losses in multiples of rounding; infinite if it is no number."""
         loss = abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
         found = max(self.difference / self.limit, loss / self.loss_limit)
         return found if math.isfinite(found) and math.isfinite(loss) else math.inf
 
     @property
     def is_off(self) -> bool:
-        """Whether this row differs by more than rounding."""
+        """True if this row differs by more than rounding."""
         return self.excess > 1.0
 
 
 @dataclass(frozen=True)
 class GradientVerdict:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         compared: each row.
@@ -106,7 +106,7 @@ class GradientVerdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing that was compared differs by more than rounding."""
+        """True if nothing that was compared differs by more than rounding."""
         return not any(row.is_off for row in self.compared)
 
     def raise_if_wrong(self, model: str) -> None:
@@ -133,7 +133,7 @@ class GradientVerdict:
 
 @dataclass(frozen=True)
 class _Row:
-    """What both compute: a row, and with how many of the last blocks."""
+    """The row that both compute, and with how many of the last blocks."""
 
     tokens: mx.array
     blocks: int
@@ -361,7 +361,7 @@ def _projected(array: mx.array, index: int) -> mx.array:
 
 
 def _norm(one: mx.array | None, other: mx.array) -> float:
-    """Of the difference; infinite where something is missing or no number."""
+    """The norm of the difference; infinite where something is missing or no number."""
     if one is None or one.shape != other.shape:
         return math.inf
     found = number(mx.sqrt(mx.square(one - other).sum()))
@@ -412,7 +412,7 @@ def memory_of(
 
 @cache
 def _source() -> str:
-    """Of the code that computes a step: a version under development changes without its number."""
+    """The hash of the code that computes a step: a version under development changes without its number."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for room in ("model", "kernels", "runtime/native", "objectives", "parallel"):

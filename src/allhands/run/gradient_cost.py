@@ -1,4 +1,4 @@
-"""What a pass of mlx_lm's own model costs, and how much of it can be afforded before a training."""
+"""The cost of a pass of mlx_lm's own model, and the part of it that can be afforded before a training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINED = 32
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass of mlx_lm's own model costs.
+    """The cost of a pass of mlx_lm's own model.
 
     Attributes:
         blocks: of the model.
@@ -51,7 +51,7 @@ class PassCost:
 
     @classmethod
     def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool) -> PassCost:
-        """Of ``model``; not ``bounded``: as much memory as there may be."""
+        """The cost for ``model``; not ``bounded``: as much memory as there may be."""
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
         layers = list(getattr(model, "layers", ()))
@@ -71,11 +71,11 @@ class PassCost:
         )
 
     def fits_exact(self, blocks: int) -> bool:
-        """Whether there is room for so many blocks in float32 as well, and the gradient of all of it."""
+        """True if there is room for so many blocks in float32 as well, and the gradient of all of it."""
         return 8.0 * (blocks * self.per_block + self.beside) <= _EXACT_SHARE * self.memory
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
-        """How many blocks, and how many of ``tokens``, a pass of so many seconds can have."""
+        """The number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
         while True:
             trained = min(tokens, TRAINED)
             left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)

@@ -24,7 +24,7 @@ from allhands.runtime.accelerator import Accelerator
 
 @dataclass(frozen=True)
 class KernelForms:
-    """Which forms a run computes.
+    """The forms that a run computes.
 
     Attributes:
         request: the text of ``ALLHANDS_KERNELS``.
@@ -52,8 +52,6 @@ class KernelForms:
         if missing != self._missing:
             forms = missing or self._missing
             found.append(f"one of the checkpoint's run and this one computes without {forms} operations")
-        if before.get("measured"):
-            found.append("the checkpoint's run chose some kernels by measurement, and this one goes by rule")
         if before.get("wishes", "") != self.request:
             found.append(f"{VARIABLE} changed from {before.get('wishes', '')!r} to {self.request!r}")
         return replace(self, notes=(*self.notes, *(f"{each}: results may differ by rounding" for each in found)))

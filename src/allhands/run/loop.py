@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,9 +20,10 @@ from allhands.config.schema import TrainConfig
 from allhands.data.loader import MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.distributed.backend import Communicator
+from allhands.distributed.handout import votes
 from allhands.distributed.reduce import barrier
 from allhands.errors import AllhandsError, Interrupted, NumericsError, Regroup, StorageError
-from allhands.io.trees import number, numbers
+from allhands.io.trees import numbers
 from allhands.model.load import MODEL
 from allhands.observe.metrics import RunEnded, Sampled, SavedReport, Sink, StepSkipped, TrainReport, ValidReport, Warned
 from allhands.parallel.shares import Balance
@@ -43,26 +44,27 @@ _PEAKS = 4  # of a rank, in a report
 _ROUND_S = 10.0  # for which a stop waits for the end of a round
 
 
-@dataclass(frozen=True)
-class LoopParts:
-    """Everything the loop drives; assembled by ``run/session.py``.
+@dataclass
+class TrainLoop:
+    """The loop and everything that it drives; assembled by ``run/session.py``.
 
     Attributes:
-        load: this rank's micro-batches of a batch, by its number; usually made ahead.
+        state: the place of the run.
+        load: gives this rank's micro-batches of a batch, by its number; usually made ahead.
         save: starts to write a checkpoint on the ranks that keep files; raises nothing.
-        saved: what was written since it was asked last, or could not be; waits for all of it if told to.
+        saved: gives the outcomes of saves since the last call; waits for all of them if told to.
         beat: tells the supervisor (phase, steps done).
-        stop_requested: the signal that asked this rank to stop, or 0.
-        regroup_requested: whether the run should end at a checkpoint, to go on with other ranks.
-        learning_rate: of the last update.
+        stop_requested: gives the signal that asked this rank to stop, or 0.
+        regroup_requested: tells if the run should end at a checkpoint, to go on with other ranks.
+        learning_rate: gives the rate of the last update.
         total: batches to train on.
         sample: lets the model write after so many steps and batches, on rank 0; the others go on.
         tokens_per_byte: of the validation texts, if they are that and nothing else.
         balance: the ranks' shares of each batch.
-        loaded: micro-batches of an update before its turn, by the number of its first batch.
-        copies: what is known of the checkpoint's copies on other computers, one of which may be this rank's to keep.
+        copies: knows the checkpoint's copies on other computers, one of which this rank may keep.
     """
 
+    state: LoopState
     config: TrainConfig
     order: GlobalOrder
     load: Callable[[int], list[MicroBatch]]
@@ -79,425 +81,412 @@ class LoopParts:
     regroup_requested: Callable[[], bool]
     learning_rate: Callable[[], float]
     total: int
-    sample: Callable[[int, int], list[Sampled]] = lambda step, iteration: []
-    tokens_per_byte: float | None = None
-    balance: Balance = field(default_factory=lambda: Balance((1.0,)))
-    loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
-    copies: Copies = field(default_factory=Copies)
+    sample: Callable[[int, int], list[Sampled]]
+    tokens_per_byte: float | None
+    balance: Balance
+    copies: Copies
+    # Micro-batches of an update before its turn, by the number of its first batch.
+    _loaded: dict[int, list[MicroBatch]] = field(default_factory=dict[int, list[MicroBatch]])
 
-    @property
-    def callbacks_here(self) -> Sequence[Callback]:
-        return self.callbacks if self.communicator.rank == 0 else ()
+    def run(self) -> RunEnded:
+        """Train until the end, early stopping, or a request to stop; rank 0 reports.
 
-    def total_steps(self, state: LoopState) -> int:
-        """Updates of the whole training."""
-        return state.steps_in_all(self.total, self.config.grad_accumulation_steps)
+        Raises:
+            Interrupted: a rank was asked to stop; there is a checkpoint.
+            Regroup: the supervisor asked for it; there is a checkpoint.
+            NumericsError: loss or gradient is not finite; the weights of before are saved.
+            StorageError: the last weights could not be written.
+        """
+        self.state.began = time.perf_counter()
+        try:
+            ended = self._train()
+            self._tell_saved(wait=True)
+            self._meet()
+            return ended
+        except (Interrupted, NumericsError) as error:
+            # Raised on every rank alike, so that saving together is possible.
+            told = self._keep_stopped() if isinstance(error, Interrupted) else self._keep_suspect(error)
+            self.sink.emit(self._ended("interrupted" if isinstance(told, Interrupted) else "failed"))
+            raise told from None
+        except Regroup:
+            raise
+        except KeyboardInterrupt:  # of a person's own process, at once
+            self.sink.emit(self._ended("interrupted"))
+            raise
+        except AllhandsError:
+            self.sink.emit(self._ended("failed"))
+            raise
 
+    def _train(self) -> RunEnded:
+        state, strategy = self.state, self.step.strategy
+        if validated := state.validation_due:
+            self._validate()
+            self._sample()
+        if self._out_of_patience() or state.iteration >= self.total:
+            # Resumed after its end: what is missing in this directory is written.
+            self._save("last" if validated else "same")
+            return self._ended("stopped early" if self._out_of_patience() else "finished")
+        settled, stops = state.iteration, False
+        while state.iteration < self.total:
+            begun = time.perf_counter()
+            result = self._update()
+            asked = bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
+            early = asked and not stops and not self._waits_for_round(time.perf_counter() - begun)
+            stops = asked or stops
+            ends = strategy.steps_left == 0 and (stops or self._is_due(settled))
+            if state.iteration == self.total or early or ends:
+                strategy.close_round()
+            if strategy.in_round:  # what is due now is due at its end
+                self._tell_saved(wait=False)
+                continue
+            before, settled = settled, state.iteration
+            state.validation_due = self._due(before, self.config.steps_per_eval)
+            if stops:
+                raise Interrupted("stopped")
+            if self._settle(before):
+                return self._ended("stopped early")
+        return self._ended("finished")
 
-def train_loop(parts: LoopParts, state: LoopState) -> RunEnded:
-    """Train until the end, early stopping, or a request to stop; rank 0 reports.
+    def _settle(self, before: int) -> bool:
+        """Validate, sample and save what is due since ``before`` batches; tells if patience is at its end too soon."""
+        state, config, done = self.state, self.config, self.state.iteration == self.total
+        samples = self._due(before, config.sample_every or config.steps_per_eval)
+        stale = state.validation_due and self._validate()
+        if samples:
+            self._sample()
+        if stale or self._due(before, config.save_every):
+            self._save("last")
+            if not (done or stale) and config.keep_last and self._any_rank(self.regroup_requested()):
+                self._regroup()
+        if not (done or stale):
+            self._tell_saved(wait=False)
+        return stale and not done
 
-    Raises:
-        Interrupted: a rank was asked to stop; there is a checkpoint.
-        Regroup: the supervisor asked for it; there is a checkpoint.
-        NumericsError: loss or gradient is not finite; what was trained before is saved.
-        StorageError: the last weights could not be written.
-    """
-    started = state.began = time.perf_counter()
-    try:
-        ended = _train(parts, state, started)
-        _tell_saved(parts, state, wait=True)
-        _meet(parts, state)
-        return ended
-    except (Interrupted, NumericsError) as error:
-        # Raised on every rank alike, so that saving together is possible.
-        told = _keep_and_tell(parts, state, error)
-        parts.sink.emit(_ended(state, started, "interrupted" if isinstance(told, Interrupted) else "failed"))
-        raise told from None
-    except Regroup:
-        raise
-    except KeyboardInterrupt:  # of a person's own process, at once
-        parts.sink.emit(_ended(state, started, "interrupted"))
-        raise
-    except AllhandsError:
-        parts.sink.emit(_ended(state, started, "failed"))
-        raise
+    def _due(self, before: int, every: int) -> bool:
+        """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of them."""
+        return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
 
+    def _is_due(self, settled: int) -> bool:
+        """True if something is due that needs the same weights on all ranks."""
+        config, sees = self.config, self.evaluator is not None or bool(self.config.sample_prompts)
+        looks = (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
+        return any(_crossed(settled, self.state.iteration, every) for every in (*looks, config.save_every))
 
-def _train(parts: LoopParts, state: LoopState, started: float) -> RunEnded:
-    config = parts.config
-    if validated := state.validation_due:
-        _validate(parts, state, started)
-        _sample(parts, state)
-    if _out_of_patience(parts, state) or state.iteration >= parts.total:
-        # Resumed after its end: what is missing in this directory is written.
-        _save(parts, state, "last" if validated else "same")
-        return _ended(state, started, "stopped early" if _out_of_patience(parts, state) else "finished")
-    settled, stops = state.iteration, False
-    while state.iteration < parts.total:
-        before, begun = state.iteration, time.perf_counter()
-        result = _update(parts, state)
-        _note_skipped(parts, state, result)
-        done = state.iteration == parts.total
-        if _reports(parts, before, state.iteration):
-            _report(parts, state, started, result.gathered)
-        asked = bool(result.stop_votes or (parts.communicator.size == 1 and parts.stop_requested()))
-        early = asked and not stops and not _waits_for_round(parts, state, time.perf_counter() - begun)
-        stops = asked or stops
-        ends = parts.step.strategy.steps_left == 0 and (stops or _is_due(parts, settled, state.iteration))
-        if done or early or ends:
-            parts.step.strategy.close_round()
-        if parts.step.strategy.in_round:  # what is due now is due at its end
-            _tell_saved(parts, state, wait=False)
-            continue
-        before, settled = settled, state.iteration
-        state.validation_due = done or _crossed(before, state.iteration, config.steps_per_eval)
-        if stops:
-            raise Interrupted("stopped")
-        sampled = state.validation_due
-        if config.sample_every is not None:
-            sampled = done or _crossed(before, state.iteration, config.sample_every)
-        stale = state.validation_due and _validate(parts, state, started)
-        if sampled:
-            _sample(parts, state)
-        if _crossed(before, state.iteration, config.save_every) or done or stale:
-            _save(parts, state, "last")
-            if not (done or stale) and config.keep_last and _any_rank(parts, state, parts.regroup_requested()):
-                _regroup(parts, state)
-        if stale and not done:
-            return _ended(state, started, "stopped early")
-        if not done:
-            _tell_saved(parts, state, wait=False)
-    return _ended(state, started, "finished")
+    def _waits_for_round(self, step_s: float) -> bool:
+        """True if a stop waits for the end of the round: on all ranks alike, only if that is soon.
 
+        A run that goes on from there is the one that was not stopped. After a round that was closed before its end,
+        which loses nothing either, it is another.
+        """
+        strategy = self.step.strategy
+        soon_s = min(_ROUND_S, self.config.stop_grace_s / 4)
+        return strategy.in_round and not self._any_rank(strategy.steps_left * step_s > soon_s)
 
-def _is_due(parts: LoopParts, settled: int, now: int) -> bool:
-    """Whether something is that needs the same weights on all ranks."""
-    config, sees = parts.config, parts.evaluator is not None or bool(parts.config.sample_prompts)
-    looks = (config.steps_per_eval, config.sample_every or config.steps_per_eval) if sees else ()
-    return any(_crossed(settled, now, every) for every in (*looks, config.save_every))
+    def _regroup(self) -> None:
+        """End here if the checkpoint is written; if it could not be, the training goes on to the next.
 
+        So it does if a copy of it could not, once: one that cannot be kept for long keeps nobody from regrouping.
 
-def _waits_for_round(parts: LoopParts, state: LoopState, step_s: float) -> bool:
-    """Whether a stop waits for the end of the round: on all ranks alike, only if that is soon.
+        Raises:
+            Regroup: it is.
+        """
+        failed, before = False, self.copies.trouble
+        try:
+            self._tell_saved(wait=True)
+        except StorageError as error:
+            failed = True
+            self.sink.emit(Warned(self.state.step, _not_saved(error)))
+        failed = failed or bool(self.copies.trouble and not before)
+        if not self._any_rank(failed):
+            raise Regroup(f"stopped after step {self.state.step} to go on with other ranks")
 
-    A run that goes on from there is the one that was not stopped. After a round that was closed before its end, which
-    loses nothing either, it is another.
-    """
-    strategy = parts.step.strategy
-    soon_s = min(_ROUND_S, parts.config.stop_grace_s / 4)
-    return strategy.in_round and not _any_rank(parts, state, strategy.steps_left * step_s > soon_s)
+    # --- the end before the end ----------------------------------------------------------------------
 
+    def _place(self) -> str:
+        """The place of the run, once a round that has begun is closed; called on all ranks together."""
+        self.step.strategy.close_round()
+        steps = self.state.steps_in_all(self.total, self.config.grad_accumulation_steps)
+        return f"step {self.state.step} of {steps}"
 
-def _regroup(parts: LoopParts, state: LoopState) -> None:
-    """End here if the checkpoint is written; if it could not be, the training goes on to the next.
-
-    So it does if a copy of it could not, once: one that cannot be kept for long keeps nobody from regrouping.
-
-    Raises:
-        Regroup: it is.
-    """
-    failed, before = False, parts.copies.trouble
-    try:
-        _tell_saved(parts, state, wait=True)
-    except StorageError as error:
-        failed = True
-        parts.sink.emit(Warned(state.step, _not_saved(error)))
-    failed = failed or bool(parts.copies.trouble and not before)
-    if not _any_rank(parts, state, failed):
-        raise Regroup(f"stopped after step {state.step} to go on with other ranks")
-
-
-def _keep_and_tell(parts: LoopParts, state: LoopState, error: Interrupted | NumericsError) -> AllhandsError:
-    """Save what was trained; the error to raise, which says where it is. Called on all ranks together."""
-    place = f"step {state.step} of {parts.total_steps(state)}"
-    parts.step.strategy.close_round()
-    if isinstance(error, Interrupted):
-        if state.iteration == 0:
+    def _keep_stopped(self) -> AllhandsError:
+        """Save a run that was asked to stop; the error to raise says where it is."""
+        place = self._place()
+        if self.state.iteration == 0:
             return Interrupted("stopped before the first update; nothing was trained")
         try:
-            path = _save_now(parts, state, "last")
+            path = self._save_now("last")
         except StorageError as failure:
-            return StorageError(
-                f"{failure.message}; the run was stopped after {place}, which is not saved",
-                where=failure.where,
-                hint=f"{failure.hint}; to go on from the last checkpoint, if there is one: the same command with "
-                "--resume",
-            )
+            message = f"{failure.message}; the run was stopped after {place}, which is not saved"
+            hint = f"{failure.hint}; to go on from the last checkpoint, if there is one: the same command with --resume"
+            return StorageError(message, where=failure.where, hint=hint)
         hint = "to go on exactly from there: the same command with --resume"
-        if not parts.config.keep_last:
+        if not self.config.keep_last:
             hint = f"to begin a new run from these weights (--keep-last 0): --resume-adapter-file {path}"
         return Interrupted(f"stopped after {place}; the weights are saved in {path}", hint=hint)
-    if state.iteration == 0:
+
+    def _keep_suspect(self, error: NumericsError) -> NumericsError:
+        """Save the weights after which a number was not finite; the error to raise says where they are."""
+        place = self._place()
+        if self.state.iteration == 0:
+            return NumericsError(
+                f"{error.message} before any training",
+                hint="the model's own weights or their precision are at fault: fetch the model again, "
+                "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
+            )
+        try:
+            path = self._save_now("suspect")
+            used = "adapters.safetensors" if pretraining(self.config) is None else MODEL
+            kept = f"the last weights are kept in {path}"
+            if (Path(path).parent / used).exists():
+                kept += f", {used} is as it was before"
+        except StorageError as failure:
+            kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
         return NumericsError(
-            f"{error.message} before any training",
-            hint="the model's own weights or their precision are at fault: fetch the model again, "
-            "or make a float32 copy (allhands model get MODEL --dtype float32 --out DIR)",
+            f"after {place}: {error.message}",
+            hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
+            f"--warmup-steps; --non-finite skip leaves such updates out; {kept}",
         )
-    try:
-        path = _save_now(parts, state, "suspect")
-        used = "adapters.safetensors" if pretraining(parts.config) is None else MODEL
-        kept = f"the last weights are kept in {path}"
-        if (Path(path).parent / used).exists():
-            kept += f", {used} is as it was before"
-    except StorageError as failure:
-        kept = f"the last weights could not be kept ({failure.where}: {failure.message})"
-    return NumericsError(
-        f"after {place}: {error.message}",
-        hint="look at the examples named, if any are; lower --learning-rate, or add --max-grad-norm 1 or "
-        f"--warmup-steps; --non-finite skip leaves such updates out; {kept}",
-    )
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    def _update(self) -> StepResult:
+        """Take one optimizer update over ``grad_accumulation_steps`` batches (fewer at the end), and report it.
+
+        Raises:
+            NumericsError: too many updates in a row were left out.
+        """
+        state, begun, before = self.state, time.perf_counter(), self.state.iteration
+        self.beat("load", state.step)
+        # Nothing of ours draws from it; for models that do.
+        mx.random.seed(self.config.seed + before)
+        inject_fault("step", state.step, self.communicator.rank)
+        end = self._end(before)
+        micro_batches = self._loaded.pop(before, None)
+        if micro_batches is None:
+            micro_batches = self._load(before)
+        loaded = time.perf_counter()
+        reports = _crossed(before, end, self.config.steps_per_report) or end == self.total
+        pace = self.balance.own if self.balance.moves else ()
+        tells = reports and end < self.total and not self._pauses(end)
+        # As many numbers in each step: a ring adds up in parts of a message, so its length decides about last bits.
+        peaks = self._extra() if tells else [0.0] * (_PEAKS + NUMBERS)
+        result = self.step(
+            micro_batches,
+            stop=self.stop_requested,
+            upcoming=partial(self._load_ahead, end),
+            extra=[*pace, *peaks],
+        )
+        limit_cache(self.config.clear_cache_threshold)
+        state.step, state.iteration = state.step + 1, end
+        state.trained_tokens += result.num_targets
+        state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
+        ranks = self.communicator.size
+        if pace and (changed := rebalanced(self.balance, result, ranks, state, self.config.grad_accumulation_steps)):
+            self.sink.emit(changed)
+        self._note_skipped(result)
+        if reports:
+            self._report(result.of_each(ranks, slice(len(pace), None)) if tells else ())
+        return result
+
+    def _end(self, begin: int) -> int:
+        """The number of batches after an update that begins at ``begin``."""
+        return min(begin + self.config.grad_accumulation_steps, self.total)
+
+    def _load(self, begin: int) -> list[MicroBatch]:
+        return [batch for i in range(begin, self._end(begin)) for batch in self.load(i)]
+
+    def _load_ahead(self, begin: int) -> list[MicroBatch]:
+        """Load the micro-batches of the update that begins at ``begin``; give them if it follows at once."""
+        if begin < self.total:
+            mx.random.seed(self.config.seed + begin)
+            # What fails does so again when its turn comes, after the update that is being made.
+            with suppress(AllhandsError, OSError):
+                self._loaded[begin] = self._load(begin)
+        return [] if self._pauses(begin) else self._loaded.get(begin, [])
+
+    def _pauses(self, end: int) -> bool:
+        """True if something else is computed after the update that ends at ``end``, before the next."""
+        config, before = self.config, max(end - self.config.grad_accumulation_steps, 0)
+        evaluates = self.evaluator is not None and _crossed(before, end, config.steps_per_eval)
+        return evaluates or _crossed(before, end, config.sample_every or config.steps_per_eval)
+
+    def _note_skipped(self, result: StepResult) -> None:
+        """Tell of an update that was left out, and stop if that has become the rule.
+
+        Raises:
+            NumericsError: too many in a row.
+        """
+        state = self.state
+        if not result.skipped:
+            state.skipped_in_row = 0
+            return
+        state.skipped_in_row += 1
+        self.sink.emit(StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits)))
+        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
+            raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def _report(self, gathered: Sequence[float]) -> None:
+        """A report; ``gathered`` has :meth:`_extra` of all ranks, if the step has exchanged that."""
+        state, step = self.state, self.state.step
+        window, state.window = state.window, ReportWindow()
+        if not gathered:
+            self.beat("reduce", step)
+            gathered = numbers(self.communicator.all_gather(mx.array(self._extra(), dtype=mx.float32)))
+        by_rank = [gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)]
+        self._warn(self.copies.hear([one for row in by_rank for one in row[_PEAKS:]], step))
+        peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
+        report = TrainReport(
+            step=step,
+            loss=window.loss_sum / max(window.num_targets, 1),
+            learning_rate=self.learning_rate(),
+            grad_norm=window.grad_norm,
+            tokens_per_s=window.num_tokens / window.time_s,
+            trained_tokens_per_s=window.num_targets / window.time_s,
+            trained_tokens=state.trained_tokens,
+            step_time_s=window.time_s / window.steps,
+            data_wait_s=window.wait_s / window.steps,
+            comm_s=window.comm_s / window.steps,
+            compute_s=window.compute_s / window.steps,
+            elapsed_s=time.perf_counter() - state.began,
+            peak_memory_bytes=peaks[0],
+            epoch=state.iteration / self.order.batches_per_epoch,
+            peak_rss_bytes=peaks[1],
+            peak_mlx_bytes=peaks[2],
+            needed_bytes=peaks[3] if any(peaks[3]) else (),
+            shapes=len(self.step.shapes),
+            metrics=window.metrics(self.step.options.objective),
+            iteration=state.iteration,
+            iterations_per_s=window.iterations / window.time_s,
+            shares=self.balance.shares(state.iteration - 1),
+            sent_bytes=window.sent_bytes / window.steps,
+        )
+        self.sink.emit(report)
+        for callback in self._callbacks_here:
+            callback.on_train_report(report)
+
+    def _extra(self) -> list[float]:
+        """This rank's peaks of memory, of resident memory and of MLX's arrays, its need, and its copy's state.
+
+        Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
+        """
+        mine = [peak_memory_bytes(self.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), self.step.needed_bytes]
+        return [*(peak / 2**20 for peak in mine), *self.copies.told]
+
+    @property
+    def _callbacks_here(self) -> Sequence[Callback]:
+        return self.callbacks if self.communicator.rank == 0 else ()
+
+    def _warn(self, warnings: Sequence[Warned]) -> None:
+        for warned in warnings:
+            self.sink.emit(warned)
+
+    def _validate(self) -> bool:
+        """Validate and keep the best adapter; tells if patience is at its end."""
+        state, config = self.state, self.config
+        if self.evaluator is None:
+            state.validation_due = False
+            return False
+        begun = time.perf_counter()
+        loss, num_tokens, metrics = self.evaluator(state.step)
+        better = loss < state.best_loss - config.early_stopping_min_delta
+        if better:
+            state.best_loss, state.best_step, state.stale_validations = loss, state.step, 0
+        else:
+            state.stale_validations += 1
+        state.validation_due = False
+        now = time.perf_counter()
+        ratio = self.tokens_per_byte
+        bits = None if ratio is None else loss / math.log(2) * ratio
+        took = now - state.began, now - begun
+        report = ValidReport(state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration)
+        self.sink.emit(report)
+        for callback in self._callbacks_here:
+            callback.on_valid_report(report)
+        if better and config.keep_best and state.iteration > 0:
+            self._save("best")
+        return self._out_of_patience()
+
+    def _sample(self) -> None:
+        for sample in self.sample(self.state.step, self.state.iteration):
+            self.sink.emit(sample)
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.state.stale_validations >= patience
+
+    # --- saving --------------------------------------------------------------------------------------
+
+    def _save(self, kind: SaveKind) -> None:
+        """Begin to save; the training goes on meanwhile."""
+        self.beat("save", self.state.step)
+        self.save(self.state, kind)
+
+    def _save_now(self, kind: SaveKind) -> str:
+        """Save and say where, while the others wait.
+
+        A rank that went on and ended would make a launcher end rank 0 while it still writes.
+        """
+        self._save(kind)
+        reports = self._tell_saved(wait=True)
+        self._meet()
+        return reports[-1].path if reports else "rank 0's adapter path"
+
+    def _tell_saved(self, *, wait: bool) -> list[SavedReport]:
+        """Report the checkpoints that were written since the last time.
+
+        A checkpoint that could not be written costs nothing yet, and the next one may succeed: only when there will be
+        no next one it is an error, and not even then if it is a copy of rank 0's.
+
+        Raises:
+            StorageError: it was waited for, and it could not be written.
+        """
+        if wait:
+            self.beat("save", self.state.step)
+        outcomes = self.saved(wait)
+        self._warn([outcome for outcome in outcomes if isinstance(outcome, Warned)])
+        reports = [outcome for outcome in outcomes if isinstance(outcome, SavedReport)]
+        for report in reports:
+            self.sink.emit(report)
+            for callback in self._callbacks_here:
+                callback.on_save(report.step, Path(report.path))
+        if self.copies.keeps:
+            self._warn(self.copies.note(outcomes, self.state.step))
+            return reports
+        failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
+        final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
+        self._warn([Warned(self.state.step, _not_saved(failure)) for failure in failures])
+        if final is not None:
+            again = "then the same command with --resume goes on from the last checkpoint, if there is one"
+            final.hint = f"{final.hint}; {again}"
+            raise final
+        return reports
+
+    def _meet(self) -> None:
+        """Wait for all ranks, which have written everything, and tell of copies that could not be."""
+        self.beat("reduce", self.state.step)
+        barrier(self.communicator)
+        self._warn(self.copies.settle(self.state.step))
+
+    def _any_rank(self, flag: bool) -> bool:
+        """True if ``flag`` is true on any rank; asked on all of them together."""
+        self.beat("reduce", self.state.step)
+        return votes(self.communicator, flag) > 0
+
+    def _ended(self, reason: EndReason) -> RunEnded:
+        state = self.state
+        best = state.best_loss if math.isfinite(state.best_loss) else None
+        took_s = time.perf_counter() - state.began
+        return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)
 
 
 def _crossed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of ``every`` was reached; with accumulation an update takes several batches."""
+    """True if a multiple of ``every`` was reached; with accumulation an update takes several batches."""
     return after // every > before // every
 
 
-def _reports(parts: LoopParts, before: int, after: int) -> bool:
-    """Whether there is a report after an update from one number of batches to the other."""
-    return _crossed(before, after, parts.config.steps_per_report) or after == parts.total
-
-
-def _update(parts: LoopParts, state: LoopState) -> StepResult:
-    """One optimizer update over ``grad_accumulation_steps`` batches (fewer at the end)."""
-    begun, before = time.perf_counter(), state.iteration
-    parts.beat("load", state.step)
-    # Nothing of ours draws from it; for models that do.
-    mx.random.seed(parts.config.seed + state.iteration)
-    inject_fault("step", state.step, parts.communicator.rank)
-    end = _end(parts, state.iteration)
-    micro_batches = parts.loaded.pop(state.iteration, None)
-    if micro_batches is None:
-        micro_batches = _load(parts, state.iteration)
-    loaded = time.perf_counter()
-    reports = _reports(parts, state.iteration, end)
-    pace = parts.balance.own if parts.balance.moves else ()
-    tells = reports and end < parts.total and not _pauses(parts, end)
-    # As many numbers in each step: a ring adds up in parts of what it is given, so their length decides about last bits.
-    peaks = _extra(parts) if tells else [0.0] * (_PEAKS + NUMBERS)
-    result = parts.step(
-        micro_batches,
-        stop=parts.stop_requested,
-        upcoming=partial(_load_ahead, parts, end),
-        extra=[*pace, *peaks],
-    )
-    limit_cache(parts.config.clear_cache_threshold)
-    state.step, state.iteration = state.step + 1, end
-    state.trained_tokens += result.num_targets
-    state.window.add(result, end - before, time.perf_counter() - begun, loaded - begun)
-    if pace:
-        accumulation = parts.config.grad_accumulation_steps
-        changed = rebalanced(parts.balance, result, parts.communicator.size, state, accumulation)
-        if changed is not None:
-            parts.sink.emit(changed)
-    told = result.of_each(parts.communicator.size, slice(len(pace), None)) if tells else ()
-    return replace(result, gathered=told)
-
-
-def _end(parts: LoopParts, begin: int) -> int:
-    """The number of batches after an update that begins at ``begin``."""
-    return min(begin + parts.config.grad_accumulation_steps, parts.total)
-
-
-def _load(parts: LoopParts, begin: int) -> list[MicroBatch]:
-    return [batch for i in range(begin, _end(parts, begin)) for batch in parts.load(i)]
-
-
-def _load_ahead(parts: LoopParts, begin: int) -> list[MicroBatch]:
-    """Load the micro-batches of the update that begins at ``begin``; give them if it follows at once."""
-    if begin < parts.total:
-        mx.random.seed(parts.config.seed + begin)
-        # What fails does so again when its turn comes, after the update that is being made.
-        with suppress(AllhandsError, OSError):
-            parts.loaded[begin] = _load(parts, begin)
-    return [] if _pauses(parts, begin) else parts.loaded.get(begin, [])
-
-
-def _pauses(parts: LoopParts, end: int) -> bool:
-    """Whether something else is computed after the update that ends at ``end``, before the next."""
-    before = max(end - parts.config.grad_accumulation_steps, 0)
-    evaluates = parts.evaluator is not None and _crossed(before, end, parts.config.steps_per_eval)
-    return evaluates or _crossed(before, end, parts.config.sample_every or parts.config.steps_per_eval)
-
-
-def _note_skipped(parts: LoopParts, state: LoopState, result: StepResult) -> None:
-    """Tell of an update that was left out, and stop if that has become the rule.
-
-    Raises:
-        NumericsError: too many in a row.
-    """
-    if not result.skipped:
-        state.skipped_in_row = 0
-        return
-    state.skipped_in_row += 1
-    parts.sink.emit(StepSkipped(state.step, result.skipped, tuple(number + 1 for number in result.culprits)))
-    if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
-        raise NumericsError(f"{result.skipped}, {state.skipped_in_row} updates in a row")
-
-
-def _report(parts: LoopParts, state: LoopState, started: float, gathered: Sequence[float]) -> None:
-    """A report; ``gathered`` has what the ranks tell each other for it, if the step has exchanged that."""
-    window, state.window = state.window, ReportWindow()
-    if not gathered:
-        parts.beat("reduce", state.step)
-        gathered = numbers(parts.communicator.all_gather(mx.array(_extra(parts), dtype=mx.float32)))
-    by_rank = [gathered[at : at + _PEAKS + NUMBERS] for at in range(0, len(gathered), _PEAKS + NUMBERS)]
-    for warned in parts.copies.hear([one for row in by_rank for one in row[_PEAKS:]], state.step):
-        parts.sink.emit(warned)
-    peaks = [tuple(int(row[kind] * 2**20) for row in by_rank) for kind in range(_PEAKS)]
-    report = TrainReport(
-        step=state.step,
-        loss=window.loss_sum / max(window.num_targets, 1),
-        learning_rate=parts.learning_rate(),
-        grad_norm=window.grad_norm,
-        tokens_per_s=window.num_tokens / window.time_s,
-        trained_tokens_per_s=window.num_targets / window.time_s,
-        trained_tokens=state.trained_tokens,
-        step_time_s=window.time_s / window.steps,
-        data_wait_s=window.wait_s / window.steps,
-        comm_s=window.comm_s / window.steps,
-        compute_s=window.compute_s / window.steps,
-        elapsed_s=time.perf_counter() - started,
-        peak_memory_bytes=peaks[0],
-        epoch=state.iteration / parts.order.batches_per_epoch,
-        peak_rss_bytes=peaks[1],
-        peak_mlx_bytes=peaks[2],
-        needed_bytes=peaks[3] if any(peaks[3]) else (),
-        shapes=len(parts.step.shapes),
-        metrics=window.metrics(parts.step.options.objective),
-        iteration=state.iteration,
-        iterations_per_s=window.iterations / window.time_s,
-        shares=parts.balance.shares(state.iteration - 1),
-        sent_bytes=window.sent_bytes / window.steps,
-    )
-    parts.sink.emit(report)
-    for callback in parts.callbacks_here:
-        callback.on_train_report(report)
-
-
-def _extra(parts: LoopParts) -> list[float]:
-    """What counts as this rank's peak, its resident memory's, that of MLX's arrays, what it needs; and of its copy.
-
-    Memory in MiB, because float32 (which every back-end can exchange) is exact to 2**24 only.
-    """
-    mine = [peak_memory_bytes(parts.accelerator), peak_rss_bytes(), MLX_PEAK.whole(), parts.step.needed_bytes]
-    assert len(mine) == _PEAKS
-    return [*(peak / 2**20 for peak in mine), *parts.copies.told]
-
-
-def _validate(parts: LoopParts, state: LoopState, started: float) -> bool:
-    """Validate, keep the best adapter, and tell whether patience is at its end."""
-    if parts.evaluator is None:
-        state.validation_due = False
-        return False
-    begun = time.perf_counter()
-    loss, num_tokens, metrics = parts.evaluator(state.step)
-    better = loss < state.best_loss - parts.config.early_stopping_min_delta
-    if better:
-        state.best_loss, state.best_step, state.stale_validations = loss, state.step, 0
-    else:
-        state.stale_validations += 1
-    state.validation_due = False
-    now = time.perf_counter()
-    ratio = parts.tokens_per_byte
-    bits = None if ratio is None else loss / math.log(2) * ratio
-    took = now - started, now - begun
-    report = ValidReport(state.step, loss, num_tokens, *took, better, bits, metrics, state.iteration)
-    parts.sink.emit(report)
-    for callback in parts.callbacks_here:
-        callback.on_valid_report(report)
-    if better and parts.config.keep_best and state.iteration > 0:
-        _save(parts, state, "best")
-    return _out_of_patience(parts, state)
-
-
-def _sample(parts: LoopParts, state: LoopState) -> None:
-    for sample in parts.sample(state.step, state.iteration):
-        parts.sink.emit(sample)
-
-
-def _out_of_patience(parts: LoopParts, state: LoopState) -> bool:
-    patience = parts.config.early_stopping_patience
-    return patience is not None and state.stale_validations >= patience
-
-
-def _save(parts: LoopParts, state: LoopState, kind: SaveKind) -> None:
-    """Begin to save; the training goes on meanwhile."""
-    parts.beat("save", state.step)
-    parts.save(state, kind)
-
-
-def _save_now(parts: LoopParts, state: LoopState, kind: SaveKind) -> str:
-    """Save and say where, while the others wait.
-
-    A rank that went on and ended would make a launcher end rank 0 while it still writes.
-    """
-    _save(parts, state, kind)
-    reports = _tell_saved(parts, state, wait=True)
-    _meet(parts, state)
-    return reports[-1].path if reports else "rank 0's adapter path"
-
-
-def _tell_saved(parts: LoopParts, state: LoopState, *, wait: bool) -> list[SavedReport]:
-    """Report what has been written since the last time.
-
-    A checkpoint that could not be written costs nothing yet, and the next one may succeed: only when there will be
-    no next one it is an error, and not even then if it is a copy of rank 0's.
-
-    Raises:
-        StorageError: it was waited for, and it could not be written.
-    """
-    if wait:
-        parts.beat("save", state.step)
-    outcomes = parts.saved(wait)
-    for outcome in outcomes:
-        if isinstance(outcome, Warned):
-            parts.sink.emit(outcome)
-    reports = [outcome for outcome in outcomes if isinstance(outcome, SavedReport)]
-    for report in reports:
-        parts.sink.emit(report)
-        for callback in parts.callbacks_here:
-            callback.on_save(report.step, Path(report.path))
-    if parts.copies.keeps:
-        for warned in parts.copies.note(outcomes, state.step):
-            parts.sink.emit(warned)
-        return reports
-    failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
-    final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
-    for failure in failures:
-        parts.sink.emit(Warned(state.step, _not_saved(failure)))
-    if final is not None:
-        final.hint = (
-            f"{final.hint}; then the same command with --resume goes on from the last checkpoint, if there is one"
-        )
-        raise final
-    return reports
-
-
-def _meet(parts: LoopParts, state: LoopState) -> None:
-    """Wait for all ranks, which have written everything, and tell of copies that could not be."""
-    parts.beat("reduce", state.step)
-    barrier(parts.communicator)
-    for warned in parts.copies.settle(state.step):
-        parts.sink.emit(warned)
-
-
 def _not_saved(failure: AllhandsError) -> str:
-    what = (
-        "the checkpoint is there, but not its adapter"
-        if isinstance(failure, CopyError)
-        else "no checkpoint was written"
-    )
+    adapter_alone = isinstance(failure, CopyError)
+    what = "the checkpoint is there, but not its adapter" if adapter_alone else "no checkpoint was written"
     return f"{what} ({failure.where}: {failure.message}); training goes on"
-
-
-def _any_rank(parts: LoopParts, state: LoopState, flag: bool) -> bool:
-    """Whether ``flag`` is true on any rank; asked on all of them together."""
-    parts.beat("reduce", state.step)
-    return number(parts.communicator.all_sum(mx.array([float(flag)]))) > 0
-
-
-def _ended(state: LoopState, started: float, reason: EndReason) -> RunEnded:
-    best = state.best_loss if math.isfinite(state.best_loss) else None
-    return RunEnded(state.step, reason, time.perf_counter() - started, state.best_step, best, iteration=state.iteration)

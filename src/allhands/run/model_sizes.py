@@ -26,11 +26,6 @@ def block_weights(blocks: Blocks, mlps: int = 1) -> int:
     )
 
 
-def expert_weights(blocks: Blocks) -> int:
-    """Weights of all experts; 0 of a model that has none."""
-    return blocks.layers * blocks.experts * (block_weights(blocks) - block_weights(blocks, 0))
-
-
 def all_weights(blocks: Blocks, *, tied: bool) -> int:
     """Weights of all matrices."""
     routers = blocks.layers * blocks.experts * blocks.dims

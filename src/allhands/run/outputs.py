@@ -18,7 +18,6 @@ from allhands.checkpoints.rundir import MEMORY_FILE, PLOT_FILE, make_room, share
 from allhands.config.pretrain_schema import pretraining
 from allhands.errors import AllhandsError
 from allhands.io.files import ClaimedError, claimed, make_directory, private_opener, storage_error_of
-from allhands.io.terminal import print_line
 from allhands.observe.metrics import METRICS_FILE, ConsoleSink, JsonlSink, RunStarted, Sink, Sinks, read_metrics
 from allhands.observe.monitor import read_samples
 from allhands.observe.trackers import start_trackers, tracker_names
@@ -28,7 +27,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """What is known of copies; of this rank's own what lies there."""
+    """The copies of the run's checkpoints, and of this rank's own the newest step."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -47,7 +46,7 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """What the run says of itself as it begins ``total`` batches; the largest has that shape."""
+        """The event that begins ``total`` batches; the largest has that shape."""
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)
@@ -150,9 +149,7 @@ class Outputs:
 
     def say(self, lines: Sequence[str]) -> None:
         """Print ``lines`` where this rank has a console."""
-        if self.surroundings.console is not None:
-            for line in lines:
-                print_line(self.surroundings.console, line)
+        self.surroundings.say(*lines)
 
 
 def _log_of(file: Path | None) -> TextIO | None:

@@ -9,7 +9,7 @@ from allhands.run.datasets import Datasets
 
 
 def padding_told(model: Any, data: Datasets) -> list[str]:
-    """That results depend on how rows are padded, where they do: on which rows are in a micro-batch together."""
+    """A note where results depend on how rows are padded, hence on the rows that are in a micro-batch together."""
     if (block := sees_ahead(model)) is not None:
         return [
             "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "

@@ -26,7 +26,7 @@ from allhands.run.stage_costs import small_enough
 
 
 def divides(config: TrainConfig) -> bool:
-    """Whether each rank has a part of the model alone."""
+    """True if each rank has a part of the model alone."""
     return config.strategy == "pipeline"
 
 
@@ -60,7 +60,7 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
-    """How this rank's stages are connected; called on all ranks together.
+    """The connections of this rank's stages; called on all ranks together.
 
     Raises:
         ConfigError: the back-end cannot connect them.
@@ -84,7 +84,7 @@ def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> i
 
 
 def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) -> Restored:
-    """What a rank with a part of the model needs of a checkpoint; called on all ranks together.
+    """The part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
 
     Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in the same order, and
     others' arrays pass by.

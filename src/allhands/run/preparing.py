@@ -25,7 +25,6 @@ from allhands.checkpoints.resuming import (
     keeps_files,
     receive,
     restore_weights,
-    seen_date,
 )
 from allhands.checkpoints.rundir import kept_as
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
@@ -116,25 +115,24 @@ class LoadedRun:
     split: tuple[int, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
-        """What an adapter says of itself beside the options: trained blocks, model, date in its data, end tokens."""
+        """The facts that an adapter records beside the options: trained blocks, model, date in its data, end tokens."""
         return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
 def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None) -> LoadedRun:
     """Load model and data, join the group and agree; go on from a checkpoint."""
     prepare_process()
-    notes = list(config.notes)
-    if start is not None and not config.train:
-        config = as_written(config, start.parent)
-    mesh = surroundings.mesh
+    mesh, notes = surroundings.mesh, list(config.notes)
+    tested = start.parent if start is not None and not config.train else None
+    if tested is not None:
+        config = as_written(config, tested)
     notes += _launching(config)
     accelerator = detect()
     kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
     # The data first, because mistakes in them are frequent and a model takes long to load.
     with _busy(surroundings):
         fresh, tokenizer = pretraining(config), None
-        chat = chat_of(config, start.parent if start is not None and not config.train else None)
-        trust = config.trust_remote_code
+        chat, trust = chat_of(config, tested), config.trust_remote_code
         if fresh is not None:
             tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
             config = fresh = fitted(fresh, tokenizer)
@@ -142,10 +140,9 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         notes += told
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
-        made_data = partial(
-            open_data, config, sources, tokenizer, _tell_progress(surroundings), leads=mesh.local_rank == 0
-        )
-        data = made_data(moment=_moment(config, surroundings, directory, start, checkpoint))
+        progress = _tell_progress(surroundings)
+        made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
+        data = made_data(moment=_moment(surroundings, tested, checkpoint))
         notes += _date_told(data, surroundings)
         if fresh is not None:
             loaded = new_model(fresh, tokenizer, accelerator)
@@ -160,35 +157,37 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
     notes += padding_told(model, data)
     if start is not None and divides(config):
-        load_trained(model, start, new=fresh is not None, tested=not config.train)
+        load_trained(model, start, new=fresh is not None, tested=tested is not None)
     if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.dated, data.template)
+        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
         notes += check_versions(checkpoint, versions())
-    meet = partial(_met, config, loaded, start, surroundings, made_data)
-    group, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
+    facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
+    communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
     if divides(config):
         # Before the model is cut, because all ranks have a say in where.
-        group, data = meet(data)
+        communicator, data = _met(facts, surroundings, made_data)
         divided = Divided(model, loaded.config, data.train.work if config.train and data.train is not None else None)
-        split, told = split_agreed(config, divided, mesh, accelerator, group, checkpoint and checkpoint.state)
+        split, told = split_agreed(config, divided, mesh, accelerator, communicator, checkpoint and checkpoint.state)
         notes, stages = notes + told, stages_of(model, split, mesh)
         require_files(loaded.path, [stage.blocks for stage in stages])
     with _busy(surroundings):
         read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if start is not None and not stages:
-        load_trained(model, start, new=fresh is not None, tested=not config.train)
+        load_trained(model, start, new=fresh is not None, tested=tested is not None)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
         kernels = kernels.check_resumed(checkpoint.state)
-    communicator, data = (group, data) if group is not None else meet(data)
+    if communicator is None:
+        communicator, data = _met(facts, surroundings, made_data)
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     if restored is not None:
-        restored = _restored(restored, model, surroundings, divided=bool(stages))
+        restored = kept_of(restored, model, surroundings.busy) if stages else restored
+        restore_weights(model, restored, surroundings.busy)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
@@ -199,33 +198,49 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
 def _checkpoint_of(
     config: TrainConfig, surroundings: RunContext, directory: Path
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that rank 0 goes on from, and what a person should know of it."""
+    """The checkpoint that rank 0 goes on from, and notes for a person."""
     if not (surroundings.mesh.is_main and config.train):
         return None, []
     checkpoint, notes = find_checkpoint(config, directory, surroundings.run_id, surroundings.attempt)
-    return checkpoint, [*notes, *([] if checkpoint is None else check_settings(checkpoint, config))]
+    return checkpoint, notes + ([] if checkpoint is None else check_settings(checkpoint, config))
 
 
-def _restored(restored: Restored, model: Any, surroundings: RunContext, *, divided: bool) -> Restored:
-    """The checkpoint, as far as this rank needs it, with its weights in the model."""
-    if divided:
-        restored = kept_of(restored, model, surroundings.busy)
-    restore_weights(model, restored, surroundings.busy)
-    return restored
+def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
+    """A note where the date is another than today's."""
+    if data.dated is None or data.dated.date() == surroundings.moment.date():
+        return []
+    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
 
 
 def _met(
-    config: TrainConfig,
-    loaded: LoadedModel,
-    start: Path | None,
-    surroundings: RunContext,
-    made_data: Callable[..., Datasets],
-    data: Datasets,
+    facts: RankFacts, surroundings: RunContext, made_data: Callable[..., Datasets]
 ) -> tuple[Communicator, Datasets]:
-    """The group of all ranks, which mean the same run, and the data with rank 0's date."""
-    communicator = surroundings.connect()
-    facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
-    return communicator, _agreed(communicator, surroundings, facts, made_data)
+    """The group of all ranks, and the data with rank 0's date, once all have stated the same.
+
+    Ranks may have begun on different days, or live in different time zones.
+
+    Raises:
+        MisfitError: they have not.
+    """
+    communicator, mesh = surroundings.connect(), surroundings.mesh
+    if communicator.size > 1:
+        own = None if facts.data.dated is None else facts.data.dated.isoformat()
+        told: str | None = hand_out_json(communicator, own)
+        if own is not None and told not in (None, own):
+            with _busy(surroundings):
+                facts = replace(facts, data=made_data(moment=datetime.fromisoformat(told)))
+        witness = facts.witness(surroundings.computer, mesh, surroundings.given)
+
+        def read_again(sections: set[str]) -> Mapping[str, Any]:
+            with _busy(surroundings):
+                return witness.details(sections)
+
+        agree(communicator, facts.values(), replace(witness, details=read_again))
+    if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
+        with _busy(surroundings):
+            attested = facts.attested()
+        surroundings.attest(attested)
+    return communicator, facts.data
 
 
 def _loaded(
@@ -242,33 +257,6 @@ def _loaded(
     return loaded
 
 
-def _agreed(
-    communicator: Communicator, surroundings: RunContext, facts: RankFacts, made_data: Callable[..., Datasets]
-) -> Datasets:
-    """The data, with rank 0's date, once all ranks have stated the same.
-
-    Raises:
-        MisfitError: they have not.
-    """
-    mesh = surroundings.mesh
-    if communicator.size > 1:
-        with _busy(surroundings):
-            data = _of_one_date(communicator, facts.data, lambda moment: made_data(moment=moment))
-        facts = replace(facts, data=data)
-        witness = facts.witness(surroundings.computer, mesh, surroundings.given)
-
-        def read_again(sections: set[str]) -> Mapping[str, Any]:
-            with _busy(surroundings):
-                return witness.details(sections)
-
-        agree(communicator, facts.values(), replace(witness, details=read_again))
-    if surroundings.attest is not None and (mesh.is_main or surroundings.trial):
-        with _busy(surroundings):
-            attested = facts.attested()
-        surroundings.attest(attested)
-    return facts.data
-
-
 def _passes_checked(
     config: TrainConfig,
     loaded: LoadedModel,
@@ -280,14 +268,9 @@ def _passes_checked(
     stages: Sequence[Stage],
 ) -> tuple[PassContext, tuple[Applied, ...]]:
     """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
-
-    def say(line: str) -> None:
-        if surroundings.console is not None:
-            surroundings.console.print(line, highlight=False, markup=False)
-
     # A part of a model has no loss by itself.
     leads = surroundings.mesh.local_rank == 0 and not divides(config)
-    check = start_check(config, loaded, accelerator, kernels, data, say) if leads else None
+    check = start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if accelerator.kind == "cpu" and is_quantized(loaded.model):
@@ -307,9 +290,8 @@ def _launching(config: TrainConfig) -> list[str]:
         return []
     has_order = launch_directly(os.environ, untouched=nothing_computed(), deterministic=config.deterministic)
     if not has_order:
-        message = "MLX has computed before in this process, and adds up as it has begun to"
         raise ConfigError(
-            message,
+            "MLX has computed before in this process, and adds up as it has begun to",
             where="--deterministic",
             hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
         )
@@ -319,14 +301,14 @@ def _launching(config: TrainConfig) -> list[str]:
 
 
 def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
-    """Whether the step of a run of so many batches is compiled, where it is a graph."""
+    """True if the step of a run of so many batches is compiled, where it is a graph."""
     if config.compile == "auto":
         return batches >= COMPILE_FROM_BATCHES and can_be_compiled(getattr(model, "model_type", None))
     return config.compile == "on"
 
 
 def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
-    """What decides which passes apply to ``model``, of which it is settled what is trained.
+    """The context that decides which passes apply to ``model``, once it is settled what is trained.
 
     Raises:
         ConfigError: it cannot be compiled, and shall be.
@@ -345,33 +327,17 @@ def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, sele
     )
 
 
-def _moment(
-    config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None, checkpoint: Checkpoint | None
-) -> datetime:
-    """Whose date the chat template writes, if it writes the current one: the run's, once it has one."""
-    if surroundings.trial:
-        return surroundings.moment
-    if not config.train:
-        kept = dated_as(start.parent) if start is not None else None
-    elif surroundings.mesh.is_main:
-        kept = date_of(checkpoint) if checkpoint is not None else None
-    else:
-        kept = seen_date(config, directory, surroundings.run_id, surroundings.attempt)
+def _moment(surroundings: RunContext, tested: Path | None, checkpoint: Checkpoint | None) -> datetime:
+    """The moment whose date the chat template writes: that of the adapter or checkpoint, else the run's own.
+
+    Ranks other than 0 do not know the checkpoint's date yet: see :func:`_met`.
+    """
+    kept = None
+    if tested is not None and not surroundings.trial:
+        kept = dated_as(tested)
+    elif checkpoint is not None and not surroundings.trial:
+        kept = date_of(checkpoint)
     return kept or surroundings.moment
-
-
-def _date_told(data: Datasets, surroundings: RunContext) -> list[str]:
-    """That the date is another than today's, where it is."""
-    if data.dated is None or data.dated.date() == surroundings.moment.date():
-        return []
-    return [f"the chat template writes the current date; the run keeps that of its beginning, {data.dated:%d %b %Y}"]
-
-
-def _of_one_date(communicator: Communicator, data: Datasets, made: Callable[[datetime], Datasets]) -> Datasets:
-    """The data with rank 0's date: other ranks may have begun on another day, or live in another time zone."""
-    own = None if data.dated is None else data.dated.isoformat()
-    told: str | None = hand_out_json(communicator, own)
-    return data if own is None or told in (None, own) else made(datetime.fromisoformat(told))
 
 
 def _made_trainable(model: Any, config: TrainConfig, start: Path | None) -> Trainable:
@@ -410,10 +376,9 @@ def _tell_progress(surroundings: RunContext) -> Progress:
 
     def tell(split: str, records: int, tokens: int) -> None:
         nonlocal told
-        if surroundings.console is not None and time.monotonic() > told + TELL_EVERY_S:
+        if time.monotonic() > told + TELL_EVERY_S:
             told = time.monotonic()
-            line = f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far"
-            surroundings.console.print(line, highlight=False, markup=False)
+            surroundings.say(f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far")
 
     return tell
 

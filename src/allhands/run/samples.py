@@ -1,4 +1,4 @@
-"""What the model writes while it learns."""
+"""The texts that the model writes while it learns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Sampler:
             self.beat(step)
             logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
             key, now = mx.random.split(key)
-            token = mx.argmax(logits) if self.temperature == 0 else self._drawn(logits, now)
+            cold = self.temperature == 0
+            token = mx.argmax(logits) if cold else mx.random.categorical(logits / self.temperature, key=now)
             tokens.append(int(number(token)))
             if tokens[-1] in ends:
                 break
@@ -70,6 +71,3 @@ class Sampler:
     def _first(self) -> int:
         given = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if given is None else given
-
-    def _drawn(self, logits: mx.array, key: mx.array) -> mx.array:
-        return mx.random.categorical(logits / self.temperature, key=key)

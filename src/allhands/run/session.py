@@ -9,8 +9,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from allhands.checkpoints.arrays import Held
 from allhands.checkpoints.place import require_place_of_run
-from allhands.checkpoints.saving import Held, Save, Saved, SavePlan, saving
+from allhands.checkpoints.saving import Save, Saved, SavePlan, saving
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.data.loader import Loader, MicroBatch
@@ -46,7 +47,7 @@ from allhands.run.datasets import size_notes
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
 from allhands.run.explain import choices, kernel_choices
-from allhands.run.loop import LoopParts, train_loop
+from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
 from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
@@ -109,7 +110,7 @@ def run_finetune(
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Session(ready.config, surroundings, callbacks, directory, ready, observer, outputs, objective).execute()
+        return _Session(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
@@ -133,11 +134,10 @@ class _Session:
     config: TrainConfig
     surroundings: RunContext
     callbacks: Sequence[Callback]
-    directory: Path
     ready: LoadedRun
     observer: ProcessSampler
     outputs: Outputs
-    objective: Objective = CAUSAL_LM
+    objective: Objective
 
     @property
     def mesh(self) -> Mesh:
@@ -161,28 +161,29 @@ class _Session:
                 self.outputs.plot()
             barrier(self.ready.communicator)
             raise
-        return FinetuneResult(self.directory, ended, self.outputs.plot())
+        return FinetuneResult(self.outputs.directory, ended, self.outputs.plot())
 
     def _planned(self) -> tuple[Windows, GlobalOrder, int]:
-        """What is trained on, in which order, in how many batches: refused before an earlier run is set aside."""
+        """The windows, their order and the number of batches: refused before an earlier run is set aside."""
         windows = self.ready.data.train
         assert windows is not None
         order = GlobalOrder(windows.work, self.config.batch_size, self.config.seed)
-        # Raises where one is asked for and cannot be.
-        self._codec(self._strategy(masters=in_half(self.ready.loaded.model) and self.config.master_weights))
+        _ = self._codec  # raises where one is asked for and cannot be
         return windows, order, num_batches(self.config, order.batches_per_epoch)
 
     def _train(self, sink: Sink, windows: Windows, order: GlobalOrder, total: int) -> RunEnded:
         config, ready = self.config, self.ready
-        optimizer, state = self._optimizer(total)
-        compiled = compiles(config, total, self.ready.loaded.model)
+        saved = {} if ready.restored is None else ready.restored.state
+        state = LoopState.from_json(saved) if saved else LoopState()
+        updates = state.steps_in_all(total, config.grad_accumulation_steps)
+        optimizer = make_optimizer(config, updates, half=in_half(ready.loaded.model))
+        compiled = compiles(config, total, ready.loaded.model)
         tokens = micro_batch_tokens(config, windows.work, self.mesh)
         sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
-        saved = {} if ready.restored is None else ready.restored.state
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -212,16 +213,17 @@ class _Session:
         waits = self.surroundings.waits
         prefetched = Prefetcher(load, end=total, waits=lambda seconds: waits(state.step, seconds))
         with closing(step), prefetched as prefetcher, self._saving(optimizer, step, balance) as (save, saved):
-            parts = LoopParts(
+            ended = TrainLoop(
+                state=state,
                 config=config,
                 order=order,
                 load=prefetcher.get,
                 step=step,
                 evaluator=self._evaluator(
-                    self.ready.data.valid, config.val_batches, lambda: balance.weights(state.iteration)
+                    ready.data.valid, config.val_batches, lambda: balance.weights(state.iteration)
                 ),
-                communicator=self.ready.communicator,
-                accelerator=self.ready.accelerator,
+                communicator=ready.communicator,
+                accelerator=ready.accelerator,
                 sink=sink,
                 callbacks=self.callbacks,
                 save=save,
@@ -235,15 +237,14 @@ class _Session:
                 tokens_per_byte=stored.report.tokens_per_byte if stored and config.packing else None,
                 copies=self.outputs.copies,
                 balance=balance,
-            )
-            ended = train_loop(parts, state)
+            ).run()
         if config.log_level == "verbose":
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
-        """What lets the model write, on the ranks that have the first rows: all that compute together with rank 0."""
+        """The function by which the model writes, on all ranks that compute together with rank 0."""
         config = self.config
         if not (config.sample_prompts and self.mesh.data_rank == 0):
             return lambda step, iteration: []
@@ -259,7 +260,7 @@ class _Session:
         )
 
     def _model_files(self) -> ModelFiles | None:
-        """What makes a directory with the trained weights a model, where they are not a change to another one."""
+        """The files that make a directory with the trained weights a model, where these are no adapter."""
         fresh = pretraining(self.config)
         if fresh is None:
             return None
@@ -267,26 +268,19 @@ class _Session:
         mark, data = {"made_by": "allhands pretrain", "config": values}, self.ready.data
         return ModelFiles.of(self.ready.loaded, mark, data.template, data.stop_tokens)
 
-    def _optimizer(self, total: int) -> tuple[Any, LoopState]:
-        """The optimizer, and the state of the loop, new or as the checkpoint has it."""
-        config, restored = self.config, self.ready.restored
-        state = LoopState() if restored is None else LoopState.from_json(restored.state)
-        updates = state.steps_in_all(total, config.grad_accumulation_steps)
-        return make_optimizer(config, updates, half=in_half(self.ready.loaded.model)), state
-
     def _restore_optimizer(self, optimizer: Any, step: TrainStep) -> None:
         """Give the optimizer the checkpoint's state, of which a strategy may have left this rank a part."""
         config, restored = self.config, self.ready.restored
         if restored is None:
             return
-        rows = load_optimizer(optimizer, step.updater.graph, restored, self.surroundings.busy, step.strategy)
+        rows = load_optimizer(optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy)
         if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
             self.outputs.say(
                 [f"note: the optimizer's state is the mean of those that {rows} ranks had each for itself"]
             )
-        graph, before = step.updater.graph, restored.state.get("config", {}).get("compress", "none")
+        before = restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
-        if lost := load_left_out(self.ready.loaded.model, graph, step.strategy, restored, changed):
+        if lost := load_left_out(self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed):
             self.outputs.say([f"note: what {before} had left out of the last gradients is dropped: {lost}"])
         if not has_schedule(config):  # which computes it from the step
             optimizer.learning_rate = config.learning_rate
@@ -312,15 +306,14 @@ class _Session:
             after_backward=None if hook is None else lambda gradients: hook(state.step, gradients),
             inject_fault=lambda point: inject_fault(point, state.step, self.mesh.rank),
         )
-        strategy = self._strategy(masters=optimizer.masters)
         options = StepOptions(
             cpu_native=self._cpu_native,
             compiled=compiled,
             rules=rules,
-            strategy=strategy,
+            strategy=self._strategy,
             rounds=rounds_of(config),
             piping=self._piping,
-            codec=self._codec(strategy),
+            codec=self._codec,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
             non_finite=config.non_finite,
@@ -342,13 +335,16 @@ class _Session:
     def _cpu_native(self) -> bool:
         return self.ready.accelerator.runs_natively(self.config.compile)
 
-    def _strategy(self, *, masters: bool) -> str:
-        hooked = gradient_hook(self.callbacks, None) is not None
-        wanted = TrainingNeeds(self.config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
-        return chosen_strategy(self.config, self.ready.communicator, self.ready.loaded.model, wanted)
+    @cached_property
+    def _strategy(self) -> str:
+        config, model = self.config, self.ready.loaded.model
+        hooked, masters = gradient_hook(self.callbacks, None) is not None, in_half(model) and config.master_weights
+        wanted = TrainingNeeds(config.optimizer, self._cpu_native, wants_gradients=hooked, masters=masters)
+        return chosen_strategy(config, self.ready.communicator, model, wanted)
 
-    def _codec(self, strategy: str) -> Codec | None:
-        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, strategy)
+    @cached_property
+    def _codec(self) -> Codec | None:
+        return chosen_codec(self.config, self.ready.communicator, self.ready.loaded.model, self._strategy)
 
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
@@ -366,9 +362,9 @@ class _Session:
         """With --log-level verbose: what was chosen, and why."""
         if self.config.log_level != "verbose":
             return
-        stored = self.ready.data.stored.items()
-        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         ready = self.ready
+        stored = ready.data.stored.items()
+        self.outputs.say([f"tokens of {n}: {'made now' if s.built else 'found'} in {s.path}" for n, s in stored])
         tokens = min(sizing.max_tokens, self.config.batch_size * self.config.max_seq_length)
         kernels = kernel_choices(ready.kernels, tokens, quantised="quantization" in ready.loaded.config)
         self.outputs.say([f"pass: {each}" for each in ready.passes])
@@ -376,19 +372,17 @@ class _Session:
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
         self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
 
-    def _saving(
-        self, optimizer: Any, step: TrainStep, balance: Balance
-    ) -> AbstractContextManager[tuple[Save[LoopState], Saved]]:
-        """What saves on this rank: everything if it keeps files, else what only it holds."""
+    def _saving(self, optimizer: Any, step: TrainStep, balance: Balance) -> AbstractContextManager[tuple[Save, Saved]]:
+        """The functions that save on this rank: everything if it keeps files, else the slices that only it holds."""
         ready = self.ready
         held = Held(
-            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.graph, step.strategy),
+            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.flat, step.strategy),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
 
         assert ready.data.train is not None
-        rows, metrics = len(ready.data.train), self.directory / METRICS_FILE
+        rows, metrics = len(ready.data.train), self.outputs.directory / METRICS_FILE
 
         def described(state: LoopState) -> dict[str, Any]:
             """Where the run stands, as JSON values."""
@@ -406,7 +400,7 @@ class _Session:
     def _save_plan(self) -> SavePlan:
         config, ready = self.config, self.ready
         return SavePlan(
-            directory=self.directory,
+            directory=self.outputs.directory,
             run_id=ready.run_id,
             busy=self.surroundings.busy,
             rank=self.mesh.rank,
@@ -422,7 +416,7 @@ class _Session:
         )
 
     def _constants(self) -> dict[str, Any]:
-        """What every checkpoint of this start says besides."""
+        """The facts that every checkpoint of this start records besides."""
         ready = self.ready
         return {
             "random": "order and dropout are functions of seed, batch and example",

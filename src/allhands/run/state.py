@@ -48,7 +48,7 @@ class ReportWindow:
         self.further = tuple(map(sum, zip(before, result.further, strict=True)))
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """What ``objective`` reports of these sums besides the mean loss."""
+        """The further metrics of ``objective`` for these sums, besides the mean loss."""
         if len(self.further) != len(objective.further):  # nothing was counted
             return {}
         return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(objective)
@@ -105,7 +105,7 @@ class LoopState:
                 **{name: values[name] for name in plain},
                 best_loss=math.inf if values["best_loss"] is None else values["best_loss"],
                 window=ReportWindow(**values["window"]),
-                before_s=values.get("elapsed_s", 0.0),  # earlier versions did not write it
+                before_s=values["elapsed_s"],
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(

@@ -49,7 +49,7 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
 
 
 def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:
-    """How gradients travel; ``None``: as they are, because nobody asked for another form or nothing travels.
+    """The form in which gradients travel; ``None``: as they are, because nobody asked for another or nothing travels.
 
     Raises:
         ConfigError: what was asked for saves nothing here, or the strategy has no such thing.
@@ -70,7 +70,7 @@ def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Modu
 
 
 def worth_dividing(communicator: Communicator, trained: int, masters: bool) -> bool:
-    """Whether ranks are faster if each updates a part of so many trained numbers.
+    """True if ranks are faster if each updates a part of so many trained numbers.
 
     Without copies in float32 an update moves half as many bytes, and what a rank need not do takes no longer than what
     its exchange does besides (benchmarks/results/gpu_many-2026-11-22.md).

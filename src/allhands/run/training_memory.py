@@ -14,8 +14,9 @@ from typing import Any
 
 from allhands.parallel.costs import Memory, Method, Work
 
-# Of MLX's ring, from its beginning: 8 MiB, twice for each of two neighbours.
-RING_BYTES = 34_000_000
+# Bytes that a process has for its back-end from the beginning. A ring: 8 MiB, twice for each of two neighbours. MPI:
+# its libraries, and memory that the processes of a computer share.
+BACKEND_BYTES = {"ring": 34_000_000, "mpi": 12_000_000}
 # Of buffers of other sizes that MLX keeps on a CPU at most (allhands.runtime.accelerator): where rows have all lengths.
 KEPT_BYTES = 67_000_000
 WRITING_BYTES = 60_000_000  # of buffers of all sizes that MLX keeps when the model has written samples
@@ -183,6 +184,7 @@ def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
     Args:
         present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.
     """
-    # Room of the matrix products, and pages that the allocator keeps between sizes.
-    more = 16e6 + 0.05 * (memory.arrays - present_arrays) + memory.beside
-    return int(present_bytes + memory.arrays - present_arrays + more)
+    new = memory.arrays - present_arrays
+    # Room of the matrix products, and pages that the allocator keeps between sizes: of small arrays there are few.
+    more = min(16e6 + 0.05 * new, 5e6 + 0.2 * new)
+    return int(present_bytes + new + more + memory.beside)

@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainConfig) -> list[str]:
-    """What to say about tokens of the training set that may be new, where the embedding is not trained."""
+    """A note on tokens of the training set that may be new, where the embedding is not trained."""
     named: list[tuple[str, Any]] = list(model.named_modules())
     tables = [name for name, module in named if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
     trained = [name for name, _ in flatten(model.trainable_parameters())]
@@ -45,7 +45,7 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
 
 
 def _present(tokens: Any, wanted: list[int]) -> list[int]:
-    """Which of the ids ``wanted`` occur in ``tokens``."""
+    """The ids of ``wanted`` that occur in ``tokens``."""
     if not wanted:
         return []
     table = np.zeros(max(wanted) + 1, dtype=np.bool_)

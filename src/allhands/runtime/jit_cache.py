@@ -247,17 +247,17 @@ def _age(status: os.stat_result) -> float:
 
 
 def _whole(path: Path) -> bool:
-    """Whether a kernel's files have their ends; False, too, if they cannot be read."""
+    """True if a kernel's files have their ends; False, too, if they cannot be read."""
     try:
         with path.open("rb") as file:
             whole = _is_whole_elf(file.fileno()) if path.suffix == ".so" else _is_whole_program(file.fileno())
-        return whole and all(_ends_with(part, b"\n") for part in _parts(path)[:-1])
+        return whole and all(part.read_bytes().endswith(b"\n") for part in _parts(path)[:-1])
     except (OSError, struct.error):
         return False
 
 
 def _is_whole_elf(descriptor: int) -> bool:
-    """Whether the tables of segments and of sections, which stand after all contents, lie within the file."""
+    """True if the tables of segments and of sections, which stand after all contents, lie within the file."""
     size = os.fstat(descriptor).st_size
     start = os.pread(descriptor, 4096, 0)
     if not start.startswith(_ELF64):
@@ -271,15 +271,11 @@ def _is_whole_elf(descriptor: int) -> bool:
 
 
 def _is_whole_program(descriptor: int) -> bool:
-    """Whether a program for the GPU, machine code in ELF or text that ends with a function's brace, is whole."""
+    """True if a program for the GPU, machine code in ELF or text that ends with a function's brace, is whole."""
     if os.pread(descriptor, 4, 0) == _ELF64[:4]:
         return _is_whole_elf(descriptor)
     end = os.pread(descriptor, 16, max(0, os.fstat(descriptor).st_size - 16))
     return end.rstrip(b"\0\r\n\t ").endswith(b"}")
-
-
-def _ends_with(path: Path, ending: bytes) -> bool:
-    return path.read_bytes().endswith(ending)
 
 
 # --- the user's cache --------------------------------------------------------------------------------
@@ -335,7 +331,7 @@ def _mlx_version() -> str | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a directory of this user that nobody else can write to."""
+    """True if it is a directory of this user that nobody else can write to."""
     with suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
@@ -343,18 +339,18 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_open_to_all(path: Path) -> bool:
-    """Whether anybody could put another directory into the place of one in it."""
+    """True if anybody could put another directory into the place of one in it."""
     mode = os.stat(path).st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether the path means the same from every directory and in double quotes, as MLX hands it to a shell."""
+    """True if the path means the same from every directory and in double quotes, as MLX hands it to a shell."""
     return path.is_absolute() and not set(str(path)) & set('"$`\\!\n')
 
 
 def _is_usable(path: Path) -> bool:
-    """Whether MLX can write there, and load from there what it has compiled."""
+    """True if MLX can write there, and load from there what it has compiled."""
     return _is_plain(path) and os.access(path, os.W_OK) and not os.statvfs(path).f_flag & os.ST_NOEXEC
 
 
@@ -425,5 +421,5 @@ def _environ_at_start() -> dict[str, str]:
 
 
 def launches_directly() -> bool:
-    """Whether kernels on an NVIDIA GPU are known to run in the order of their launching, none beside another."""
+    """True if kernels on an NVIDIA GPU are known to run in the order of their launching, none beside another."""
     return "MLX_USE_CUDA_GRAPHS" in _switched_off

@@ -24,7 +24,7 @@ _USUAL_FIRST_FREE = 1024
 
 @dataclass(frozen=True)
 class PortTrouble:
-    """What is wrong, and what a person can do about it."""
+    """The trouble with a port, and a remedy."""
 
     message: str
     hint: str
@@ -32,7 +32,7 @@ class PortTrouble:
 
 @dataclass(frozen=True)
 class PortSettings:
-    """How a person says where to listen, as hints have it.
+    """The options by which a person says where to listen, as hints have it.
 
     Attributes:
         port: chooses another port, for example ``"--port, or 0 for any free one"``.
@@ -108,7 +108,7 @@ def _words(error: Exception) -> str:
 
 
 def kind_of(error: OSError) -> Kind:
-    """What has become of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
+    """The fate of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "dropped"
     if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
@@ -119,12 +119,12 @@ def kind_of(error: OSError) -> Kind:
 
 
 def is_blocked(kind: Kind) -> bool:
-    """Whether something may be in the way: more than that nobody listens yet."""
+    """True if something may be in the way: more than that nobody listens yet."""
     return kind in ("dropped", "rejected", "forbidden")
 
 
 def fate_of(error: OSError) -> str:
-    """What becomes of connections that fail like this: the end of a sentence about them."""
+    """The fate of connections that fail like this: the end of a sentence about them."""
     match kind_of(error):
         case "dropped":
             return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"

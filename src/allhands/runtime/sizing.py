@@ -1,4 +1,4 @@
-"""How a share of a batch is cut into micro-batches and padded on a device."""
+"""The way in which a share of a batch is cut into micro-batches and padded on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CANDIDATES = 512
 
 @dataclass(frozen=True)
 class Sizing:
-    """How a share is cut and padded on this device.
+    """The limits by which a share is cut and padded on this device.
 
     Attributes:
         max_tokens: padded tokens a micro-batch at most.

@@ -54,13 +54,13 @@ def versions_of(*names: str) -> dict[str, str]:
 
 
 def software_here() -> dict[str, str]:
-    """What is compared of this interpreter; see :func:`software`."""
+    """The software of this interpreter that is compared; see :func:`software`."""
     have = software(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES))
     return {**have, "executable": sys.executable}
 
 
 def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
-    """What is compared of an interpreter, by name.
+    """The software of an interpreter that is compared, by name.
 
     Args:
         root: the directory of its allhands; ``None``: it has none.
@@ -83,12 +83,12 @@ def fingerprint(root: str) -> str:
 
 
 def file_line(name: str, content: bytes) -> bytes:
-    """What one file adds to the fingerprint."""
+    """The line of one file in the fingerprint."""
     return f"{hashlib.sha256(content).hexdigest()} {name}\n".encode()
 
 
 def is_source(name: str) -> bool:
-    """Whether a file of a package is its own, and not something that Python, an editor or a file manager leaves."""
+    """True if a file of a package is its own, and not something that Python, an editor or a file manager leaves."""
     parts = name.split("/")
     hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
     return not (hidden or parts[-1] == "" or name.endswith(_NO_SOURCE))
@@ -107,7 +107,7 @@ def package_files(root: str) -> list[str]:
 
 
 def required(have: Mapping[str, str]) -> dict[str, str]:
-    """What must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
+    """The versions that must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
     mlx = have.get("mlx", _MISSING)
     others = [f"{name} {have[name]}" for name in MLX_BACKENDS if name in have and have[name] != mlx]
     return {
@@ -131,7 +131,7 @@ def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[s
 
 
 def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
-    """What an interpreter has of that name, for people: ``Python 3.12.1``, ``mlx 0.32.4``, ``numpy missing``.
+    """The version that an interpreter has of that name, for people: ``Python 3.12.1``, ``numpy missing``.
 
     Args:
         other: another one, beside which it is told: a back-end is no matter where MLX itself is another.
@@ -145,7 +145,7 @@ def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | Non
 
 
 def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """How an interpreter differs from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
+    """The difference of an interpreter from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
     there, here = own.get(name, _MISSING), wanted.get(name, _MISSING)
     if name == "allhands" and there == here:
         return "other code of the same version of allhands"

@@ -1,4 +1,4 @@
-"""What a person's own code can hook into a training run."""
+"""The hooks of a person's own code into a training run."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | None:
-    """What callbacks do with gradients, one after the other; ``None`` if none of them looks at any."""
+    """The function by which callbacks change gradients, one after the other; ``None`` if none of them looks at any."""
     hooks = [hook for callback in callbacks if (hook := _hook_of(callback, model)) is not None]
     if not hooks:
         return None
 
     def call(step: int, gradients: Any) -> Any:
-        """What takes the place of ``gradients``; ``None`` if nothing does."""
+        """The gradients that take the place of ``gradients``; ``None`` if none do."""
         changed = None
         for hook in hooks:
             found = hook(step, gradients if changed is None else changed)
@@ -112,7 +112,7 @@ def _hook_of(callback: Callback, model: Any) -> GradientHook | None:
 
 
 def _like(gradients: Any, found: Any) -> Any:
-    """What a callback returned, in the order and types of ``gradients``.
+    """The gradients that a callback returned, in the order and types of ``gradients``.
 
     Raises:
         ConfigError: something of other names or shapes.

@@ -30,7 +30,11 @@ _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 
 
 class GraphUpdate:
-    """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite."""
+    """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite.
+
+    Attributes:
+        flat: all weights as few arrays, in which the gradients are to be; ``None``: each is an array of its own.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class GraphUpdate:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
-            place: decides which parts of the optimizer's state this rank keeps and updates (see :attr:`shards`).
+            place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: whether ranks add gradients up while others are computed.
         """
         self._model = model
@@ -56,48 +60,29 @@ class GraphUpdate:
         joins = isinstance(optimizer, _ELEMENTWISE) and FlatParams.fits(model)
         apart = getattr(optimizer, "matrices_only", False)
         leaves = FlatParams(model, apart=apart, travelling=travelling) if joins else None
-        self._shards = place(leaves)
-        self._joined = None if leaves is None else _Joined(leaves, optimizer, self._shards)
+        shards = place(leaves)
+        self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
         # seconds.
-        joins_kernels = self._joins_kernels()
+        joins_kernels = self.flat is not None and self._by_kernels()
         self._function: Any = mx.compile(self._compute) if compiled and not joins_kernels else self._compute
         self._squares_first = travelling and joins_kernels
 
-    def _joins_kernels(self) -> bool:
-        """Whether all weights are updated by kernels of our own, as few arrays."""
-        return self._joined is not None and self._by_kernels()
-
     def _by_kernels(self) -> bool:
-        """Whether weights are updated by kernels of our own."""
+        """True if weights are updated by kernels of our own."""
         fits = isinstance(self._optimizer, KernelAdam) and kernels.available()
         return fits and self._selection.select("adamw", "cuda") != PLAIN
 
-    @property
-    def leaves(self) -> FlatParams | None:
-        """In what the gradients are to be, if not in the trained arrays themselves."""
-        return None if self._joined is None else self._joined.leaves
-
-    @property
-    def shards(self) -> Shards | None:
-        """What each rank keeps and updates of :attr:`leaves`, if not everything."""
-        return self._shards
-
-    def weights(self) -> list[mx.array]:
-        """The arrays of :attr:`leaves` at present."""
-        assert self._joined is not None
-        return self._joined.weights()
-
     def named(self, sums: Sequence[tuple[str, mx.array]]) -> list[tuple[str, mx.array]]:
         """Gradients by the names of the trained arrays."""
-        return list(sums) if self._joined is None else self._joined.leaves.named([array for _, array in sums])
+        return list(sums) if self.flat is None else self.flat.leaves.named([array for _, array in sums])
 
     def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
         """The reverse of :meth:`named`, of a tree of gradients."""
         found = flatten(gradients)
-        if self._joined is None:
+        if self.flat is None:
             return found
-        return [(str(place), whole) for place, whole in enumerate(self._joined.leaves.joined(dict(found)))]
+        return [(str(place), whole) for place, whole in enumerate(self.flat.leaves.joined(dict(found)))]
 
     def __call__(
         self,
@@ -115,13 +100,13 @@ class GraphUpdate:
                 be written in place.
             loss: summed.
             num_targets: by which everything is divided.
-            squares: of all sums, over all ranks, where :attr:`shards` divide them.
+            squares: of all sums, over all ranks, where these divide them.
             exchange: makes whole weights of this rank's parts there.
 
         Returns:
             The norm of the mean gradient before clipping.
         """
-        if (joined := self._joined) is not None:
+        if (joined := self.flat) is not None:
             gradients = {str(i): array for i, (_, array) in enumerate(sums)}
             sums.clear()
             weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
@@ -138,7 +123,7 @@ class GraphUpdate:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
             mx.async_eval(wholes, state, norm)
-            joined.put(wholes, state)
+            joined.put(state, wholes)
             return norm
         weights = self._model.trainable_parameters()
         gradients = unflatten(sums) if sums else weights  # where a rank trains nothing: a tree without arrays
@@ -149,20 +134,10 @@ class GraphUpdate:
         self._optimizer.state = state
         return norm
 
-    def flat_state(self) -> dict[str, Any]:
-        """The optimizer's state as it is kept beside :attr:`leaves`, with a chunk's number in place of names."""
-        assert self._joined is not None
-        return self._joined.state()
-
-    def put_flat_state(self, state: dict[str, Any], weights: list[mx.array] | None = None) -> None:
-        """The reverse of :meth:`flat_state`, and of :meth:`weights` where those are given."""
-        assert self._joined is not None
-        self._joined.put(self._joined.weights() if weights is None else weights, state)
-
     def arrays(self) -> Any:
-        """What an update has to wait for."""
-        if self._joined is not None:
-            return [self._joined.weights(), self._joined.state()]
+        """The arrays that an update has to wait for."""
+        if self.flat is not None:
+            return [self.flat.weights(), self.flat.state()]
         return [self._model.trainable_parameters(), self._optimizer.state]
 
     def _compute(
@@ -218,13 +193,18 @@ def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
     return tree_map(lambda new, old: mx.where(finite, new, old), after, before)
 
 
-class _Joined:
-    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold views of these."""
+class FlatState:
+    """The arrays of :class:`FlatParams` and the optimizer's for them; model and optimizer hold views of these.
+
+    Attributes:
+        leaves: the places of the weights.
+        shards: the parts that each rank keeps and updates; ``None``: everything.
+    """
 
     def __init__(self, leaves: FlatParams, optimizer: optim.Optimizer, shards: Shards | None = None) -> None:
         self.leaves = leaves
         self._optimizer = optimizer
-        self._shards = shards
+        self.shards = shards
         self._places = [place for chunk in leaves.chunks for place in chunk.places]
         self._homes = [part_of(optimizer.state, place.name) for place in self._places]
         self._views: list[mx.array] = []
@@ -243,13 +223,13 @@ class _Joined:
                 home.update(dict.fromkeys(self._names, _HIDDEN))
         self._state: dict[str, Any] = {}
         # Views from the first step on: products may depend on where in memory their factors lie, in the last bits.
-        self.put(weights, {**state, **self._others()})
+        self.put({**state, **self._others()}, weights)
         mx.eval(self._weights, self._state)
 
     def _kept(self, index: int, whole: mx.array) -> mx.array:
-        """What this rank keeps of a chunk's array."""
+        """The part of a chunk's array that this rank keeps."""
         # Contiguous: in memory of its own.
-        return whole if self._shards is None else mx.contiguous(self._shards.part(index, whole))
+        return whole if self.shards is None else mx.contiguous(self.shards.part(index, whole))
 
     def _others(self) -> dict[str, mx.array]:
         """The optimizer's state that belongs to no weight."""
@@ -271,8 +251,8 @@ class _Joined:
         return self._weights
 
     def parts(self) -> list[mx.array]:
-        """What this rank updates of :meth:`weights`."""
-        weights, shards = self.weights(), self._shards
+        """The parts of :meth:`weights` that this rank updates."""
+        weights, shards = self.weights(), self.shards
         return weights if shards is None else [shards.part(i, whole) for i, whole in enumerate(weights)]
 
     def state(self) -> dict[str, Any]:
@@ -283,8 +263,9 @@ class _Joined:
         """Let go of what the next :meth:`put` replaces, so that it can be written in place."""
         self._weights, self._state, self._views = [], {}, []
 
-    def put(self, weights: list[mx.array], state: dict[str, Any]) -> None:
-        """Hand all to the model and the optimizer."""
+    def put(self, state: dict[str, Any], weights: list[mx.array] | None = None) -> None:
+        """Hand all to the model and the optimizer; the weights stay unless they are given."""
+        weights = self.weights() if weights is None else weights
         self._weights = weights
         self._state = {str(i): state[str(i)] for i in range(len(weights))}
         self._views = [array for _, array in self.leaves.named(weights)]
@@ -303,8 +284,8 @@ class _Joined:
 
     def _show(self) -> None:
         """Give the optimizer its arrays for each weight: thousands of views, for which a step has no time."""
-        if self._shards is not None:
-            raise RuntimeError("this rank has a part of the optimizer's state: see flat_state()")
+        if self.shards is not None:
+            raise RuntimeError("this rank has a part of the optimizer's state: see FlatState.state()")
         self._shown = True
         for name in self._names:
             arrays = [self._state[str(i)][name] for i in range(len(self._weights))]

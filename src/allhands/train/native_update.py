@@ -112,7 +112,7 @@ def _groups(arrays: Iterable[Named]) -> Iterable[list[Named]]:
 
 
 class _Where:
-    """How the native code cuts some arrays into parts."""
+    """The parts into which the native code cuts some arrays."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._sizes = np.array([array.size for array in arrays], dtype=np.intp)

@@ -50,8 +50,10 @@ def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = Fals
     if config.optimizer == "adafactor" and "relative_step" not in arguments:
         # mlx's Adafactor ignores the learning rate otherwise.
         arguments["relative_step"] = False
+    # mlx_lm's muon is for all arrays, which is fine where all are matrices, as in adapters.
+    kind = "hidden-muon" if config.optimizer == "muon" and pretraining(config) else config.optimizer
     try:
-        made = _CLASSES[_kind(config)](learning_rate=make_schedule(config, total_updates), **arguments)
+        made = _CLASSES[kind](learning_rate=make_schedule(config, total_updates), **arguments)
         made.masters = half and config.master_weights
         made.matrices_only = config.weight_decay_on == "matrices"
         return made
@@ -63,23 +65,14 @@ def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = Fals
         ) from None
 
 
-def _kind(config: TrainConfig) -> str:
-    # mlx_lm's muon is for all arrays, which is fine where all are matrices, as in adapters.
-    return "hidden-muon" if config.optimizer == "muon" and pretraining(config) else config.optimizer
-
-
-def _warmup(config: TrainConfig, total_updates: int) -> int:
-    given = config.warmup_steps
-    return min(total_updates // 20, 1000) if given is None else given
-
-
 def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """Learning rate as a function of the update number (from 0), or a constant.
 
     Raises:
         ConfigError: a warm-up as long as the training, or arguments that the schedule does not take.
     """
-    peak, warmup = config.learning_rate, _warmup(config, total_updates)
+    peak, given = config.learning_rate, config.warmup_steps
+    warmup = min(total_updates // 20, 1000) if given is None else given
     chosen = config.lr_schedule
     if chosen is not None and chosen.arguments is not None:
         return _given(chosen, chosen.warmup or warmup, total_updates)
@@ -115,7 +108,7 @@ def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
 
 
 def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
-    """Of the whole training.
+    """The number of batches of the whole training.
 
     Raises:
         ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
@@ -126,7 +119,7 @@ def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
 
 
 def has_schedule(config: TrainConfig) -> bool:
-    """Whether the learning rate follows the number of updates; a constant one may change when a run is resumed."""
+    """True if the learning rate follows the number of updates; a constant one may change when a run is resumed."""
     chosen = config.lr_schedule
     named = chosen is not None and (chosen.name != "constant" or chosen.warmup > 0)
     given = config.warmup_steps

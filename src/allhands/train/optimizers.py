@@ -22,7 +22,7 @@ MASTER = "master"  # the name of a float32 copy in an array's state
 
 
 class Optimizer(optim.Optimizer):
-    """What every optimizer here has.
+    """The properties of every optimizer here.
 
     Attributes:
         masters: whether each weight has a float32 copy, which is updated and rounded to the weight: in half precision
@@ -81,7 +81,7 @@ class Optimizer(optim.Optimizer):
             self._state, self._show, self._initialized = kept, show, begun
 
     def decays(self, weight: mx.array) -> bool:
-        """Whether weight decay is for ``weight``."""
+        """True if weight decay is for ``weight``."""
         return weight.ndim > 1 or not self.matrices_only
 
 

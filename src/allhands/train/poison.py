@@ -1,4 +1,4 @@
-"""Which examples make a loss or gradient that is not finite? Asked only after it has happened."""
+"""Search for the examples that make a loss or gradient that is not finite, after it has happened."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.handout import gather_rows
 from allhands.io.trees import flatten, number
 from allhands.train.optim import clip
 
@@ -22,7 +23,7 @@ _ALONE = SingleProcess()
 
 @dataclass(frozen=True)
 class Blame:
-    """What was found, the same on every rank.
+    """The result of the search, the same on every rank.
 
     Attributes:
         examples: numbers (from 0) of the windows at fault, ascending; at most :data:`NAMED` of each rank.
@@ -73,9 +74,8 @@ def find_culprits(
         rows, found = [], []
     named = [*sorted(found), *[_NO_EXAMPLE] * NAMED][:NAMED]
     mine = np.array([not own, len(rows), len(found), *named], dtype=np.int32)
-    everyone = communicator.all_gather(mx.array(mine)[None])
     beat("reduce")
-    return _judge(np.array(everyone).reshape(communicator.size, -1))
+    return _judge(gather_rows(communicator, mine))
 
 
 def _all_finite(tree: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a step tells of itself, and the numbers of it that ranks add up."""
+"""The result of a step, and the numbers of it that ranks add up."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Totals(NamedTuple):
     further: tuple[float, ...]
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """What ``objective`` reports of them besides the mean loss."""
+        """The further metrics of ``objective``, besides the mean loss."""
         counted = {"loss": self.loss, "targets": self.num_targets, "tokens": self.num_tokens}
         return objective.metrics({**counted, **dict(zip(objective.further, self.further, strict=True))})
 
 
 def own_numbers(sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool) -> list[float | mx.array]:
-    """What this rank adds to the numbers: its sums, the loss first, its counts, and whether it was asked to stop."""
+    """The numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
     loss, *further = sums
     return [loss, *count_parts(counts["targets"]), *count_parts(counts["tokens"]), float(stop), *further]
 
@@ -112,7 +112,7 @@ def totals_of(values: Sequence[float], num_further: int) -> Totals:
 
 
 def all_finite(loss: mx.array, norm: mx.array) -> bool:
-    """Whether the loss and the gradient are."""
+    """True if the loss and the gradient are."""
     return math.isfinite(number(loss)) and math.isfinite(number(norm))
 
 
@@ -122,6 +122,6 @@ def divisor_of(reduced: Reduced) -> mx.array:
 
 
 def not_finite(result: StepResult) -> str:
-    """What is not finite, in words; empty if all is well."""
+    """The number that is not finite, in words; empty if all is well."""
     values = {"loss": result.loss_sum, "gradient": result.grad_norm}
     return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")

@@ -1,4 +1,4 @@
-"""What a rank holds of weights and optimizer, as slices of arrays by name, whoever updates them; and back.
+"""Weights and optimizer of a rank as slices of arrays by name, whoever updates them; and back.
 
 Where each rank has an optimizer's state of its own, an array has a row for every rank.
 """
@@ -22,43 +22,42 @@ from allhands.io.regions import Box, Flat, Region, Shape, everything
 from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Strategy
-from allhands.train.graph_update import GraphUpdate
+from allhands.train.graph_update import FlatState
 
 # Before the names of arrays that have a row for every rank, and of a strategy's own.
 _ROWS, _OUTER = "each-rank/", "outer/"
 
 
 def sharded_state(
-    model: nn.Module, optimizer: optim.Optimizer, graph: GraphUpdate | None, strategy: Strategy | None = None
+    model: nn.Module, optimizer: optim.Optimizer, flat: FlatState | None, strategy: Strategy | None = None
 ) -> dict[str, ShardedState]:
     """The state of training on this rank, by the file that is called after the group of arrays."""
-    divided = graph if graph is not None and graph.shards is not None else None
-    state = owned_tree(optimizer.state) if divided is None else dict(_divided(divided))
+    state = owned_tree(optimizer.state) if flat is None or flat.shards is None else dict(_divided(flat))
     if strategy is not None:
         if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
             state = dict(_in_rows(state, strategy.communicator.rank, strategy.communicator.size))
         state |= {_OUTER + name: owned(array) for name, array in strategy.outer_state.items()}
     found: dict[str, ShardedState] = {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
-    if strategy is not None and (left := dict(_left_out(model, graph, strategy))):
+    if strategy is not None and (left := dict(_left_out(model, flat, strategy))):
         found[LEFT_FILE] = left
     return found
 
 
-def _left_out(model: nn.Module, graph: GraphUpdate | None, strategy: Strategy) -> Iterator[tuple[str, OwnedSlice]]:
-    """What packing has left out of this rank's gradients, as its row of arrays that have one for each rank."""
+def _left_out(model: nn.Module, flat: FlatState | None, strategy: Strategy) -> Iterator[tuple[str, OwnedSlice]]:
+    """The rest that packing has left out of this rank's gradients, as its row of arrays that have one for each rank."""
     ranks, rank = strategy.communicator.size, strategy.communicator.rank
-    for name, kept in _by_name(model, _places(graph, strategy), strategy.left):
+    for name, kept in _by_name(model, _places(flat, strategy), strategy.left):
         row = Flat(rank * kept.size, (rank + 1) * kept.size)
         yield name, owned(kept.reshape(-1), (ranks, *kept.shape), row)
 
 
-def _places(graph: GraphUpdate | None, strategy: Strategy) -> FlatParams | None:
+def _places(flat: FlatState | None, strategy: Strategy) -> FlatParams | None:
     """Where the trained arrays are, if what travels is where the gradients of passes are."""
-    return None if graph is None or strategy.keeps_own_optimizer else graph.leaves
+    return None if flat is None or strategy.keeps_own_optimizer else flat.leaves
 
 
 def _by_name(model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]) -> Iterator[tuple[str, mx.array]]:
-    """What there is of ``left`` by the names of the trained arrays."""
+    """The arrays of ``left`` by the names of the trained arrays."""
     if leaves is None:
         named = zip(flatten(model.trainable_parameters()), left, strict=False)
         yield from ((name, kept) for (name, _), kept in named if kept is not None)
@@ -69,7 +68,7 @@ def _by_name(model: nn.Module, leaves: FlatParams | None, left: Sequence[Left]) 
 
 
 def load_left_out(
-    model: nn.Module, graph: GraphUpdate | None, strategy: Strategy, restored: Restored, changed: str = ""
+    model: nn.Module, flat: FlatState | None, strategy: Strategy, restored: Restored, changed: str = ""
 ) -> str:
     """Give a strategy what packing had left out of this rank's gradients; called on all ranks together.
 
@@ -82,7 +81,7 @@ def load_left_out(
     stored = restored.left
     if not stored:
         return ""
-    ranks, rank, leaves = strategy.communicator.size, strategy.communicator.rank, _places(graph, strategy)
+    ranks, rank, leaves = strategy.communicator.size, strategy.communicator.rank, _places(flat, strategy)
     wanted = {name: (ranks, *kept.shape) for name, kept in _by_name(model, leaves, strategy.left)}
     if changed or (changed := _unlike({name: each.shape for name, each in stored.items()}, wanted)):
         return changed
@@ -152,7 +151,7 @@ class _Rows:
 
 
 def _own_state(stored: Mapping[str, StoredArrayReader], strategy: Strategy) -> dict[str, StoredArrayReader]:
-    """What this rank takes of an optimizer's state: its row where there is one for each rank, else the mean."""
+    """The part of an optimizer's state for this rank: its row where there is one for each rank, else the mean."""
     communicator, found = strategy.communicator, dict[str, StoredArrayReader]()
     for name, each in stored.items():
         if name.startswith(_ROWS):
@@ -170,26 +169,24 @@ def _load_outer_state(strategy: Strategy, stored: Mapping[str, StoredArrayReader
         strategy.load_outer_state({name: stored[_OUTER + name].read() for name in names})
 
 
-def _divided(graph: GraphUpdate) -> Iterator[tuple[str, OwnedSlice]]:
-    state = graph.flat_state()
-    assert graph.leaves is not None
-    assert graph.shards is not None
-    for index in range(len(graph.leaves.chunks)):
+def _divided(flat: FlatState) -> Iterator[tuple[str, OwnedSlice]]:
+    state = flat.state()
+    assert flat.shards is not None
+    for index in range(len(flat.leaves.chunks)):
         for kind, kept in state.pop(str(index)).items():
-            flat = kept.reshape(-1)
-            for name, shape, place, start in _ranges(graph, index):
-                if graph.shards.divided[index] and place.size:
-                    yield f"{name}.{kind}", owned(flat[start : start + place.size], shape, place)
-                elif not graph.shards.divided[index]:
-                    yield f"{name}.{kind}", owned(flat[start : start + place.size].reshape(shape))
+            for name, shape, place, start in _ranges(flat, index):
+                mine = kept.reshape(-1)[start : start + place.size]
+                if not flat.shards.divided[index]:
+                    yield f"{name}.{kind}", owned(mine.reshape(shape))
+                elif place.size:
+                    yield f"{name}.{kind}", owned(mine, shape, place)
     yield from owned_tree(state).items()
 
 
-def _ranges(graph: GraphUpdate, index: int) -> Iterator[tuple[str, tuple[int, ...], Flat, int]]:
-    """Of each array in a chunk its name and shape, which numbers of it this rank keeps, and where in its part."""
-    assert graph.leaves is not None
-    chunk = graph.leaves.chunks[index]
-    first, last = (0, chunk.size) if graph.shards is None else graph.shards.range(index)
+def _ranges(flat: FlatState, index: int) -> Iterator[tuple[str, tuple[int, ...], Flat, int]]:
+    """The name and shape of each array in a chunk, its numbers that this rank keeps, and their place in its part."""
+    chunk = flat.leaves.chunks[index]
+    first, last = (0, chunk.size) if flat.shards is None else flat.shards.range(index)
     for place, begin, shape in zip(chunk.places, chunk.starts, chunk.shapes, strict=False):
         size = math.prod(shape)
         start, stop = (min(max(edge - begin, 0), size) for edge in (first, last))
@@ -198,7 +195,7 @@ def _ranges(graph: GraphUpdate, index: int) -> Iterator[tuple[str, tuple[int, ..
 
 def load_optimizer(
     optimizer: optim.Optimizer,
-    graph: GraphUpdate | None,
+    flat: FlatState | None,
     restored: Restored,
     progress: Callable[[], None] = lambda: None,
     strategy: Strategy | None = None,
@@ -216,20 +213,20 @@ def load_optimizer(
     if strategy is not None:
         _load_outer_state(strategy, restored.optimizer)
         restored = replace(restored, optimizer=_own_state(restored.optimizer, strategy))
-    if graph is None or graph.leaves is None:
+    if flat is None:
         restore_optimizer(optimizer, restored, progress)
         return rows
-    state, stored = graph.flat_state(), restored.optimizer
-    for index in range(len(graph.leaves.chunks)):
+    state, stored = flat.state(), restored.optimizer
+    for index in range(len(flat.leaves.chunks)):
         kept: dict[str, mx.array] = state[str(index)]
         for kind in kept:
             shape, row = kept[kind].shape, mx.zeros((kept[kind].size,), dtype=kept[kind].dtype)
             kept[kind] = row
-            for name, _, place, start in _ranges(graph, index):
+            for name, _, place, start in _ranges(flat, index):
                 row[start : start + place.size] = stored[f"{name}.{kind}"].read(place)
                 mx.eval(row)  # in place, and nothing is held twice
                 progress()
             kept[kind] = row.reshape(shape)
     others: dict[str, Any] = {name: stored[name].read() for name in state if not name.isdecimal()}
-    graph.put_flat_state({**state, **others})
+    flat.put({**state, **others})
     return rows

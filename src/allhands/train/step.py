@@ -34,7 +34,7 @@ from allhands.train.updater import Rules, Updated, Updater, make_updater
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is taken.
+    """The options of a step.
 
     Attributes:
         cpu_native: whether operations compute when they are called (Linux CPUs).
@@ -204,17 +204,17 @@ class TrainStep:
 
     @property
     def shards(self) -> Shards | None:
-        """What this rank keeps and updates; ``None``: everything."""
+        """The parts that this rank keeps and updates; ``None``: everything."""
         return self.strategy.shards
 
     @property
     def needed_bytes(self) -> int:
-        """What the largest step so far held with nothing ahead; 0 where nothing ever is."""
+        """The bytes that the largest step so far held with nothing ahead; 0 where nothing ever is."""
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.need
 
     @property
     def spare_bytes(self) -> int:
-        """What else a GPU's own memory can hold meanwhile; 0 where that is not known."""
+        """The bytes that a GPU's own memory can hold meanwhile; 0 where that is not known."""
         return 0 if self.passes.run_ahead is None else self.passes.run_ahead.spare()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,9 +20,8 @@ from mlx.utils import tree_map
 
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.parallel.base import Strategy
-from allhands.parallel.gradient import FlatWeights
 from allhands.parallel.sums import Named, Reduced
-from allhands.train.graph_update import GraphUpdate, initialise
+from allhands.train.graph_update import FlatState, GraphUpdate, initialise
 from allhands.train.native_update import NativeUpdate, native_update
 from allhands.train.optim import clip
 from allhands.train.optimizers import KernelAdam, Optimizer
@@ -31,7 +30,7 @@ from allhands.train.result import all_finite, divisor_of
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done with a mean gradient.
+    """The rules for a mean gradient.
 
     Attributes:
         max_grad_norm: of the whole gradient; ``None``: it is not clipped.
@@ -53,7 +52,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Updated:
-    """What an update left.
+    """The result of an update.
 
     Attributes:
         norm: () of the mean gradient, before clipping.
@@ -64,54 +63,14 @@ class Updated:
     lazy: Any = None
 
 
-class Updater(Protocol):
-    """One way of updating.
+class Updater(ABC):
+    """One way of updating, which knows the update to expect of a part of its sums, too.
 
     Attributes:
         flat: all trained weights as few arrays, in which the gradients are to be; ``None``: by name.
     """
 
-    @property
-    def flat(self) -> FlatWeights | None: ...
-
-    @property
-    def graph(self) -> GraphUpdate | None:
-        """What has the optimizer's state beside the flat weights, if something does."""
-        ...
-
-    def __call__(self, reduced: Reduced) -> Updated:
-        """Take the update of a global batch; empties ``reduced.grads``."""
-        ...
-
-    def expected(self, reduced: Reduced, part: bool) -> Any:
-        """The tree of trained weights that this update would make; nothing changes.
-
-        Args:
-            part: whether these are sums of a part of the batch, with their ``squares``.
-        """
-        ...
-
-
-def make_updater(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    strategy: Strategy,
-    rules: Rules,
-    *,
-    cpu_native: bool,
-    compiled: bool,
-) -> Updater:
-    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
-    # Of the weights: by itself the optimizer would do it of the first gradients.
-    initialise(optimizer, model)
-    if not cpu_native:
-        return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
-    native = native_update(model, optimizer)
-    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)
-
-
-class _Updates(ABC):
-    """An updater that knows which update to expect of a part of its sums."""
+    flat: FlatState | None = None
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         self._model = model
@@ -120,6 +79,7 @@ class _Updates(ABC):
         self._norm: mx.array | None = None  # of the last update's mean gradient
 
     def __call__(self, reduced: Reduced) -> Updated:
+        """Take the update of a global batch; empties ``reduced.grads``."""
         updated = self._update(reduced)
         self._norm = updated.norm
         return updated
@@ -129,6 +89,11 @@ class _Updates(ABC):
         """Take the update."""
 
     def expected(self, reduced: Reduced, part: bool) -> Any:
+        """The tree of trained weights that this update would make; nothing changes.
+
+        Args:
+            part: whether these are sums of a part of the batch, with their ``squares``.
+        """
         model, rules = self._model, self._rules
         self._rules = Rules(rules.max_grad_norm)
         try:
@@ -195,11 +160,8 @@ class _Updates(ABC):
             self._take(state)
 
 
-class UpdateByHand(_Updates):
+class UpdateByHand(Updater):
     """Look at the numbers, then update by MLX's optimizer."""
-
-    flat = None
-    graph = None
 
     def _update(self, reduced: Reduced) -> Updated:
         rules, sums = self._rules, reduced.grads
@@ -220,11 +182,8 @@ class UpdateByHand(_Updates):
         return Updated(norm)
 
 
-class NativeUpdater(_Updates):
+class NativeUpdater(Updater):
     """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
-
-    flat = None
-    graph = None
 
     def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         super().__init__(model, optimizer, rules)
@@ -249,7 +208,7 @@ class NativeUpdater(_Updates):
         return Updated(mx.array(norm))
 
 
-class GraphUpdater(_Updates):
+class GraphUpdater(Updater):
     """Update lazily if all numbers are finite; they are looked at afterwards."""
 
     def __init__(
@@ -260,7 +219,8 @@ class GraphUpdater(_Updates):
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place
-        self.graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
+        self._graph = GraphUpdate(model, optimizer, rules.max_grad_norm, **how)
+        self.flat = self._graph.flat
         self._strategy = strategy
 
     @contextmanager
@@ -269,27 +229,23 @@ class GraphUpdater(_Updates):
             with super()._as_it_was():
                 yield
             return
-        weights, state = self.graph.weights(), self.graph.flat_state()
+        weights, state = self.flat.weights(), self.flat.state()
         try:
             yield
         finally:
-            self.graph.put_flat_state(state, weights)
-
-    @property
-    def flat(self) -> FlatWeights | None:
-        return None if self.graph.leaves is None else self.graph
+            self.flat.put(state, weights)
 
     def _state(self) -> Any:
-        return super()._state() if self.flat is None else tree_map(lambda x: x, self.graph.flat_state())
+        return super()._state() if self.flat is None else tree_map(lambda x: x, self.flat.state())
 
     def _take(self, state: Any) -> None:
         if self.flat is None:
             super()._take(state)
         else:
-            self.graph.put_flat_state(state)
+            self.flat.put(state)
 
     def _update(self, reduced: Reduced) -> Updated:
-        graph, rules, sums = self.graph, self._rules, reduced.grads
+        graph, rules, sums = self._graph, self._rules, reduced.grads
         counted = divisor_of(reduced)
         if rules.after_backward is not None:
             # Besides, and only as far as somebody looks at it.
@@ -301,3 +257,21 @@ class GraphUpdater(_Updates):
         exchange = None if reduced.squares is None else self._strategy.whole
         norm = graph(sums, reduced.loss, counted, squares=reduced.squares, exchange=exchange)
         return Updated(norm, graph.arrays())
+
+
+def make_updater(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    strategy: Strategy,
+    rules: Rules,
+    *,
+    cpu_native: bool,
+    compiled: bool,
+) -> Updater:
+    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
+    # Of the weights: by itself the optimizer would do it of the first gradients.
+    initialise(optimizer, model)
+    if not cpu_native:
+        return GraphUpdater(model, optimizer, strategy, rules, compiled=compiled)
+    native = native_update(model, optimizer)
+    return UpdateByHand(model, optimizer, rules) if native is None else NativeUpdater(native, model, optimizer, rules)

@@ -5,7 +5,6 @@ Sizes are bytes, times seconds. An unknown fact is empty or ``None``, and named 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from typing import Literal
 
@@ -42,11 +41,6 @@ class Address(Fact):
 
     ip: str
     prefix: int = 32
-
-    @property
-    def link_local(self) -> bool:
-        """True if the computer itself made the address up."""
-        return ipaddress.ip_address(self.ip).is_link_local
 
 
 class Interface(Fact):

@@ -52,9 +52,7 @@ def measured(hosts: Sequence[Host], cluster: Cluster, progress: Callable[[str], 
 
 
 def _link(figures: Figures) -> LinkSpeed:
-    # The largest arrays tell the speed: smaller ones may fit into buffers on the way.
-    speed = figures.bus_bytes_per_s(figures.timings[-1])
-    return LinkSpeed(hosts=figures.hosts, latency_s=figures.timings[0].median_s, bus_bytes_per_s=speed)
+    return LinkSpeed(hosts=figures.hosts, latency_s=figures.latency_s, bus_bytes_per_s=figures.bus_bytes_per_s())
 
 
 def _by_host(hosts: Sequence[Host], whole: Figures) -> dict[str, float]:

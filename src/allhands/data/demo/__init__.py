@@ -91,7 +91,7 @@ def lexicon() -> frozenset[str]:
 
 
 def is_pirate_word(word: str) -> bool:
-    """Whether ``word`` is in the lexicon or has a dropped g (``sailin'``)."""
+    """Return True if ``word`` is in the lexicon or has a dropped g (``sailin'``)."""
     return word in lexicon() or (word.endswith("in'") and len(word) > 4)
 
 

@@ -6,8 +6,6 @@ stay, and what :mod:`allhands.kernels.known` does not list is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +28,8 @@ from allhands.kernels.instances import give_form, mix_in
 from allhands.kernels.selection import BY_RULE, SELECTION, KernelSelection, selection_of
 from allhands.runtime.accelerator import device_memory
 
-# Of a GPU's memory, for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150 hold
-# those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two layers.
+# Share of a GPU's memory for dense copies of quantised weights that a step would make twice: 4.7 GB of an H200's 150
+# hold those of eight layers of 7 billion parameters, and 0.8 of a card's of 24 two layers.
 _KEPT_SHARE = 32
 
 
@@ -82,7 +80,7 @@ def keep_dense(model: nn.Module) -> int:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """What dense copies of quantised weights take that ``model`` keeps."""
+    """Return the bytes of the dense copies of quantised weights that ``model`` keeps."""
     return sum(product.kept_bytes for product in products_of(model.modules()))
 
 
@@ -109,17 +107,17 @@ class _FusedLayer:
     """Attention and feed-forward part, with the sums around them taken in one pass with the norms."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        norms, selection = (self.input_layernorm, self.post_attention_layernorm), selection_of(self)
-        x, inner = _with(ops.forked_rms_norm, norms[0], selection)(x)
-        x, inner = _with(ops.added_rms_norm, norms[1], selection)(x, self.self_attn(inner, mask, cache))
+        selection = selection_of(self)
+        x, inner = _added_norm(self.input_layernorm, x, None, selection)
+        x, inner = _added_norm(self.post_attention_layernorm, x, self.self_attn(inner, mask, cache), selection)
         return x + self.mlp(inner)
 
 
-def _with(
-    norm: Callable[..., tuple[mx.array, mx.array]], module: Any, selection: KernelSelection
-) -> Callable[..., tuple[mx.array, mx.array]]:
-    trained = "weight" in module.trainable_parameters()
-    return partial(norm, weight=module.weight, eps=module.eps, trained=trained, selection=selection)
+def _added_norm(
+    norm: Any, x: mx.array, residual: mx.array | None, selection: KernelSelection
+) -> tuple[mx.array, mx.array]:
+    trained = "weight" in norm.trainable_parameters()
+    return ops.added_rms_norm(x, residual, norm.weight, norm.eps, trained=trained, selection=selection)
 
 
 class _FusedMlp:

@@ -42,7 +42,7 @@ def built(source: str, capability: tuple[int, int]) -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """What was kept at ``path``, if it is whole."""
+    """Return the code that was kept at ``path``, if it is whole."""
     with suppress(OSError):
         content = path.read_bytes()
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() == content[:_DIGEST_BYTES]:
@@ -78,7 +78,7 @@ def _build(source: str, options: list[str]) -> bytes:
 
 
 def _text(program: ctypes.c_void_p, kind: str) -> bytes:
-    """What NVRTC has made, as ``nvrtcGet<kind>`` gives it."""
+    """Return NVRTC's output that ``nvrtcGet<kind>`` gives."""
     nvrtc, size = _nvrtc(), ctypes.c_size_t()
     _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)

@@ -70,7 +70,7 @@ def _rows_apart(table: mx.array, ids: mx.array, _rows_of: mx.array) -> mx.array:
 
 
 def _gradient_apart(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """That in the rows themselves; nobody asks for the others."""
+    """Return the gradient in the rows themselves; nobody asks for the others."""
     table, ids, _rows_of = primals
     return mx.zeros_like(table), mx.zeros_like(ids), cotangent
 
@@ -117,7 +117,7 @@ def _running_sums(ids: mx.array, rows: mx.array) -> mx.array:
 
 
 class Apart:
-    """Stands for the rows that an embedding looks up, to be differentiated in instead of its table.
+    """Stand-in for the rows that an embedding looks up, to be differentiated in instead of its table.
 
     Attributes:
         counts: whether uses of the table are counted: while rows are installed.
@@ -133,7 +133,7 @@ class Apart:
 
     @property
     def besides(self) -> bool:
-        """Whether the table has a gradient besides: as where it makes the logits as well."""
+        """True if the table has another gradient, as where it makes the logits as well."""
         return self.uses > self.replaced
 
     @contextmanager
@@ -146,7 +146,7 @@ class Apart:
             self._rows, self.counts = None, False
 
     def take(self, shape: tuple[int, ...]) -> mx.array | None:
-        """What was installed, for one look-up of so many rows; any other is one of the table."""
+        """Return the installed rows for one look-up of this shape; ``None`` for any other."""
         if self._rows is None or self._rows.shape != shape:
             return None
         self.replaced += 1

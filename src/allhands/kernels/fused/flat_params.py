@@ -1,8 +1,8 @@
-"""What of a model is trained as few arrays: what is differentiated in, added up over ranks and updated.
+"""Flat buffers for trainable parameters: differentiated in, added up over ranks and updated.
 
 Adapters are hundreds of small arrays, each of which takes longer to start with than to compute. Here they are one, in
 float32, from which one pass makes all factors as the products use them. Dense layers that share an input are one array
-as well, so that nothing has to be put together for their product. What the model holds are views, by the same names.
+as well, so that nothing has to be put together for their product. The model holds views, by the same names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRAVELLING = 1 << 24
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a trained array stands."""
+    """The place of a trained array in the model."""
 
     name: str
     module: Any
@@ -48,34 +48,46 @@ class _Place:
         return self.module[self.key]
 
 
-class FlatBuffer:
-    """Trained arrays of one type as one, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
+class _Layout:
+    """Arrays one after the other, each beginning at a multiple of :data:`_ALIGNED`, with zeros between."""
 
-    def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
-        """Of ``places``; at least ``spare`` zeros follow them. ``apart``: see :class:`FlatParams`."""
-        self.places = list(places)
-        self.shapes = [place.array.shape for place in places]
-        self.dtype = places[0].array.dtype
+    def __init__(self, shapes: Sequence[tuple[int, ...]], spare: int) -> None:
+        """Take the arrays' ``shapes``; at least ``spare`` zeros follow them."""
+        self.shapes = list(shapes)
         self.starts = [0]
-        for shape in self.shapes:
+        for shape in shapes:
             self.starts.append(self.starts[-1] + _aligned(math.prod(shape)))
         self.size = self.starts[-1] + _aligned(spare)
+
+    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
+        """Return one array of ``arrays`` in the order of the shapes."""
+        return _joined(arrays, [*self.starts[:-1], self.size])
+
+    def parts(self, whole: mx.array) -> list[mx.array]:
+        """Return views of ``whole`` in the arrays' shapes."""
+        whole = whole.reshape(-1)
+        return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+
+
+class FlatBuffer(_Layout):
+    """Trained arrays of one type as one."""
+
+    def __init__(self, places: Sequence[_Place], spare: int = 0, *, apart: bool = False) -> None:
+        """Lay out ``places``, followed by at least ``spare`` zeros. ``apart``: see :class:`FlatParams`."""
+        super().__init__([place.array.shape for place in places], spare)
+        self.places = list(places)
+        self.dtype = places[0].array.dtype
         matrices = apart and places[0].array.ndim > 1
         self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one array, with nothing after it."""
+        """True if the buffer is one array, with nothing after it."""
         return len(self.shapes) == 1 and math.prod(self.shapes[0]) == self.size
 
     def joined(self, arrays: Sequence[mx.array]) -> mx.array:
-        """One array of those in the places' order."""
-        return _joined(arrays, [*self.starts[:-1], self.size]).reshape(self.shape)
-
-    def parts(self, whole: mx.array) -> list[mx.array]:
-        """Views of ``whole`` in the places' shapes."""
-        whole = whole.reshape(-1)
-        return [_part(whole, start, shape) for start, shape in zip(self.starts, self.shapes, strict=False)]
+        """Return one array of those in the places' order."""
+        return super().joined(arrays).reshape(self.shape)
 
 
 def _aligned(count: int) -> int:
@@ -100,7 +112,7 @@ class FlatParams:
     """The trained arrays of a model as chunks; made once it is settled what is trained."""
 
     def __init__(self, model: nn.Module, *, apart: bool = False, travelling: bool = False) -> None:
-        """Of ``model``.
+        """Divide the trained arrays of ``model`` into buffers.
 
         Args:
             apart: whether arrays of one dimension are chunks of their own, and the chunks of matrices have two: for an
@@ -121,7 +133,7 @@ class FlatParams:
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
-        """Whether every trained array is a module's own, not one in a list or a dictionary of it."""
+        """Return true if every trained array is a module's own, not one in a list or a dictionary of it."""
         modules = dict(model.named_modules())
         names = [name.rpartition(".") for name, _ in flatten(model.trainable_parameters())]
         return bool(names) and all(module in modules and key in modules[module] for module, _, key in names)
@@ -208,7 +220,7 @@ class _Views:
                 several = [places[at]]
                 self._targets.append((self.chunk.starts[at], places[at].array.shape, _setter(places[at])))
             at += len(several)
-        self._split: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+        self._split = with_vjp(self._forward, self._backward)
 
     def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
         flat = whole.reshape(-1)
@@ -337,14 +349,14 @@ class _Packed:
         self._scale = float(ordered[0].module.scale)
         nothing = self.chunk.size - 1
         tables = [_tables(product, starts, nothing) for product in self._products]
-        self._halves = [_Half([table[i] for table in tables]) for i in (0, 1)]
+        self._halves = [_Half([table[i] for table in tables], nothing) for i in (0, 1)]
         # For each number of the chunk where its gradient stands; those between have none.
         self._back = [
-            self._halves[0].reverse(0, self._first, nothing),
-            self._halves[1].reverse(self._first, self.chunk.size, nothing),
+            self._halves[0].reverse(0, self._first),
+            self._halves[1].reverse(self._first, self.chunk.size),
         ]
         mx.eval(self._back, [half.index for half in self._halves])
-        self._gather: Any = with_vjp(self._forward, self._backward)  # type: ignore[arg-type]
+        self._gather = with_vjp(self._forward, self._backward)
 
     def _forward(self, whole: mx.array) -> tuple[mx.array, ...]:
         take = kernels.spread if kernels.available() else _spread
@@ -386,7 +398,7 @@ def _collect(x: mx.array, index: mx.array, scale: float) -> mx.array:
 def _tables(
     product: Product, starts: dict[tuple[int, str], int], nothing: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Where the numbers of a product's factors, (K, R) and (R, N), stand in the chunk; ``nothing`` for a zero."""
+    """Return the chunk's indices of a product's factors, (K, R) and (R, N); ``nothing`` for a zero."""
     adapters = [layer if isinstance(layer, LoRALinear) else None for layer in product.layers]
     rank = sum(layer.lora_a.shape[1] for layer in adapters if layer is not None)
     features = next(layer.lora_a.shape[0] for layer in adapters if layer is not None)
@@ -408,33 +420,21 @@ def _all_float32(places: Sequence[_Place]) -> bool:
     return all(place.array.dtype == mx.float32 for place in places)
 
 
-class _Half:
+class _Half(_Layout):
     """The first or the second factors of all products, one after the other."""
 
-    def __init__(self, tables: Sequence[NDArray[np.int32]]) -> None:
-        """Of a table for each product: where each of its numbers stands in the chunk."""
-        self._shapes = [table.shape for table in tables]
-        sizes = [_aligned(table.size) for table in tables]
-        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._size = sum(sizes) + _ALIGNED
-        index = np.zeros(self._size, dtype=np.int32)
-        self._used = np.zeros(self._size, dtype=bool)
-        for table, start in zip(tables, self._starts, strict=True):
-            index[start : start + table.size] = table.reshape(-1)
-            self._used[start : start + table.size] = True
-        self._numbers = index
-        self.index = mx.array(index)
+    def __init__(self, tables: Sequence[NDArray[np.int32]], nothing: int) -> None:
+        """Take for each product a table of its numbers' places in the chunk; at ``nothing`` the chunk has a zero."""
+        super().__init__([table.shape for table in tables], spare=1)
+        self._numbers = np.full(self.size, nothing, dtype=np.int32)
+        self._nothing = nothing
+        for table, start in zip(tables, self.starts, strict=False):
+            self._numbers[start : start + table.size] = table.reshape(-1)
+        self.index = mx.array(self._numbers)
 
-    def reverse(self, start: int, end: int, nothing: int) -> mx.array:
-        """For each place of the chunk from ``start`` to ``end``: where in this half it is; if nowhere, the last one."""
-        places = np.full(end - start, self._size - 1, dtype=np.int32)
-        mine = np.flatnonzero(self._used & (self._numbers != nothing))
+    def reverse(self, start: int, end: int) -> mx.array:
+        """Return the index here of the chunk's places from ``start`` to ``end``; the last one if there is none."""
+        places = np.full(end - start, self.size - 1, dtype=np.int32)
+        mine = np.flatnonzero(self._numbers != self._nothing)
         places[self._numbers[mine] - start] = mine
         return mx.array(places)
-
-    def parts(self, packed: mx.array) -> list[mx.array]:
-        return [_part(packed, start, shape) for start, shape in zip(self._starts, self._shapes, strict=True)]
-
-    def joined(self, arrays: Sequence[mx.array]) -> mx.array:
-        """The reverse of :meth:`parts`, with zeros between and at the end."""
-        return _joined(arrays, [*self._starts, self._size])

@@ -28,7 +28,7 @@ _WIDEST_NORM_BYTES = 4 * _WARP_BYTES
 
 @cache
 def available() -> bool:
-    """Whether MLX computes on an NVIDIA GPU in this process, and a kernel can be built for it."""
+    """Return true if MLX computes on an NVIDIA GPU in this process and a kernel can be built for it."""
     if not (mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu):
         return False
     try:
@@ -43,12 +43,12 @@ def width(dtype: mx.Dtype) -> int:
 
 
 def suits(array: mx.array) -> bool:
-    """Whether the kernels know the type, and rows of the last axis are whole."""
+    """Return true if the kernels know the type and rows of the last axis are whole."""
     return array.dtype in _TYPES and array.shape[-1] % width(array.dtype) == 0
 
 
 def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, group_size: int) -> mx.array:
-    """As :func:`mlx.core.dequantize` of 4 bits in the affine mode, in half the time: (N, K / 8) uint32 -> (N, K)."""
+    """Unpack 4-bit affine weights in half the time of :func:`mlx.core.dequantize`: (N, K / 8) uint32 -> (N, K)."""
     rows, words = weight.shape
     count = rows * words
     outputs = [((rows, 8 * words), scales.dtype)]
@@ -151,7 +151,7 @@ def swiglu_adapted_vjp(
 
 
 def fits_adapted(features: int, dtype: mx.Dtype, ranks: Sequence[int]) -> bool:
-    """Whether the kernels of an adapted SwiGLU know such ranks: so many that a thread can keep their factors."""
+    """Return true if a thread of the adapted SwiGLU's kernels can keep factors of these ranks."""
     return dtype in _HALF and features % 32 == 0 and all(rank % 2 == 0 and rank <= _MOST_RANK for rank in ranks)
 
 
@@ -198,7 +198,7 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.arr
 
 
 def holds_norm(x: mx.array) -> bool:
-    """Whether rows of ``x`` are of a type and a width that the kernels of the norm can hold."""
+    """Return true if the norm's kernels can hold rows of this type and width."""
     return suits(x) and x.shape[-1] * x.dtype.size <= _WIDEST_NORM_BYTES
 
 
@@ -253,7 +253,7 @@ def _zero() -> mx.array:
 def adam_scalars(
     numbers: Sequence[mx.array], options: mx.array, *, bias_correction: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """What :func:`adam` is told, for weights without and with decay; the norm; whether it and the loss are finite.
+    """Return :func:`adam`'s scalars without and with decay, the norm, and if norm and loss are finite.
 
     Args:
         numbers: sum of the gradients' squares, loss, trained tokens, learning rate, number of the update; scalars.

@@ -48,7 +48,7 @@ def makes_dense(x: mx.array, selection: KernelSelection, *, least: int = 0) -> b
 def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
     """Let the frozen quantised layers of ``model`` choose between MLX's product and the dense one; returns how many.
 
-    What :func:`allhands.kernels.fused.blocks.fuse` does beside other things; by MLX's own operations on every device.
+    :func:`allhands.kernels.fused.blocks.fuse` does so, too. MLX's own operations do it on every device.
     """
     found = [module for module in model.modules() if type(module) is nn.QuantizedLinear]
     for module in found:
@@ -72,7 +72,7 @@ def dequantized(layer: Any, selection: KernelSelection = BY_RULE, after: mx.arra
 
 
 def dequantized_by_mlx(layer: Any, words: mx.array | None = None) -> mx.array:
-    """The same by MLX's own operation, in the type of the layer's scales; ``words``: in the place of its weight."""
+    """Unpack a layer by MLX's own operation, in the type of its scales; ``words`` replace its packed weight."""
     how: dict[str, Any] = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
     return mx.dequantize(layer.weight if words is None else words, layer.scales, layer.get("biases"), **how)
 
@@ -104,7 +104,7 @@ class TypedLoRALinear(LoRALinear):
         return self.product(rows).reshape(*x.shape[:-1], -1)
 
     def prepare(self) -> None:
-        """To be called once this class has been given to a layer."""
+        """Make the product, once this class has been given to a layer."""
         self.product = Product([self], selection_of(self))
 
 
@@ -113,7 +113,7 @@ def _update(layer: Any, x: mx.array) -> mx.array:
 
 
 def drops(layer: Any) -> bool:
-    """Whether ``layer`` leaves out some of its input now."""
+    """Return true if ``layer`` drops some of its input now."""
     return layer.training and _may_drop(layer)
 
 
@@ -137,7 +137,7 @@ class Product:
     """
 
     def __init__(self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None) -> None:
-        """Of ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
+        """Join ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
         self.layers = list(layers)
         self._selection = selection
         self._frozen = frozen
@@ -147,8 +147,8 @@ class Product:
     def keep_dense(self, most_bytes: int) -> int:
         """Make the dense weight once, for good, if it would be made twice a step; returns its bytes.
 
-        That is one of an adapted quantised product, which the backward pass needs again. 0 if it is not such a one, or
-        would take more than ``most_bytes``.
+        The weight of an adapted quantised product is such a one: the backward pass needs it again. 0 for other
+        products, and where it would take more than ``most_bytes``.
         """
         weight = self._weight
         # Where something is dropped layers compute by themselves.
@@ -166,7 +166,7 @@ class Product:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the dense weight that is kept."""
+        """The bytes of the dense weight that is kept."""
         return 0 if self._kept is None else self._kept.nbytes
 
     def give(self, arrays: mx.array | tuple[mx.array, ...] | None) -> None:
@@ -180,7 +180,7 @@ class Product:
 
     @property
     def adapted(self) -> bool:
-        """Whether a layer has an adapter."""
+        """True if a layer has an adapter."""
         return any(isinstance(layer, LoRALinear) for layer in self.layers)
 
     @property
@@ -239,7 +239,7 @@ class Product:
         return self._frozen if self._frozen is not None else base_of(self.layers[0])
 
     def _is_dense(self, x: mx.array) -> bool:
-        """Whether to multiply by a dense weight: also one that is made for it, by rule even for few tokens."""
+        """Return true to multiply by a dense weight, which may be made for it, by rule even for few tokens."""
         is_quantised = isinstance(self._weight, nn.QuantizedLinear)
         return not is_quantised or makes_dense(x, self._selection, least=DENSE_FROM_TOKENS)
 
@@ -320,8 +320,7 @@ def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array, *, of_swiglu: 
         dx, y = kernels.swiglu_vjp(x, dy, again=True) if of_swiglu else (dy, x)
         return dx, y.T @ inner, outputs[1].T @ cotangent
 
-    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
-    return function(x, a, b)[0]
+    return with_vjp(forward, backward)(x, a, b)[0]
 
 
 def _adapted_mlp(
@@ -349,8 +348,7 @@ def _adapted_mlp(
         dx = mx.addmm(back @ a.T, dwide, dense(dwide))
         return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
 
-    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
-    return function(x, *factors)[0]
+    return with_vjp(forward, backward)(x, *factors)[0]
 
 
 class Group:
@@ -362,7 +360,7 @@ class Group:
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:
-        """Whether ``layers`` are of one kind, all trained or all frozen, so that they can be one."""
+        """Return true if ``layers`` are of one kind, all trained or all frozen, so that they can be one."""
         bases = [base_of(layer) for layer in layers]
         kinds = {type(base) for base in bases}
         if not all(type(layer) in (TypedLoRALinear, type(base)) for layer, base in zip(layers, bases, strict=True)):
@@ -375,7 +373,7 @@ class Group:
 
     @property
     def usable(self) -> bool:
-        """Whether no layer drops anything now: dropout is each layer's own."""
+        """True if no layer drops anything now: dropout is each layer's own."""
         return not any(drops(layer) for layer in self.product.layers)
 
     def __call__(self, x: mx.array) -> mx.array:

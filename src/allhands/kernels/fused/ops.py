@@ -24,7 +24,7 @@ def swiglu(x: mx.array, selection: KernelSelection = BY_RULE) -> mx.array:
 
 
 def fuses_swiglu(x: mx.array, selection: KernelSelection = BY_RULE) -> bool:
-    """Whether :func:`swiglu` of ``x`` is computed by a kernel."""
+    """Return true if a kernel computes :func:`swiglu` of ``x``."""
     features = x.shape[-1] // 2
     fits = kernels.available() and kernels.suits(x) and features % kernels.width(x.dtype) == 0
     return fits and selection.select("swiglu", "cuda") != PLAIN
@@ -92,40 +92,26 @@ def _fused_rope(x: mx.array, turns: mx.array, num_heads: int, num_kv_heads: int)
         q, k, v = (cotangent.transpose(0, 2, 1, 3) for cotangent in cotangents)
         return kernels.rope_vjp(q, k, v, turns)
 
-    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
-    return function(x)
+    return with_vjp(forward, backward)(x)
 
 
 def rms_norm(
     x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: KernelSelection = BY_RULE
 ) -> mx.array:
     """:func:`mlx.core.fast.rms_norm` with a gradient of our own: (..., D), (D,) -> (..., D)."""
-    return _norm(None, x, weight, eps, trained, selection)[1]
-
-
-def forked_rms_norm(
-    x: mx.array, weight: mx.array, eps: float, *, trained: bool, selection: KernelSelection = BY_RULE
-) -> tuple[mx.array, mx.array]:
-    """``x`` and its norm, for where both are used: their two gradients are added in one pass."""
-    return _norm(None, x, weight, eps, trained, selection)
+    return added_rms_norm(x, None, weight, eps, trained=trained, selection=selection)[1]
 
 
 def added_rms_norm(
     x: mx.array,
-    residual: mx.array,
+    residual: mx.array | None,
     weight: mx.array,
     eps: float,
     *,
     trained: bool,
     selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array]:
-    """``x + residual`` and its norm, in one pass, and back in one."""
-    return _norm(residual, x, weight, eps, trained, selection)
-
-
-def _norm(
-    residual: mx.array | None, x: mx.array, weight: mx.array, eps: float, trained: bool, selection: KernelSelection
-) -> tuple[mx.array, mx.array]:
+    """Return ``x + residual`` and its norm, in one pass, and back in one; without a residual ``x`` and its norm."""
     fits = kernels.available() and kernels.holds_norm(x) and x.dtype == weight.dtype
     if not fits or selection.select("rms_norm", "cuda") == PLAIN:
         total = x if residual is None else x + residual
@@ -143,8 +129,7 @@ def _norm(
         dx, dw = kernels.rms_norm_vjp(outputs[0], matrix, cotangents[1], eps, residual=cotangents[0], trained=trained)
         return (*[dx] * len(summands), *([dw.astype(matrix.dtype)] if trained else []))
 
-    function: Any = with_vjp(forward, backward)  # type: ignore[arg-type]
-    total, out = function(*summands, *([weight] if trained else []))
+    total, out = with_vjp(forward, backward)(*summands, *([weight] if trained else []))
     return total.reshape(shape), out.reshape(shape)
 
 

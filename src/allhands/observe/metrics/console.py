@@ -152,7 +152,7 @@ class _Board:
     spinner: Spinner = field(default_factory=lambda: Spinner("line"))  # shows that the process lives
 
     def render(self) -> RenderableType:
-        """What is known so far."""
+        """Return progress, latest figures and memory."""
         step = self.train.step if self.train else self.start
         left = f"left {format_duration(self.left_s)}" if self.train else "before the first report"
         bar = Table.grid(Column(), Column(ratio=1, min_width=8), Column(no_wrap=True), padding=(0, 1), expand=True)
@@ -235,7 +235,7 @@ def _further(metrics: Mapping[str, float]) -> str:
 
 
 def profile_line(report: TrainReport) -> str:
-    """What the time of a step goes into, on rank 0: of several batches, if gradients are accumulated."""
+    """The parts of the time of a step of rank 0, over all its batches."""
     parts = {"compute": report.compute_s, "communication": report.comm_s, "data": report.data_wait_s}
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
@@ -245,7 +245,7 @@ def profile_line(report: TrainReport) -> str:
 
 
 def _waiting(report: TrainReport) -> str:
-    """That the steps wait for data, if it is worth a word."""
+    """The share of time in which steps wait for data, if it is large."""
     share = report.data_wait_s / report.step_time_s if report.step_time_s else 0.0
     return f"  waits for data {share:.0%} of the time" if share >= WAIT_SHOWN_FROM else ""
 
@@ -265,7 +265,7 @@ def sampled_line(sampled: Sampled) -> str:
 
 
 def skipped_line(skipped: StepSkipped) -> str:
-    """Which step changed nothing, why, and the examples that may be the cause; the first few of many."""
+    """A step that changed nothing, the reason, and the first of the examples that may be the cause."""
     text = f"step {skipped.step}  skipped: {skipped.reason}"
     found = list(zip_longest(skipped.examples, (f" at {where}" for where in skipped.where), fillvalue=""))
     shown = ", ".join(f"{example}{place}" for example, place in found[:_SHOWN_EXAMPLES])
@@ -287,7 +287,7 @@ def shares_line(changed: SharesChanged) -> str:
 
 
 def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
-    """How the run ended, in one line; ``before_s`` is what earlier starts took up to where this one went on."""
+    """The end of the run in one line; ``before_s`` is the time of earlier starts."""
     text = f"{ended.reason} at step {ended.step}  total time {format_duration(before_s + ended.total_time_s)}"
     if before_s:
         text += f" ({format_duration(ended.total_time_s)} since the last start)"

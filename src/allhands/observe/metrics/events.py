@@ -118,7 +118,7 @@ class ValidReport:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the model makes of ``prompt`` after ``step`` updates, the prompt not included."""
+    """The model's continuation of ``prompt`` after ``step`` updates, without the prompt."""
 
     step: int
     prompt: str
@@ -244,7 +244,7 @@ def encode_event(event: Event, more: Mapping[str, float] | None = None, without:
 
 
 def _plain(value: object) -> object:
-    """What ``json`` can write: numpy scalars become numbers, anything unknown its text."""
+    """Convert a value for ``json``: numpy scalars become numbers, anything unknown its text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -270,7 +270,7 @@ def decode_event(line: str) -> Event | None:
 
 
 def is_damaged(line: str) -> bool:
-    """Whether a line that :func:`decode_event` does not read is neither empty nor of a kind that is not known here."""
+    """Return whether a line that :func:`decode_event` cannot read is damaged: not empty, and of no unknown kind."""
     try:
         record: Any = json.loads(line.strip() or '{"event": ""}')
         kind = record["event"]

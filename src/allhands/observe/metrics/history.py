@@ -144,7 +144,7 @@ _Kept: TypeAlias = "dict[_Key, StepReport]"
 
 
 def _go_on(history: RunHistory, event: RunStarted, kept: _Kept) -> tuple[_Kept, float]:
-    """What a start makes of what was there: the entries that it leaves, and the seconds before it."""
+    """Take a start into the history; return the entries that it keeps, and the seconds before it."""
     goes_on = event.step > 0 or event.attempt > 1
     if not goes_on:
         history.lost_peaks, history.restarts, history.starts, history.warned = [], [], [event], []
@@ -174,7 +174,7 @@ _Key: TypeAlias = tuple[type[StepReport], int, str | None]
 
 
 def _key(event: StepReport) -> _Key:
-    """What there is only one of; of files and of texts there may be several at one step."""
+    """The identity of an entry: a step may have several files and texts, and one of each other kind."""
     return type(event), event.step, getattr(event, "path", None) or getattr(event, "prompt", None)
 
 

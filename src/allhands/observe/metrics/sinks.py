@@ -1,4 +1,4 @@
-"""Where events go: any number of sinks, one of them the file that is the record of the run."""
+"""Sinks of events, among them the file that is the record of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allhands.observe.metrics.events import Event, encode_event
 
 
 class Sink(Protocol):
-    """Where events go. ``emit`` never ends a run because of a failing output; ``close`` may be repeated."""
+    """Receiver of events. ``emit`` never ends a run because of a failing output; ``close`` may be repeated."""
 
     def emit(self, event: Event) -> None: ...
 

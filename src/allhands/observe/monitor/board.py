@@ -42,14 +42,15 @@ class BoardRow:
         self.peak_rss_bytes = max(self.peak_rss_bytes, sample.peak_rss_bytes)
         self.peak_mlx_bytes = max(self.peak_mlx_bytes, sample.mlx_peak_bytes or 0)
 
-    def busiest_phase(self) -> tuple[str, float] | None:
-        """The phase of most of the time since the sample before the last, and its share of it."""
-        phases = self.last.phases
-        whole = sum(phases.values())
-        if not whole:
-            return None
-        name = max(phases, key=lambda phase: phases[phase])
-        return name, phases[name] / whole
+    def doing(self, now: float, gone: Collection[tuple[str, int]] = ()) -> str:
+        """The longest phase since the sample before the last, with its share; the state if it is over."""
+        phases, state = self.last.phases, self.state(now, gone)
+        if state != "lives":
+            return state
+        if not sum(phases.values()):
+            return self.last.phase or "watches"
+        longest = max(phases, key=lambda phase: phases[phase])
+        return f"{longest} {phases[longest] / sum(phases.values()):.0%}"
 
     def net_per_s(self) -> tuple[float, float] | None:
         """Bytes a second that the computer sends and receives, over all interfaces."""
@@ -59,7 +60,7 @@ class BoardRow:
         return (sent - sent_before) / seconds, (received - received_before) / seconds
 
     def state(self, now: float, gone: Collection[tuple[str, int]] = ()) -> State:
-        """Whether it lives at ``now``, has ended, or has not been heard of for too long.
+        """Return whether the process lives at ``now``, has ended, or was silent for too long.
 
         Args:
             gone: computers and processes of which it is known that they are no more.
@@ -79,7 +80,7 @@ def _patience_s(sample: Sample) -> float:
 
 
 class Board:
-    """What is known of the latest run; fed with samples in the order of their times."""
+    """The processes of the latest run, from samples in the order of their times."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._rows: dict[Key, BoardRow] = {}
@@ -124,11 +125,11 @@ class Board:
         return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
 
     def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
-        """What all that live at ``now`` hold together; see :func:`together`."""
+        """The memory of all processes that live at ``now``, in bytes; see :func:`together`."""
         return together(row.last for row in self._rows.values() if row.state(now, gone) == "lives")
 
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
-        """Whether there are processes, and none of them lives."""
+        """Return whether there are processes, and none of them lives."""
         return bool(self._rows) and all(row.state(now, gone) != "lives" for row in self._rows.values())
 
 
@@ -150,7 +151,7 @@ def _is_gone(sample: Sample) -> bool:
 
 
 def together(samples: Iterable[Sample]) -> int:
-    """What processes hold at the same time, in bytes, with pages that they share counted once.
+    """The memory of processes at the same time, in bytes; shared pages count once.
 
     The sum of their proportional memory; on each computer at least what one of its processes alone has resident, since
     pages that it shares with programs that are no part of the run are whole in memory, too.

@@ -1,4 +1,4 @@
-"""What the system, and MLX where it is loaded, say of this process."""
+"""Memory, traffic and GPU of this process, from the system and from MLX."""
 
 from __future__ import annotations
 

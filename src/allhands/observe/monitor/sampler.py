@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a process is in its run; see :class:`~allhands.observe.monitor.samples.Sample`."""
+    """Identity of a process in its run; see :class:`~allhands.observe.monitor.samples.Sample`."""
 
     role: Role
     rank: int | None = None
@@ -43,7 +43,7 @@ class Identity:
 
 
 class PhaseClock:
-    """How long the training thread spends in which phase; ``phase`` is the one before the first beat."""
+    """Counter of the training thread's time by phase; ``phase`` is the one before the first beat."""
 
     def __init__(self, phase: str | None = None) -> None:
         self._lock = threading.Lock()
@@ -170,15 +170,11 @@ class ProcessSampler:
         pss_bytes, pss_kind = self._proportional.read(rss_bytes, last=last)
         # MLX is asked only once the training thread has used it, so that nothing is set up in this one.
         device: dict[str, Any] = {**mlx_memory(), **self._gpu.read()} if step is not None else {}
-        who = self._identity
         return Sample(
+            **vars(self._identity),
             time=round(time.time(), 3),
-            role=who.role,
-            rank=who.rank,
             host=self._host,
             pid=self._process.pid,
-            run=who.run,
-            attempt=who.attempt,
             every_s=self._every_s,
             rss_bytes=rss_bytes,
             pss_bytes=pss_bytes,
@@ -189,8 +185,6 @@ class ProcessSampler:
             step=step,
             phase=phase,
             phases=phases,
-            estimated_bytes=who.estimated_bytes,
-            mlx_estimated_bytes=who.mlx_estimated_bytes,
             began=self._began,
             **device,
         )

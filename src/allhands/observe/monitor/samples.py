@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process had and did at one moment.
+    """Memory, load and phase of one process at one moment.
 
     ``role`` is ``rank`` for a worker, ``orchestrator`` for the process that starts and watches the ranks, ``agent``
     for its hand on another computer. ``time`` is Unix time in seconds, ``every_s`` the distance to the next sample.
@@ -110,12 +110,12 @@ def decode_sample(line: str) -> Sample | None:
 
 
 def relayed_file(log_dir: Path, host: str) -> Path:
-    """Where a supervisor keeps the samples of the processes on another computer."""
+    """The file in which a supervisor keeps the samples of another computer."""
     return log_dir / f"monitor-of-{_UNSAFE.sub('_', host)}.jsonl"
 
 
 def monitor_file(log_dir: Path, role: Role, which: int | str = "") -> Path:
-    """Where a process keeps its samples; ``which`` is its rank, or the name of its computer."""
+    """The file in which a process keeps its samples; ``which`` is its rank, or the name of its computer."""
     return log_dir / f"monitor-{role}{'' if which == '' else '-'}{_UNSAFE.sub('_', str(which))}.jsonl"
 
 
@@ -165,19 +165,27 @@ def in_order(samples: Iterable[Sample]) -> list[Sample]:
     return sorted(found.values(), key=lambda sample: sample.time)
 
 
+def require_run(run: Path) -> None:
+    """Raise ``DataError`` if there is no such directory."""
+    if not run.is_dir():
+        raise DataError("there is no such directory", where=str(run), hint=meant(run, "give the directory of a run"))
+
+
+def no_samples(run: Path, reasons: str = "") -> DataError:
+    """The error for a directory without samples."""
+    hint = "give the directory of a run (its --adapter-path, or --log-dir of allhands launch); the first samples come "
+    hint += "a few seconds after the start"
+    return DataError(f"no process of a run has left samples of its memory here{reasons}", where=str(run), hint=hint)
+
+
 def read_samples(run: Path) -> list[Sample]:
     """Return the samples of the latest job in a run's directory, in the order of their times.
 
     Raises:
         DataError: there is no such directory, or it holds none.
     """
-    if not run.is_dir():
-        raise DataError("there is no such directory", where=str(run), hint=meant(run, "give the directory of a run"))
+    require_run(run)
     samples = Follower(run).samples()
     if not samples:
-        raise DataError(
-            "no process of a run has left samples of its memory here",
-            where=str(run),
-            hint="give the directory of a run (its --adapter-path, or --log-dir of allhands launch)",
-        )
+        raise no_samples(run)
     return [sample for sample in samples if sample.run == samples[-1].run]

@@ -27,13 +27,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from allhands.errors import AllhandsError, DataError
 from allhands.report.dashboard.runs import (
     ask_to_stop,
-    facts_of,
     find_runs,
     logs_of,
     processes_of,
     summary_of,
     tail_of,
 )
+from allhands.report.facts import read_facts
 from allhands.report.html import asset, colour_sheet, page_parts
 from allhands.report.page import make_page
 from allhands.runtime.http_guard import Guard
@@ -58,7 +58,7 @@ _ASSETS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the dashboard shows, and to whom.
+    """Directory and visitors of a dashboard.
 
     Attributes:
         root: where runs are looked for.
@@ -153,7 +153,7 @@ async def _page(settings: Settings, request: Request) -> Response:
 
     def look() -> dict[str, Any]:
         known = find_runs(settings.root)
-        facts = {name: facts_of(known[name]) for name in dict.fromkeys(names) if name in known}
+        facts = {name: read_facts(known[name]) for name in dict.fromkeys(names) if name in known}
         if not facts:
             return {"runs": [], "charts": {}, "html": "", "sections": []}
         page, now = make_page(list(facts.values())), time.time()

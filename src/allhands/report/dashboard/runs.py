@@ -16,7 +16,7 @@ import psutil
 from allhands.errors import AllhandsError, DataError
 from allhands.io.formatting import format_bytes
 from allhands.io.names import BEST, CHECKPOINTS, LOGS, MODELS_OF_A_RUN
-from allhands.observe.journal import read_events
+from allhands.observe.journal import EVENTS_FILE
 from allhands.observe.judging import harm
 from allhands.observe.metrics import METRICS_FILE
 from allhands.observe.monitor.board import Board, BoardRow, gone_here
@@ -57,7 +57,7 @@ def find_runs(root: Path) -> dict[str, Path]:
     """Directories of runs below ``root``, itself included, by their place in it; the one written last comes first."""
     found: list[tuple[float, str, Path]] = []
     for directory in _below(root, _DEPTH):
-        for file in (directory / METRICS_FILE, directory / "events.jsonl"):
+        for file in (directory / METRICS_FILE, directory / EVENTS_FILE):
             if file.is_file():
                 name = root.resolve().name if directory == root else str(directory.relative_to(root))
                 found.append((file.stat().st_mtime, name, directory))
@@ -79,19 +79,10 @@ def _below(directory: Path, depth: int) -> Iterator[Path]:
             yield from _below(entry, depth - 1)
 
 
-def facts_of(directory: Path) -> ReportFacts:
-    """All that the run has written so far.
-
-    Raises:
-        DataError: nothing that tells of a run.
-    """
-    return read_facts(directory, read_events(directory) or read_events(directory / LOGS))
-
-
 def summary_of(name: str, directory: Path) -> Summary | None:
     """The run in one line; ``None`` if it cannot be read at all."""
     try:
-        facts = facts_of(directory)
+        facts = read_facts(directory)
     except AllhandsError:
         return None
     history = facts.history
@@ -125,13 +116,11 @@ def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
 
 def _process(row: BoardRow, now: float, gone: Collection[tuple[str, int]]) -> dict[str, str]:
     sample, state = row.last, row.state(now, gone)
-    busiest = row.busiest_phase()
-    doing = state if state != "lives" else (f"{busiest[0]} {busiest[1]:.0%}" if busiest else sample.phase or "watches")
     gpu = "" if sample.gpu_used_bytes is None else format_bytes(sample.gpu_used_bytes)
     return {
         "process": sample.name,
         "computer": sample.host,
-        "doing": doing,
+        "doing": row.doing(now, gone),
         "step": "" if sample.step is None else str(sample.step),
         "memory": format_bytes(sample.pss_bytes),
         "peak memory": format_bytes(row.peak_pss_bytes),
@@ -160,9 +149,9 @@ def head_of(facts: ReportFacts) -> psutil.Process | None:
 
 
 def _writes_samples(process: psutil.Process, directory: Path) -> bool:
-    """Whether it is this run's: it has the file of its samples open, by its own name.
+    """Return whether a process belongs to the run: it has a file of samples there open for writing.
 
-    What a sample says anybody may have written who can write there, and a stale one may name another's process.
+    A sample alone is no proof: others may have written it, and an old one may name another process.
     """
     logs = directory.resolve() / LOGS
     for held in process.open_files():
@@ -179,7 +168,7 @@ def ask_to_stop(directory: Path) -> str:
     Raises:
         DataError: it does not go on, or not on this computer.
     """
-    process, hint = head_of(facts_of(directory)), "stop it where it was started, with Ctrl-C"
+    process, hint = head_of(read_facts(directory)), "stop it where it was started, with Ctrl-C"
     if process is None:
         raise DataError("no process of this run lives on this computer", where=str(directory), hint=hint)
     try:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from allhands.io.staging import publishing
@@ -55,7 +55,7 @@ def compiler_here() -> str | None:
 
 
 def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether nobody has switched it off."""
+    """True if nobody has switched it off."""
     return environ.get("ALLHANDS_NATIVE", "").lower() not in ("off", "0", "none")
 
 
@@ -71,34 +71,31 @@ def architecture(environ: Mapping[str, str]) -> str:
 def _built(directory: Path, compiler: str) -> Path:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     flags = (*_FLAGS, f"-march={architecture(os.environ)}")
+    code = [str(path) for path in sources if path.suffix == ".c"]
     target = directory / _key(Path(compiler), sources, flags) / _NAME
-    if not _is_whole(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # All ranks of a computer start together: one compiles, the others take what it has made.
-        with publishing(target):
-            if not _is_whole(target):
-                code = [str(path) for path in sources if path.suffix == ".c"]
-                _build([compiler, *flags, *code, "-lm"], target)
+    return made_once(target, lambda draft: _run([compiler, *flags, *code, "-lm", "-o", str(draft)]))
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """``target``, made by ``make`` at another path unless it is there with the hash that is recorded beside it."""
+    recorded = target.with_suffix(".sha256")
+
+    def is_whole() -> bool:
+        return target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target)
+
+    if is_whole():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # All ranks of a computer start together: one makes it, the others take what it has made.
+    with publishing(target), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        if not is_whole():
+            draft, digest = Path(scratch) / target.name, Path(scratch) / recorded.name
+            make(draft)
+            digest.write_text(_sha256(draft) + "\n")
+            # Where there are no locks several processes do this: each rename is atomic and the contents are the same.
+            draft.replace(target)
+            digest.replace(recorded)
     return target
-
-
-def _is_whole(target: Path) -> bool:
-    recorded = _recorded(target)
-    return target.exists() and recorded.exists() and recorded.read_text().strip() == _sha256(target)
-
-
-def _recorded(target: Path) -> Path:
-    return target.with_suffix(".sha256")
-
-
-def _build(command: list[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made, digest = Path(scratch) / target.name, Path(scratch) / _recorded(target).name
-        _run([*command, "-o", str(made)])
-        digest.write_text(_sha256(made) + "\n")
-        # Where there are no locks several processes do this: each rename is atomic and the contents are the same.
-        made.replace(target)
-        digest.replace(_recorded(target))
 
 
 def _run(command: list[str]) -> None:
@@ -113,7 +110,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
-    """Of everything that the library depends on."""
+    """The hash of everything that the library depends on."""
     stat = compiler.resolve().stat()
     digest = hashlib.sha256(f"{compiler.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{flags}:{processor()}".encode())
     for path in sources:
@@ -122,7 +119,7 @@ def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def processor() -> str:
-    """What this processor can do, as Linux tells it."""
+    """The instructions that this processor knows, as Linux tells it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

@@ -1,7 +1,7 @@
 """The text of the CUDA kernels, a file each; ``.cuh`` files are parts of them.
 
-``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). What belongs to the model is a
-constant of the kernel. The number of rows is given at each call, since a kernel is built anew for every set of
+``T`` is the arrays' type; a thread reads 16 bytes of them at a time (``W`` values). Sizes of the model are
+constants of the kernel. The number of rows is given at each call, since a kernel is built anew for every set of
 constants, and batches have many lengths. All arithmetic is in float32, rounded once at the end, as the matrix products
 beside them do it. CUDA's own headers are not included: they take longer to read than the rest.
 """
