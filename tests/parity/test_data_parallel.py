@@ -296,16 +296,14 @@ def test_shares_that_move_are_the_same_run(alone: dict[str, Run], moving: tuple[
 
 
 def test_a_resumed_run_goes_on_with_its_shares(moving: tuple[int, Path]) -> None:
-    """With the same shares of each step the same sums are added: every bit is as in one go."""
-    ranks, root = moving
-    one, run = read_run(root / "steady"), read_run(root / "resumed")
+    """With the same shares the same sums are added, in messages of the same length: every bit is as in one go."""
+    one, run = (read_run(moving[1] / name) for name in ("steady", "resumed"))
     shares = {report["step"]: report["shares"] for report in run.reports}
     assert len(shares) == 40
     assert shares == {report["step"]: report["shares"] for report in one.reports}
-    assert shares[1] == pytest.approx([1 / ranks] * ranks, abs=1e-3)
+    assert shares[1] == pytest.approx([1 / moving[0]] * moving[0], abs=1e-3)
     assert shares[21] != shares[1]
     assert one.losses == [report["loss"] for report in sorted(run.reports, key=lambda report: report["step"])]
-    # A ring adds up in parts of a message: with another length some numbers are added in another order.
     assert len({report["sent_bytes"] for report in one.reports + run.reports}) == 1
     assert distance(one.weights, run.weights) == 0.0
 

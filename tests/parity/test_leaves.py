@@ -86,7 +86,7 @@ def test_gradients_are_the_same(kind: str, grouped: bool, compiled: bool, monkey
     loss, expected = make_gradient(model, cpu_native=False, compiled=False, dropout=dropout)(*arrays)
     wanted = dict(flatten(expected))
     update = GraphUpdate(model, optim.AdamW(1e-3), None, compiled=False)
-    gradient = make_joined_gradient(model, update, compiled=compiled, dropout=dropout)
+    gradient = make_joined_gradient(model, update.flat, compiled=compiled, dropout=dropout)
     before = dict(flatten(model.trainable_parameters()))
     for _ in range(2):
         mine, wholes = gradient(*arrays)

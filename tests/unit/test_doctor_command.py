@@ -135,7 +135,7 @@ def test_options_reach_the_examination(check: Examined, tmp_path: Path) -> None:
 
 
 def test_hosts_by_name(check: Examined) -> None:
-    check("--hosts", " me@node1, 10.0.0.2,node3,node3,")
+    check("--hosts", " me@node1, 10.0.0.2,node3")
     hosts, options = check.asked[0]
     assert [(h.name, h.ssh, h.ips) for h in hosts] == [
         ("me@node1", "me@node1", ()),
@@ -150,7 +150,9 @@ def test_hosts_by_name(check: Examined) -> None:
     [
         ([], "--hostfile, --hosts"),
         (["--hostfile", "x.json", "--hosts", "a"], "--hostfile, --hosts"),
-        (["--hosts", ","], "--hostfile, --hosts"),
+        (["--hosts", ","], "--hosts"),
+        (["--hosts", "node3,node3"], "--hosts"),
+        (["--hosts", "node3,"], "--hosts"),
         (["--hosts", "a;reboot"], "--hosts"),
         (["--hosts", "-oProxyCommand=x"], "--hosts"),
         (["--hosts", "a", "--backend", "mpich"], "--backend"),

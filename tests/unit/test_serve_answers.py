@@ -479,11 +479,10 @@ def test_thinking_and_calls_are_told_apart_however_the_text_comes(size: int) -> 
     assert json.loads(said.calls[0]["function"]["arguments"]) == {"zone": "CET"}
     said, finish = answered("A <call>torn", [], end="length")
     assert (said.text, said.calls, finish) == ("A torn", [], "length")
-    for no_call in ("[1]", '{"name": "clock"}', "3"):
-        said, finish = answered(f"A <call>{no_call}</call>", [])
-        assert (said.text, said.calls, finish) == (f"A {no_call}", [], "stop")
-    said, finish = answered("a < b <thin", [])
-    assert (said.text, finish) == ("a < b <thin", "stop")
+    no_calls = {f"A <call>{each}</call>": f"A {each}" for each in ("[1]", '{"name": "clock"}', "3")}
+    for text, shown in {**no_calls, "a < b <thin": "a < b <thin"}.items():
+        said, finish = answered(text, [])
+        assert (said.text, said.calls, finish) == (shown, [], "stop")
     said, finish = answered("<think>Hm. Well.</think>Never", ["m. W"])
     assert (said.text, said.reasoning, finish) == ("", "H", "stop")
 
