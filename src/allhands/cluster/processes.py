@@ -164,7 +164,7 @@ class _Local(RunFiles, RankProcesses):
                 tell(rank, line)
 
         if self._spec.tag_output:
-            self._tails = Tails({rank: self.log_path(rank) for rank in ranks}, show)
+            self._tails = Tails({rank: RunFiles.log_path(self, rank) for rank in ranks}, show)
 
     def host(self, rank: int) -> str:
         return self._name
