@@ -72,6 +72,7 @@ class Strategy:
             last update: every rank's own, and part of a checkpoint. Empty where nothing is packed.
         shards: the parts that each rank keeps and updates of the flat weights; ``None``: everything.
         overlaps: whether gradients travel while others are computed.
+        passes_wait: whether passes wait for what other ranks send.
         sees_passes: whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out.
         keeps_own_optimizer: whether the optimizer's state is another one on each rank.
     """
@@ -81,6 +82,7 @@ class Strategy:
     left: list[Left]
     shards: Shards | None = None
     overlaps = False
+    passes_wait = False
     sees_passes = False
     keeps_own_optimizer = False
 
@@ -123,6 +125,9 @@ class Strategy:
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         """This rank's sums over ``micro_batches`` (zeros for none)."""
         raise NotImplementedError
+
+    def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Begin with what no update changes of the next step, before this step's exchange, if this strategy can."""
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         """Sum gradients and ``numbers`` over ranks.

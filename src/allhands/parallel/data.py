@@ -218,6 +218,7 @@ class OverlappedData(DataParallel):
     """
 
     overlaps = True
+    passes_wait = True
 
     def __init__(self, exchanging: Exchanging, *, divides: bool = False) -> None:
         communicator = exchanging.communicator

@@ -247,7 +247,12 @@ class Engine:
         compute: of the stages of this rank, by their number.
         arguments: the arrays of a micro-batch that a pass takes.
         first_trained: the first stage that trains anything, of all ranks.
+
+    Attributes:
+        ahead: a micro-batch of the next step with what the first stage has found of it.
     """
+
+    ahead: tuple[MicroBatch, list[mx.array]] | None = None
 
     def __init__(
         self,
@@ -263,6 +268,26 @@ class Engine:
         self.messages = messages
         self.arguments = arguments
         self.cpu_native = cpu_native
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if this rank has the first stage and no update changes that."""
+        return 0 in self.compute and self.first_trained > 0
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Have the first stage's pass of a micro-batch of the next step computed."""
+        outputs = self.compute[0].forward(None, self.arguments(batch))
+        self.hand_out(outputs)
+        self.ahead = batch, outputs
+
+    def first_outputs(self, batch: MicroBatch) -> list[mx.array] | None:
+        """The outputs of :meth:`begin`, once, if it was given this micro-batch."""
+        ahead, self.ahead = self.ahead, None
+        return ahead[1] if ahead is not None and ahead[0] is batch else None
+
+    def hand_out(self, *arrays: Any) -> None:
+        """Have them computed; a graph while the host makes the next one."""
+        (mx.eval if self.cpu_native else mx.async_eval)(*arrays)
 
     def run(
         self, schedule: Schedule, rank: int, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
@@ -325,8 +350,10 @@ class _Step:
         if stage:
             passing.received = self._messages.here(self._came.pop(place))
         if stage < self._engine.first_trained:
-            outputs = compute.forward(passing.received, passing.arguments)
-            self._hand_out(outputs)  # no further than messages are on their way
+            outputs = self._engine.first_outputs(self._batches[batch]) if stage == 0 else None
+            if outputs is None:
+                outputs = compute.forward(passing.received, passing.arguments)
+                self._engine.hand_out(outputs)  # no further than messages are on their way
             self._end_forward(place, outputs, last=last)
             return
         if not last:
@@ -340,12 +367,8 @@ class _Step:
             outputs, passing.of_input, passing.of_weights = compute.begin(
                 passing.received, passing.cotangent, passing.arguments
             )
-        self._hand_out(outputs)
+        self._engine.hand_out(outputs)
         self._end_forward(place, outputs, last=last)
-
-    def _hand_out(self, *arrays: Any) -> None:
-        """Have them computed; a graph while the host makes the next one."""
-        (mx.eval if self._engine.cpu_native else mx.async_eval)(*arrays)
 
     def _end_forward(self, place: tuple[int, int], outputs: list[mx.array], *, last: bool) -> None:
         if last:
@@ -368,7 +391,7 @@ class _Step:
             if compute.stage.blocks.is_last:
                 self._end_forward(place, outputs, last=True)
         if passing.of_input is not None:
-            self._hand_out(passing.of_input)
+            self._engine.hand_out(passing.of_input)
             self._to_send[stage, batch, stage - 1] = passing.of_input
 
     def _weights(self, action: Action) -> None:
@@ -383,7 +406,7 @@ class _Step:
         )
         del new, before
         self.gradients[action.stage] = total
-        self._hand_out(total, self.sums)
+        self._engine.hand_out(total, self.sums)
         if self._handed_out is not None:
             mx.eval(self._handed_out)
         self._handed_out = min(total, key=lambda array: array.nbytes)

@@ -46,14 +46,14 @@ class Passes:
     """
 
     def __init__(
-        self, model: nn.Module, objective: Objective, computing: Computing, flat: FlatWeights | None, *, overlaps: bool
+        self, model: nn.Module, objective: Objective, computing: Computing, flat: FlatWeights | None, *, waits: bool
     ) -> None:
         self.model = model
         self.objective = objective
         self.computing = computing
         self.flat = flat
         self.shapes: set[tuple[int, int, int]] = set()
-        self.run_ahead = RunAhead(device_memory(), exchanging=overlaps) if kernels.available() else None
+        self.run_ahead = RunAhead(device_memory(), exchanging=waits) if kernels.available() else None
         self._to_arrays = arrays_of_batches()
         how: Any = {"compiled": computing.compiled, "dropout": computing.dropout, "objective": objective}
         if self.flat is None:

@@ -41,6 +41,7 @@ class Pipeline(Strategy):
     """:class:`~allhands.parallel.base.Strategy` of a rank that has some blocks of the model."""
 
     name = "pipeline"
+    passes_wait = True
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
@@ -100,6 +101,20 @@ class Pipeline(Strategy):
         shape = piping.pipe.size, len(micro_batches), len(piping.stages)
         schedule = make_schedule(piping.schedule, *shape, engine.first_trained)
         return engine.run(schedule, piping.pipe.rank, micro_batches, note)
+
+    def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        """The next stage then has something to do as soon as the step begins: a bubble less."""
+        assert self._engine is not None
+        if not self._engine.runs_ahead:
+            return
+        batch = next(iter(upcoming()), None)
+        if batch is not None and batch.shape in passes.shapes:  # others may need more memory, or be compiled
+            passes.note(batch)
+            self._engine.begin(batch)
+
+    def forget(self) -> None:
+        assert self._engine is not None
+        self._engine.ahead = None
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
         assert self._engine is not None

@@ -82,7 +82,7 @@ def make_step(
     rules = replace(options.rules, heartbeat=heartbeat)
     updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
     computing = Computing(native, options.compiled, options.dropout, heartbeat)
-    passes = Passes(model, options.objective, computing, updater.flat, overlaps=strategy.overlaps)
+    passes = Passes(model, options.objective, computing, updater.flat, waits=strategy.passes_wait)
     strategy.prepare(passes, updater.expected)
     return TrainStep(passes, strategy, updater, options)
 
@@ -125,6 +125,7 @@ class TrainStep:
         mine = self._faulted(strategy.gradients(self.passes, micro_batches))
         computed = time.perf_counter()
         num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
+        strategy.begin_next(self.passes, upcoming)
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
         times = Times(computed - started - mine.waited_s, time.perf_counter() - computed + mine.waited_s)
         del mine
