@@ -75,7 +75,7 @@ from allhands.run.padding import padding_told
 from allhands.run.piping import divides, kept_of
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
-from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
+from allhands.runtime.jit_cache import free_often, launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
 
 TELL_EVERY_S = 5.0
@@ -222,7 +222,10 @@ def _met(
     Raises:
         MisfitError: they have not.
     """
-    communicator, mesh = surroundings.connect(), surroundings.mesh
+    mesh = surroundings.mesh
+    if mesh.pipe > 1 and mx.cuda.is_available():
+        free_often(os.environ)
+    communicator = surroundings.connect()
     if communicator.size > 1:
         own = None if facts.data.dated is None else facts.data.dated.isoformat()
         told: str | None = hand_out_json(communicator, own)

@@ -385,6 +385,14 @@ def _trim(root: Path) -> None:
         count, size = count - 1, size - length
 
 
+def free_often(environ: MutableMapping[str, str]) -> None:
+    """As :func:`launch_directly`, for a model that hardly fits: half as much is kept until it is known to be used.
+
+    Of a stage of a model of 70 billion parameters that is 7 GB; a step takes up to 5 % longer.
+    """
+    environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "14")
+
+
 def launch_directly(environ: MutableMapping[str, str], *, untouched: bool, deterministic: bool = False) -> bool:
     """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
 
