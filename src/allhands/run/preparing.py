@@ -75,7 +75,7 @@ from allhands.run.padding import padding_told
 from allhands.run.piping import divides, kept_of
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
-from allhands.runtime.jit_cache import free_often, launch_directly, launches_directly, prepare_process
+from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
 
 TELL_EVERY_S = 5.0
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     tested = start.parent if start is not None and not config.train else None
     if tested is not None:
         config = as_written(config, tested)
-    notes += _launching(config)
+    notes += _launching(config, mesh)
     accelerator = detect()
     kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
     # The data first, because mistakes in them are frequent and a model takes long to load.
@@ -222,10 +222,7 @@ def _met(
     Raises:
         MisfitError: they have not.
     """
-    mesh = surroundings.mesh
-    if mesh.pipe > 1 and mx.cuda.is_available():
-        free_often(os.environ)
-    communicator = surroundings.connect()
+    communicator, mesh = surroundings.connect(), surroundings.mesh
     if communicator.size > 1:
         own = None if facts.data.dated is None else facts.data.dated.isoformat()
         told: str | None = hand_out_json(communicator, own)
@@ -287,11 +284,12 @@ def _passes_checked(
     return context, applied
 
 
-def _launching(config: TrainConfig) -> list[str]:
+def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
     if not mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
         return []
-    has_order = launch_directly(os.environ, untouched=nothing_computed(), deterministic=config.deterministic)
+    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1}
+    has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
     if not has_order:
         raise ConfigError(
             "MLX has computed before in this process, and adds up as it has begun to",

@@ -385,15 +385,9 @@ def _trim(root: Path) -> None:
         count, size = count - 1, size - length
 
 
-def free_often(environ: MutableMapping[str, str]) -> None:
-    """As :func:`launch_directly`, for a model that hardly fits: half as much is kept until it is known to be used.
-
-    Of a stage of a model of 70 billion parameters that is 7 GB; a step takes up to 5 % longer.
-    """
-    environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "14")
-
-
-def launch_directly(environ: MutableMapping[str, str], *, untouched: bool, deterministic: bool = False) -> bool:
+def launch_directly(
+    environ: MutableMapping[str, str], *, untouched: bool, deterministic: bool = False, often: bool = False
+) -> bool:
     """Have MLX's CUDA back-end launch kernels as training wants it, unless a person has said otherwise.
 
     MLX asks once, when it computes for the first time. Elsewhere it would change how Metal's commands are cut.
@@ -402,12 +396,16 @@ def launch_directly(environ: MutableMapping[str, str], *, untouched: bool, deter
         untouched: whether MLX has not computed anything in this process yet.
         deterministic: whether all sums are to be made in the same order every time. cuDNN adds up the gradient of
             attention as its parts come; everything else in the training of dense models has an order.
+        often: whether memory is freed twice as often, for a model that hardly fits: a step takes up to 5 % longer
+            (benchmarks/pipeline_gpu.py, gpu.py), and of blocks of a 70B model some gigabytes less are held.
 
     Returns:
         Whether MLX will do as ``deterministic`` says, or does already.
     """
     if sys.platform != "linux":
         return True
+    if often:
+        environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "14")
     for name, value in _DIRECTLY.items():
         environ.setdefault(name, value)
     if deterministic:
