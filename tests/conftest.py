@@ -65,7 +65,8 @@ def caches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     MLX takes a second to compile a kernel. Processes may share its directory, so all workers use the one in
     ``.pytest_cache``, which the next run of pytest finds again.
     """
-    kernels = request.config.cache.mkdir("kernels")
+    kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    kernels: Path = tmp_path_factory.mktemp("kernels") if kept is None else kept.mkdir("kernels")
     kernels.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALLHANDS_TOKEN_CACHE", str(tmp_path_factory.mktemp("tokens")))
