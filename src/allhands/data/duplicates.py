@@ -119,14 +119,14 @@ def _sketch(normal: str) -> tuple[_U32 | None, int]:
     hashes = np.zeros(count, dtype=np.uint64)
     for place in range(length):
         hashes = hashes * _BASE + padded[place : place + count]
-    different = _different((mix(hashes) >> np.uint64(32)).astype(np.uint32))
+    found = (mix(hashes) >> np.uint64(32)).astype(np.uint32)
+    found.sort()  # np.unique may take a hundred times as long for many short numbers since NumPy 2.3
+    different = _without_repeats(found)
     return (None if 2 * different.size < count else different[:_SKETCH]), length
 
 
-def _different(values: _U32) -> _U32:
-    """As ``np.unique``, which may take a hundred times as long for many short numbers since NumPy 2.3."""
-    values.sort()
-    return values[np.append(True, values[1:] != values[:-1])]
+def _without_repeats(ascending: _U32) -> _U32:
+    return ascending[np.append(True, ascending[1:] != ascending[:-1])]
 
 
 def jaccard(one: _U32, other: _U32) -> float:
@@ -142,7 +142,7 @@ def jaccard(one: _U32, other: _U32) -> float:
     if max(one.size, other.size) < _SKETCH:
         return common.size / union
     # The smallest members of the union are a fair sample of it, whatever the sizes of the two sets.
-    last = _different(both)[_SKETCH - 1]
+    last = _without_repeats(both)[_SKETCH - 1]
     return int(np.count_nonzero(common <= last)) / _SKETCH
 
 

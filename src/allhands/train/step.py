@@ -126,8 +126,9 @@ class TrainStep:
         computed = time.perf_counter()
         num_tokens, passes_s = mine.counts["tokens"], self.passes_s(mine, started, computed, shapes)
         strategy.begin_next(self.passes, upcoming)
+        ready = time.perf_counter()
         reduced = strategy.reduce(mine, own_numbers(mine.each_sum, mine.counts, bool(stop())), extra)
-        times = Times(computed - started - mine.waited_s, time.perf_counter() - computed + mine.waited_s)
+        times = Times(ready - started - mine.waited_s, time.perf_counter() - ready + mine.waited_s)
         del mine
         handing_out = time.perf_counter()
         updated = Updated(mx.zeros(())) if reduced.idle else self.updater(reduced)
