@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from allhands.cluster.runfiles import RunFiles
 from allhands.cluster.watch import Limits, ProgressWatch
 from allhands.cluster.worker import WorkerContext
 from allhands.config.schema import TrainConfig, build_config
+from allhands.errors import Interrupted, NumericsError
 from allhands.run.session import run_finetune
 
 
@@ -112,6 +114,23 @@ def test_the_first_update_after_each_start_is_told_as_such(flags: dict[str, Any]
         (3, ["save", "reduce", *STEP]),
         (4, ["reduce", "save", "reduce", "end"]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "stops", "error"),
+    [({"learning_rate": 1e38, "optimizer": "sgd"}, False, NumericsError), ({}, True, Interrupted)],
+    ids=["not a number", "stopped"],
+)
+def test_a_run_that_fails_or_is_stopped_draws_its_curves_at_its_end(
+    flags: dict[str, Any], tmp_path: Path, more: dict[str, Any], stops: bool, error: type[Exception]
+) -> None:
+    """Drawing takes longer than a step may: in "reduce" it would count as a hang, and the run would start again."""
+    seen = Seen(tmp_path / "beats")
+    config = build_config(flags | {"val_batches": 0} | more)
+    surroundings = replace(surroundings_of(seen, seen.launch, config), stop_requested=lambda: stops)
+    with pytest.raises(error):
+        run_finetune(config, surroundings)
+    assert seen.phases()[-1][1][-1] == "end"
 
 
 # --- saves that take long ---------------------------------------------------------------------------------------

@@ -102,19 +102,21 @@ class TrainLoop:
             ended = self._train()
             self._tell_saved(wait=True)
             self._meet()
+            self.beat("end", ended.step)
             return ended
         except (Interrupted, NumericsError) as error:
             # Raised on every rank alike, so that saving together is possible.
             told = self._keep_stopped() if isinstance(error, Interrupted) else self._keep_suspect(error)
-            self.sink.emit(self._ended("interrupted" if isinstance(told, Interrupted) else "failed"))
+            self._tell_end("interrupted" if isinstance(told, Interrupted) else "failed")
             raise told from None
         except Regroup:
+            self.beat("end", self.state.step)
             raise
         except KeyboardInterrupt:  # of a person's own process, at once
-            self.sink.emit(self._ended("interrupted"))
+            self._tell_end("interrupted")
             raise
         except AllhandsError:
-            self.sink.emit(self._ended("failed"))
+            self._tell_end("failed")
             raise
 
     def _train(self) -> RunEnded:
@@ -473,6 +475,11 @@ class TrainLoop:
         """True if ``flag`` is true on any rank; asked on all of them together."""
         self.beat("reduce", self.state.step)
         return votes(self.communicator, flag) > 0
+
+    def _tell_end(self, reason: EndReason) -> None:
+        """Tell sinks that the run is over, in the phase in which ranks may take long: for curves, say."""
+        self.beat("end", self.state.step)
+        self.sink.emit(self._ended(reason))
 
     def _ended(self, reason: EndReason) -> RunEnded:
         state = self.state
