@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
 
 from allhands.cli.answering import chat_choice, tell_harm
 from allhands.cli.verbs_models import Serve
@@ -39,9 +37,4 @@ def serve(asked: Serve) -> None:
     options = ServeOptions(
         asked.model, asked.adapter_path, asked.max_tokens, asked.temp, asked.top_p, asked.trust_remote_code, choice
     )
-    signal.signal(signal.SIGTERM, _stop)
     answer(options, listening, ready)
-
-
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -149,6 +150,11 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
     Raises:
         ModelError: model or adapter cannot be loaded.
     """
+    with _interrupted_once():
+        _serve(options, listening, ready)
+
+
+def _serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]) -> None:
     server: _Server | None = None
     try:
         if options.adapter_path is not None:
@@ -171,19 +177,29 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
     except KeyboardInterrupt:
         pass
     finally:
-        with _undisturbed():
-            listening.listener.close()
-            if server is not None:
-                server.stop()
+        listening.listener.close()
+        if server is not None:
+            server.stop()
 
 
 @contextmanager
-def _undisturbed() -> abc.Generator[None]:
-    """Let signals wait: a second Ctrl-C would leave the generating thread alive, and with it the process."""
+def _interrupted_once() -> abc.Generator[None]:
+    """Let the first SIGINT or SIGTERM raise ``KeyboardInterrupt``, and later ones nothing.
+
+    A second one would leave the generating thread alive, and with it the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = False
+
+    def hear(_number: int, _frame: FrameType | None) -> None:
+        nonlocal heard
+        if not heard:
+            heard = True
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
