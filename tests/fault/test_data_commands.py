@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
+from hostile import until
 
 ALLHANDS = [sys.executable, "-m", "allhands"]
 
@@ -103,10 +105,13 @@ def test_ctrl_c_says_what_is_true_of_the_verb(tmp_path: Path, verb: str) -> None
     with subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        time.sleep(1.5)
+        times = psutil.Process(process.pid).cpu_times  # what others leave it of the processor
+        until(lambda: sum(times()[:2]) > 0.8, 60, "it is not at work")
+        time.sleep(0.7)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    # Python itself ends by the signal if that came while it ran a text as code, as dataclasses do.
+    assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert "step" not in err.splitlines()[-1]
     assert err.rstrip().endswith(("result", "complete", "written", "kept")), err
