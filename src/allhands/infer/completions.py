@@ -82,7 +82,7 @@ class _Checked(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class _Part(_Checked):
+class _TextPart(_Checked):
     # Images are refused: mlx_lm fetches any address, in this computer's own network, too.
     type: Literal["text"]
     text: str
@@ -92,7 +92,7 @@ class _Function(_Checked):
     name: str
 
 
-class _Call(_Checked):
+class _ToolCall(_Checked):
     """A call of a function, or a function that may be called."""
 
     function: _Function
@@ -100,8 +100,8 @@ class _Call(_Checked):
 
 class _Message(_Checked):
     role: Annotated[str, Field(pattern=f"^({'|'.join(ROLES)})$")]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | list[_TextPart] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> _Message:
@@ -154,7 +154,7 @@ class _Fields(_Checked):
     logprobs: bool | Annotated[int, Field(ge=0, le=5)] | None = None
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    tools: list[_Call] | None = None
+    tools: list[_ToolCall] | None = None
     tool_choice: str | _Object | None = None
     response_format: _Object | None = None
     role_mapping: dict[str, str] | None = None
@@ -176,14 +176,7 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
     given = _without_nulls(fields)
     if "messages" in given:
         given["messages"] = [_without_nulls(message) for message in given["messages"]]
-    for name, without_effect in _NOT_DONE.items():  # what would be passed over in silence
-        if (value := given.get(name)) is not None and value not in without_effect:
-            told = f": only {' or '.join(json.dumps(one) for one in without_effect)}" if without_effect else ""
-            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
-            raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
-    if (form := given.get("response_format", {}).get("type", "text")) != "text":
-        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
-        raise Refused(message, code="unsupported_value", param="response_format")
+    _check_effects(given)
     needed = "messages" if path.endswith("/chat/completions") else "prompt"
     if needed not in given:
         raise Refused(f"Request did not contain {needed}", code="missing_required_parameter", param=needed)
@@ -196,6 +189,18 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
         # Variables for the model's template; neither another template nor how it is called.
         raise Refused(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
     return _settled(given, served)
+
+
+def _check_effects(given: dict[str, Any]) -> None:
+    """Refuse what would be passed over in silence."""
+    for name, without_effect in _NOT_DONE.items():
+        if (value := given.get(name)) is not None and value not in without_effect:
+            told = f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
+            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
+            raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
+    if (form := given.get("response_format", {}).get("type", "text")) != "text":
+        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
+        raise Refused(message, code="unsupported_value", param="response_format")
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -301,7 +306,11 @@ def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
     if "seed" in given:
         given["seed"] %= 2**64
     for token in given.get("logit_bias", {}):
-        if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
-            message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
-            raise Refused(message, code="invalid_value", param="logit_bias")
+        _check_token(token, served)
     return given
+
+
+def _check_token(token: str, served: Served) -> None:
+    if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
+        message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
+        raise Refused(message, code="invalid_value", param="logit_bias")
