@@ -315,7 +315,7 @@ def _typical(values: Iterator[float]) -> float | None:
 
 def _processor(history: RunHistory) -> str | None:
     """Name the processor, whose memory is counted; ``None`` where that cannot be told."""
-    last = history.train[-1] if history.train else None
+    last = history.last
     if last is None or not last.peak_rss_bytes or not last.peak_mlx_bytes or last.peak_rss_bytes == last.peak_mlx_bytes:
         return None
     return "cpu" if last.peak_memory_bytes == last.peak_rss_bytes else "gpu"
