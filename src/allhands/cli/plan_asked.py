@@ -9,7 +9,7 @@ from allhands.cluster.hosts import Host, hosts_named
 from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
-from allhands.plan.devices import Device, device_of
+from allhands.plan.devices import PlannedDevice, device_of
 from allhands.plan.job import Prices
 
 _MOST_DEVICES = 1024
@@ -27,13 +27,13 @@ class AskedComputers:
     prices: Prices
 
 
-def devices_of(text: str | None) -> list[Device]:
+def devices_of(text: str | None) -> list[PlannedDevice]:
     """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
 
     Raises:
         ConfigError: they are not known, or too many, or of several kinds.
     """
-    found: list[Device] = []
+    found: list[PlannedDevice] = []
     for part in (text or "").split(","):
         if not part.strip():
             continue

@@ -162,7 +162,7 @@ class _Fields(_Checked):
     user: str | None = None
 
 
-def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
+def read_request(raw: bytes, path: str, served: Served) -> _Object:
     """The body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
 
     Raises:
@@ -191,7 +191,7 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
     return _settled(given, served)
 
 
-def _check_effects(given: dict[str, Any]) -> None:
+def _check_effects(given: _Object) -> None:
     """Refuse what would be passed over in silence."""
     for name, without_effect in _NOT_DONE.items():
         if (value := given.get(name)) is not None and value not in without_effect:
@@ -203,7 +203,7 @@ def _check_effects(given: dict[str, Any]) -> None:
         raise Refused(message, code="unsupported_value", param="response_format")
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(fields: _Object) -> _Object:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -228,7 +228,7 @@ def _shorter(found: re.Match[str]) -> str:
     return "an object" if "dictionary" in found[0] else ""
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def _parsed(raw: bytes) -> _Object:
     try:
         content: Any = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
         too_deep = _is_deep(content, _MOST_DEPTH)
@@ -244,7 +244,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         raise Refused(f"the body is nested deeper than {_MOST_DEPTH} levels")
     if not isinstance(content, dict):
         raise Refused("the body must be a JSON object")
-    return cast("dict[str, Any]", content)
+    return cast("_Object", content)
 
 
 def _no_number(text: str) -> Any:
@@ -258,7 +258,7 @@ def _is_deep(value: Any, left: int) -> bool:
     return left == 0 or any(_is_deep(one, left - 1) for one in inside)
 
 
-def _check_model(given: dict[str, Any], served: Served) -> None:
+def _check_model(given: _Object, served: Served) -> None:
     """Only what is served is asked: neither a path nor a name makes this computer load or fetch anything."""
     for name, known in (
         ("model", (served.model, _DEFAULT_MODEL)),
@@ -285,7 +285,7 @@ def _prompt(prompt: Any, served: Served) -> str | list[int]:
     raise Refused(message, code="invalid_type", param="prompt")
 
 
-def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
+def _settled(given: _Object, served: Served) -> _Object:
     """Values that mean the same to mlx_lm, and that it can compute with."""
     if given.get("tool_choice") == "none":
         given.pop("tools", None)

@@ -84,10 +84,10 @@ def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]
         work: the whole batch, in micro-batches as one computer would cut it.
         shares: of each rank the part of a batch that it gets.
     """
-    return list(_Ways(work, shares, setting).found())
+    return list(_AllWays(work, shares, setting).found())
 
 
-class _Ways:
+class _AllWays:
     def __init__(self, work: Work, shares: Sequence[float], setting: Setting) -> None:
         self.shares, self.setting, self.ranks = shares, setting, len(shares)
         several = self.ranks > 1
