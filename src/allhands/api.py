@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -118,7 +118,8 @@ def _run(
             hint=f"start the script that often: allhands launch -n {chosen.num_ranks} -- python script.py",
         )
 
-    stops = _Stops(Pace(), speaks=progress and launch.rank == 0)
+    speaks = progress and launch.rank == 0
+    stops = _Stops(Pace(), speaks=speaks)
     in_main_thread = threading.current_thread() is threading.main_thread()
     supervised = in_main_thread and "ALLHANDS_RUN_DIR" in os.environ
     if supervised:
@@ -135,14 +136,11 @@ def _run(
             beat=stops.pace.beat,
             stop_requested=stops.requested,
         )
-    ours = f"allhands launch -n {launch.size} --"
-    if progress and launch.rank == 0 and (note := slower_than_ours(launch, ours)):
-        print(f"allhands: note: {note}", file=sys.stderr)
-    if progress and launch.rank == 0:
+    if speaks:
+        if note := slower_than_ours(launch, f"allhands launch -n {launch.size} --"):
+            print(f"allhands: note: {note}", file=sys.stderr)
         surroundings = replace(surroundings, console=progress_console(sys.stdout, highlight=False))
-    if supervised or not in_main_thread:
-        return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
-    with stops.heard():
+    with nullcontext() if supervised or not in_main_thread else stops.heard():
         return run_finetune(chosen, surroundings, callbacks, objective or CAUSAL_LM)
 
 

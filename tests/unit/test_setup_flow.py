@@ -19,7 +19,7 @@ from allhands.cluster.doctor.facts import HostFacts
 from allhands.cluster.hosts import Host
 from allhands.cluster.setup import hostfile
 from allhands.cluster.setup.flow import SetUp
-from allhands.cluster.setup.outcome import Mode, Report, Wishes
+from allhands.cluster.setup.outcome import Mode, SetupReport, Wishes
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell
 from allhands.cluster.setup.state import CannotSetUp, Installed, SetupHostState, SetupSource, WantedSetup
@@ -100,7 +100,7 @@ def wishes_for(place: Path, *states: SetupHostState, mode: Mode = "ask", wanted:
 
 def set_up(
     place: Path, person: Answers, *states: SetupHostState, mode: Mode = "ask", wanted: WantedSetup = WANTED
-) -> Report:
+) -> SetupReport:
     return SetUp(wishes_for(place, *states, mode=mode, wanted=wanted), person).run()
 
 

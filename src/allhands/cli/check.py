@@ -27,6 +27,7 @@ from allhands.data.records import ColumnNames, Record, parse_record
 from allhands.data.render import Renderer
 from allhands.data.rows import RowProblem
 from allhands.data.shapes import Example, parse_example, suspicions_of
+from allhands.data.splits import RecordSource
 from allhands.errors import AllhandsError, ConfigError, DataError
 from allhands.io.formatting import counted
 from allhands.io.terminal import console_for, counting, table_of
@@ -80,8 +81,7 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
         found += template_findings(loaded.tokenizer, reports)
     found += size_findings(config, {report.name: report for report in reports}, positions_in(loaded.path))
     shown = [(record, _explained(config, loaded.tokenizer, record)) for record in sample.chosen()]
-    if missing := sorted(set(sample.lines) - {record.line for record, _ in shown}):
-        found.append(DataFinding("no-row", "note", names[0], details={"rows": [str(line) for line in missing]}))
+    found += _missing(names[0], set(sample.lines) - {record.line for record, _ in shown})
     order = list(_SEVERITIES)
     found.sort(key=lambda finding: order.index(finding.severity))
     if as_json:
@@ -91,6 +91,12 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
     if sample.lines and not shown:
         raise typer.Exit(DataError.exit_code)
     return any(finding.severity == "ruins" for finding in found)
+
+
+def _missing(split: str, lines: set[int]) -> list[DataFinding]:
+    """The rows that were asked for and are not there."""
+    rows = [str(line) for line in sorted(lines)]
+    return [DataFinding("no-row", "note", split, details={"rows": rows})] if rows else []
 
 
 def _options(config: TrainConfig, model: Path) -> CheckOptions:
@@ -146,17 +152,17 @@ def _sources(
     if len(names) == 1 and names[0] not in found:
         hint = "leave --split out to check what is there; allhands data prepare makes all three"
         raise DataError(f"there is no {names[0]} set", where="--split", hint=hint)
-    folder = Path(config.data)
-    splits: dict[str, Iterator[Example | DataError]] = {}
-    for name in names:
-        files = [file for end in ("jsonl", "json") if (file := folder / f"{name}.{end}").is_file()]
-        if name not in found:
-            splits[name] = iter(())
-        elif files and config.hf_dataset is None and config.data != "demo":
-            splits[name] = _of_file(files[0], ColumnNames.from_options(config.model_dump()))
-        else:
-            splits[name] = _of_records(found[name].records())
+    splits = {name: _items(config, name, found.get(name)) for name in names}
     return splits, [(name, note) for name in names if name in found for note in found[name].notes()]
+
+
+def _items(config: TrainConfig, name: str, split: RecordSource | None) -> Iterator[Example | DataError]:
+    if split is None:
+        return iter(())
+    files = [file for end in ("jsonl", "json") if (file := Path(config.data) / f"{name}.{end}").is_file()]
+    if files and config.hf_dataset is None and config.data != "demo":
+        return _of_file(files[0], ColumnNames.from_options(config.model_dump()))
+    return _of_records(split.records())
 
 
 def _of_records(records: Iterable[Record]) -> Iterator[Example | DataError]:
@@ -298,11 +304,7 @@ def spread_table(spreads: Mapping[str, LengthSummary]) -> Table:
 def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
     """The other numbers of a split."""
     if report.lengths.count:
-        left = " that are left" if report.tokens != report.lengths.total else ""
-        whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
-        masked = f"{report.tokens - report.trained.total:,} {whole}"
-        yield "trained", f"{report.trained.total:,} {whole} ({percent(report.trained.total, report.tokens)})"
-        yield "masked", masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)")
+        yield from _trained(report, config)
     if over := report.lengths.over_limit:
         lost, limit = report.lengths.lost_tokens, config.max_seq_length
         total = counted(report.lengths.count, "example")
@@ -318,6 +320,14 @@ def _lines(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
         yield "bad rows", f"{report.bad_rows:,}; training stops at the first"
     if report.name == "train" and report.examples:
         yield from _epoch(report, config)
+
+
+def _trained(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:
+    left = " that are left" if report.tokens != report.lengths.total else ""
+    whole = f"of {'the ' if left else ''}{counted(report.tokens, 'token')}{left}"
+    masked = f"{report.tokens - report.trained.total:,} {whole}"
+    yield "trained", f"{report.trained.total:,} {whole} ({percent(report.trained.total, report.tokens)})"
+    yield "masked", masked + ("" if config.mask_prompt else ": the first of each (no --mask-prompt)")
 
 
 def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]]:

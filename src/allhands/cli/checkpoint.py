@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -182,35 +182,35 @@ def _show(checkpoint: Checkpoint) -> None:
 def _facts(checkpoint: Checkpoint) -> list[tuple[str, object]]:
     """Facts of the run, in the order in which a person asks."""
     state = checkpoint.state
-    facts: list[tuple[str, object]] = [("step", checkpoint.step), ("iteration", checkpoint.iteration)]
-    if (epoch := _number(state, "epoch")) is not None:
-        facts.append(("epoch", f"{epoch:.4g}"))
-    if (tokens := _number(state, "trained_tokens")) is not None:
-        facts.append(("trained tokens", format_count(tokens)))
-    if (loss := _number(state, "best_loss")) is not None:
-        at = _number(state, "best_step")
-        facts.append(("best loss", f"{loss:.4g}" + ("" if at is None else f" at step {at:.0f}")))
-    facts += [
-        ("written", _when(checkpoint.time)),
-        ("run", checkpoint.run_id),
-        ("size", format_size(checkpoint.num_bytes)),
-    ]
-    if (elapsed := _number(state, "elapsed_s")) is not None:
-        facts.append(("trained for", format_duration(elapsed)))
-    if (ranks := _number(state, "world_size")) is not None:
-        facts.append(("ranks", f"{ranks:.0f}"))
+
+    def told(key: str, words: Callable[[float], str]) -> str | None:
+        number = _number(state, key)
+        return None if number is None else words(number)
+
+    at = told("best_step", " at step {:.0f}".format)
     model = _mapping(state.get("model"))
     # What a new model was given of another one is its tokenizer.
     given = "tokenizer" if _is_of_pretraining(_mapping(state.get("config"))) else "model"
-    facts += [(given, model["path"])] if "path" in model else []
-    facts += [("its fingerprint", str(model["fingerprint"])[:_ID_DIGITS])] if "fingerprint" in model else []
     content = _mapping(state.get("data"))
     date = content.pop(DATE_KEY, None)
-    data = [f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in content.items() if sha]
-    facts += [("data", ", ".join(data))] if data else []
-    facts += [("date in its chats", str(date)[:10])] if date else []
-    versions = [f"{name} {version}" for name, version in _mapping(state.get("versions")).items()]
-    return facts + ([("versions", ", ".join(versions))] if versions else [])
+    facts = {
+        "step": checkpoint.step,
+        "iteration": checkpoint.iteration,
+        "epoch": told("epoch", "{:.4g}".format),
+        "trained tokens": told("trained_tokens", format_count),
+        "best loss": told("best_loss", lambda loss: f"{loss:.4g}{at or ''}"),
+        "written": _when(checkpoint.time),
+        "run": checkpoint.run_id,
+        "size": format_size(checkpoint.num_bytes),
+        "trained for": told("elapsed_s", format_duration),
+        "ranks": told("world_size", "{:.0f}".format),
+        given: model.get("path"),
+        "its fingerprint": str(model["fingerprint"])[:_ID_DIGITS] if "fingerprint" in model else None,
+        "data": ", ".join(f"{split} {str(sha)[:_ID_DIGITS]}" for split, sha in content.items() if sha) or None,
+        "date in its chats": str(date)[:10] if date else None,
+        "versions": ", ".join(f"{name} {version}" for name, version in _mapping(state.get("versions")).items()) or None,
+    }
+    return [(name, value) for name, value in facts.items() if value is not None]
 
 
 def _number(state: Mapping[str, Any], key: str) -> float | None:

@@ -13,7 +13,7 @@ import typer
 from allhands.cli.verbs_cluster import PLACE, ClusterInit
 from allhands.cluster.setup import hostfile
 from allhands.cluster.setup.flow import SetUp
-from allhands.cluster.setup.outcome import Mode, Report, SetupOutcome, Wishes, hosts_of
+from allhands.cluster.setup.outcome import Mode, SetupOutcome, SetupReport, Wishes, hosts_of
 from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.source import find_source, wheel_store
 from allhands.cluster.setup.survey import Surveyor, wanted_from
@@ -123,7 +123,7 @@ def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
     return found
 
 
-def _print_script(report: Report, output: Path) -> None:
+def _print_script(report: SetupReport, output: Path) -> None:
     """What would be done, as a script."""
     for line in _lines(report.shown):
         typer.echo(line)
@@ -140,7 +140,7 @@ def _print_script(report: Report, output: Path) -> None:
         typer.echo(f"cat > {shlex.quote(str(output))} <<'{_END}'\n{report.text}{_END}")
 
 
-def _refuse(report: Report, output: Path) -> None:
+def _refuse(report: SetupReport, output: Path) -> None:
     steps = _lines(report.shown, "  ")
     if report.text is not None and not report.up_to_date and output.exists():
         steps.append(f"  # bring {output} up to date")
@@ -151,7 +151,7 @@ def _refuse(report: Report, output: Path) -> None:
     )
 
 
-def _print_outcomes(report: Report) -> None:
+def _print_outcomes(report: SetupReport) -> None:
     for outcome in report.outcomes:
         if outcome.trouble is not None:
             if not outcome.pending:
@@ -181,7 +181,7 @@ def _described(outcome: SetupOutcome) -> str:
     return "; ".join(parts)
 
 
-def _print_end(report: Report, output: Path) -> None:
+def _print_end(report: SetupReport, output: Path) -> None:
     """The hostfile, and what to do next."""
     try:
         name = str(output.relative_to(Path.cwd()))
@@ -198,7 +198,7 @@ def _print_end(report: Report, output: Path) -> None:
         _print_hostfile(report, name)
 
 
-def _print_hostfile(report: Report, name: str) -> None:
+def _print_hostfile(report: SetupReport, name: str) -> None:
     """Who is in it and who is not, and what can be done with it."""
     missing = f" without {', '.join(report.without)} (see above)" if report.without else ""
     kept = f"; the earlier one is {report.kept.name}" if report.kept else ""

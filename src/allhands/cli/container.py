@@ -252,16 +252,20 @@ class ContainerRun:
         if "model" not in given and (model := model_of(launch.paths.data, self.scratch)) is not None:
             values["model"] = str(model)
         if self.is_cloud:
-            # Checkpoint directories of several computers are copied to one place: only the first one may use it.
-            keeps = launch.rank == 0 and not self.bucket and launch.paths.checkpoints
-            values["adapter_path"] = str(keeps or self.scratch / "run")
+            values["adapter_path"] = str(self._run_dir())
         if launch.grace_s is not None:
             values["stop_grace_s"] = max(_LEAST_STOP_S, launch.grace_s - min(_COPYING_S, launch.grace_s / 3))
         if launch.size == 1:
-            ranks = max(launch.ranks_per_node, self.machine.gpus, 1)
+            ranks = max(launch.ranks_per_node, self.machine.gpus)
             values |= {"max_restarts": RESTARTS} if asked.keep_last > 0 else {}
             values |= {"num_ranks": ranks} if ranks > 1 else {}
         return values
+
+    def _run_dir(self) -> Path:
+        launch = self.launch
+        # Checkpoint directories of several computers are copied to one place: only the first one may use it.
+        keeps = launch.rank == 0 and not self.bucket and launch.paths.checkpoints
+        return keeps or self.scratch / "run"
 
     def _data(self) -> Path | None:
         data, notes = data_of(self.launch.paths.data, self.scratch)

@@ -55,14 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     if _TRAINING.intersection(arguments[:1]):
         arguments = with_auto_resume(arguments)
     try:
-        check_variables(os.environ)
-        called = [canonical_flag(word) for word in arguments[:2]] or [""]
-        result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
-        code = result if isinstance(result, int) else 0
-        sys.stdout.flush()  # not after this, where nobody could say what is amiss
-        if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
-            # The parser passes Ctrl-C on as this code; training has said more about it already.
-            _tell_interrupted(arguments)
+        code = _call(arguments)
     except KeyboardInterrupt:
         _tell_interrupted(arguments)
         code = _INTERRUPTED
@@ -78,6 +71,19 @@ def main(arguments: list[str] | None = None) -> None:
         if code is None:
             raise
     sys.exit(code)
+
+
+def _call(arguments: list[str]) -> int:
+    """Call the verb; its exit code."""
+    check_variables(os.environ)
+    called = [canonical_flag(word) for word in arguments[:2]] or [""]
+    result: Any = make_app(*called)(args=arguments, prog_name="allhands", standalone_mode=False)
+    code = result if isinstance(result, int) else 0
+    sys.stdout.flush()  # not after this, where nobody could say what is amiss
+    if code == _INTERRUPTED and not {"train", "pretrain", "launch"}.intersection(arguments[:1]):
+        # The parser passes Ctrl-C on as this code; training has said more about it already.
+        _tell_interrupted(arguments)
+    return code
 
 
 def _tell_interrupted(arguments: list[str]) -> None:

@@ -100,10 +100,7 @@ class Notices:
             self._show_sync(host, event.error)
             return
         killed = event.exit_code == 128 + signal.SIGKILL
-        tail = event.log_tail[-_OF_KILLED:] if killed else event.log_tail
-        # Rank 0's output is on the screen already, or that of all ranks.
-        if event.rank and not self.tagged and (lines := telling(tail)):
-            print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
+        self._show_tail(event, event.log_tail[-_OF_KILLED:] if killed else event.log_tail)
         say(f"{title}{event.message}")
         if event.kind != "failed":
             return
@@ -113,6 +110,11 @@ class Notices:
             tell(f"  what to do: {hint}")
         if way := self.way_on():
             tell(f"  {way}")
+
+    def _show_tail(self, event: SupervisorEvent, tail: tuple[str, ...]) -> None:
+        # Rank 0's output is on the screen already, or that of all ranks.
+        if event.rank and not self.tagged and (lines := telling(tail)):
+            print(f"last lines of rank {event.rank}:", *lines, sep="\n  ", file=sys.stderr)
 
     def _show_sync(self, host: str | None, error: str | None) -> None:
         """Print the command that brings a missing file to a computer."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import typer
 
-from allhands.io.formatting import format_moment
+from allhands.io.formatting import counted, format_moment
 from allhands.io.terminal import console_for, echo, print_table
 from allhands.observe.judging import harm
+from allhands.plan.compared import Comparison
 from allhands.plan.outgrown import signs_of
 from allhands.report.facts import read_facts
 from allhands.report.planned import comparison_of, plan_words, planned_grids
@@ -26,27 +27,31 @@ def show_after(run: Path, *, as_json: bool) -> None:
     signs, compared = signs_of(facts.history, facts.samples), comparison_of(facts)
     # A faster way to a ruined model is no advice.
     done = harm(facts.history)
+    ruined = any(one.level == "bad" for one in done)
     # Of the notes those on the plan: the others are for a report.
     notes = [note for note in facts.notes if note.startswith("plan.")]
     if as_json:
-        values = {"signs": [asdict(sign) for sign in signs], "plan": compared and compared.as_json(), "notes": notes}
-        values["judgements"] = [asdict(one) for one in done]
+        values = {"signs": [*map(asdict, signs)], "plan": compared and compared.as_json(), "notes": notes}
+        values["judgements"] = [*map(asdict, done)]
         typer.echo(json.dumps(values, indent=1))
         return
-    for one in done:
-        echo(f"{one.level}: {one.text}")
-    if not signs and not any(one.level == "bad" for one in done):
-        echo(f"{facts.history.name}: no sign that it has outgrown this way of training")
-    for text in (*(f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs), *notes):
+    told = [f"{one.level}: {one.text}" for one in done]
+    if not signs and not ruined:
+        told.append(f"{facts.history.name}: no sign that it has outgrown this way of training")
+    told += [f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs]
+    for text in (*told, *notes):
         echo(text)
-    if compared is None:
-        if not notes:
-            echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
-        return
-    ranks = f"{compared.machines} rank{'s' * (compared.machines > 1)}"
+    if compared is not None:
+        _show_compared(facts.history.name, compared)
+    elif not notes:
+        echo(f"No plan is kept there to compare it with: allhands plan ... --adapter-path {run} keeps one.")
+
+
+def _show_compared(name: str, compared: Comparison) -> None:
+    ranks = counted(compared.machines, "rank")
     echo(f"\nPlanned on {format_moment(compared.made)} UTC, for {ranks}:")
     for text in (*compared.notes, *(word.text for word in plan_words(compared))):
         echo(f"- {text}")
-    for grid in planned_grids(facts.history.name, compared):
+    for grid in planned_grids(name, compared):
         echo(f"\n{grid.caption}")
         print_table(console_for(), grid.head, grid.rows)

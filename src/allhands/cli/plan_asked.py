@@ -9,7 +9,7 @@ from allhands.cluster.hosts import Host, hosts_named
 from allhands.config.schema import TrainConfig
 from allhands.distributed.mesh import check_weights
 from allhands.errors import ConfigError
-from allhands.plan.devices import Device, device_of
+from allhands.plan.devices import PlannedDevice, device_of
 from allhands.plan.job import Prices
 
 _MOST_DEVICES = 1024
@@ -27,13 +27,13 @@ class AskedComputers:
     prices: Prices
 
 
-def devices_of(text: str | None) -> list[Device]:
+def devices_of(text: str | None) -> list[PlannedDevice]:
     """Read ``M1 Pro 32GB, 2 x M1 16GB``; all are of one kind, because no training is of several.
 
     Raises:
         ConfigError: they are not known, or too many, or of several kinds.
     """
-    found: list[Device] = []
+    found: list[PlannedDevice] = []
     for part in (text or "").split(","):
         if not part.strip():
             continue
@@ -62,6 +62,13 @@ def hosts_of(config: TrainConfig) -> tuple[Host, ...]:
     return hosts_named(config.hosts, config.hostfile) or (Host("this computer", slots=config.num_ranks),)
 
 
+def _check_ranks(config: TrainConfig) -> None:
+    """Refuse more processes than this computer has cores for, and other weights than one a rank."""
+    if not on_hosts(config):
+        require_cores(config.num_ranks)
+    check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
+
+
 def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     """Refuse options that name computers in two ways, before anything that takes long.
 
@@ -69,18 +76,15 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
         ConfigError: options contradict each other.
     """
     devices = devices_of(asked.device)
-    described = devices != []
-    if not described:
-        if not on_hosts(config):
-            require_cores(config.num_ranks)
-        check_weights(config.given_weights, sum(host.slots for host in hosts_of(config)))
+    if not devices:
+        _check_ranks(config)
     several = config.num_ranks > 1
     values = {"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile}
-    values["-n"] = "several" if several and not config.hostfile else None
+    values["-n"] = "several" * (several and not config.hostfile)
     given = [flag for flag, value in values.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")
-    if described and given and given != ["--link"]:
+    if devices and given and given != ["--link"]:
         hint = "leave --device out to plan with this computer's speed, or describe the link: --link 10GbE"
         raise ConfigError("computers that are only described cannot be measured", where="--device", hint=hint)
     if asked.machines and (several or on_hosts(config) or len(devices) > 1):

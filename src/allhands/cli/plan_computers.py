@@ -16,7 +16,7 @@ from allhands.config.schema import TrainConfig
 from allhands.errors import ConfigError, DistributedError
 from allhands.io.formatting import format_bytes
 from allhands.plan.computers import Computer, listed
-from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, Device
+from allhands.plan.devices import DRIVER_TAKES, MAC_KEEPS, USABLE, PlannedDevice
 from allhands.plan.job import Prices
 from allhands.plan.links import ExchangeTimes, Measured, link_of
 from allhands.runtime.accelerator import device_memory
@@ -35,7 +35,7 @@ Say = Callable[[str], object]
 def computers_of(
     config: TrainConfig,
     asked: AskedComputers,
-    devices: Sequence[Device],
+    devices: Sequence[PlannedDevice],
     kind: str,
     link: ExchangeTimes | None,
     say: Say,
@@ -58,7 +58,7 @@ def computers_of(
     return found
 
 
-def _described(device: Device, first: Device, *, watts: bool) -> Computer:
+def _described(device: PlannedDevice, first: PlannedDevice, *, watts: bool) -> Computer:
     return Computer(
         name=device.name,
         speed=device.flops / first.flops,
@@ -128,7 +128,7 @@ def _speeds(config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float
     return [1.0] * sum(slots)
 
 
-def prices_of(asked: AskedComputers, devices: Sequence[Device], notes: list[str]) -> Prices:
+def prices_of(asked: AskedComputers, devices: Sequence[PlannedDevice], notes: list[str]) -> Prices:
     """Return the prices, and note the power where only energy has a price.
 
     Raises:

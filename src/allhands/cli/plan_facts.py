@@ -112,24 +112,21 @@ class _Facts:
 
     def job(self) -> Job:
         """Return everything that the plan is computed from."""
-        config, asked, kind, measured = self.config, self.asked, self.kind, self.measured
+        config, asked = self.config, self.asked
         step = self._step()
         link = link_between(config, asked, len(self.devices), self.say, self.notes)
-        computers = computers_of(config, asked, self.devices, kind, link, self.say, self.notes)
+        computers = computers_of(config, asked, self.devices, self.kind, link, self.say, self.notes)
         work = self._work()
-        batches = self._batches()
-        counted = measured is not None or self.num_rows is not None
+        steps = self._steps()
+        counted = self.measured is not None or self.num_rows is not None
         valid = valid_rows(config, counted=counted, say=self.say, notes=self.notes)
-        every, accumulated = config.steps_per_eval, config.grad_accumulation_steps
-        on_cpus = self.together and kind == "cpu"
+        validations = number_of(self._batches(), config.steps_per_eval, config.grad_accumulation_steps)
         job = Job(
-            steps=math.ceil(batches / accumulated),
-            start_s=measured.start_s if measured else 0.0,
-            whole_s=measured.whole_s if measured else None,
-            first_s=self._first_s(),
-            started=self._started() if self.together else None,
+            steps=steps,
+            start_s=0.0,
+            started=self._started(),
             step=step,
-            validations=number_of(batches, every, accumulated) if valid.number else 0,
+            validations=validations if valid.number else 0,
             validation_s=seconds_of(valid, step, config, self.blocks, self.layers),
             link=link,
             computers=computers,
@@ -137,28 +134,49 @@ class _Facts:
             imagined=bool(asked.machines) and not self.together,
             blocks=self.blocks,
             work=work,
-            of=on_cpu if kind == "cpu" else on_gpu,
+            of=on_cpu if self.kind == "cpu" else on_gpu,
             batch_rows=config.batch_size,
-            present_bytes=self._present(work) if kind == "cpu" else 0,
-            needed_bytes=measured.peak_bytes if kind == "cuda" and measured is not None else 0,
+            present_bytes=self._present(work),
             quantised=self.model.bits > 0,
             once=asked.once,
             together=self.together,
-            shares=self.together and kind != "cuda",
-            room=max(1, available_cores() // (config.cores_per_rank or 1)) if on_cpus else 0,
+            shares=self.together and self.kind != "cuda",
+            room=self._room(),
             prices=self.prices,
-            doubt=measured.doubt if measured else "",
             about=self._about(),
             again_s=self._again_s(),
             rounds=rounds_of(config) if config.sync_every > 1 or config.sync_delay else None,
-            kind=kind,
+            kind=self.kind,
             tied=self.model.tied,
             forms=self.model.forms,
         )
-        if job.needed_bytes and self.blocks is not None and work is not None:
-            most = format_bytes(limit_for(max(job.needed_bytes, on_gpu(self.blocks, work).arrays), device_memory()))
+        return self._with_small_passes(self._with_measured(job))
+
+    def _with_measured(self, job: Job) -> Job:
+        """Return the job with the times and the memory that the short training had, if there was one."""
+        measured = self.measured
+        if measured is None:
+            return job
+        needed = measured.peak_bytes if self.kind == "cuda" else 0
+        if needed and job.blocks is not None and job.work is not None:
+            most = format_bytes(limit_for(max(needed, on_gpu(job.blocks, job.work).arrays), device_memory()))
             self.notes.append(f"of the GPU's memory training takes up to {most} where it is free: it is faster so")
-        return self._with_small_passes(job)
+        # A part of what the first steps take longer, where the training is a short one.
+        first = min(1.0, job.steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
+        return replace(
+            job,
+            start_s=measured.start_s,
+            whole_s=measured.whole_s,
+            first_s=measured.first_s * first,
+            needed_bytes=needed,
+            doubt=measured.doubt,
+        )
+
+    def _room(self) -> int:
+        """Return the number of processes that a computer's cores are enough for, where they share a CPU; else 0."""
+        if not self.together or self.kind != "cpu":
+            return 0
+        return max(1, available_cores() // (self.config.cores_per_rank or 1))
 
     def _measure(self) -> Calibration:
         """Train a few steps, with the cores that each of several processes of a computer will have."""
@@ -192,8 +210,7 @@ class _Facts:
         config, fresh = self.config, pretraining(self.config)
         method = _METHODS[config.fine_tune_type]
         what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
-        steps = math.ceil(self._batches() / config.grad_accumulation_steps)
-        return f"{what}: {steps:,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
+        return f"{what}: {self._steps():,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
 
     def _again_s(self) -> float:
         """Return how many times as long passes take in which activations are computed again."""
@@ -204,14 +221,9 @@ class _Facts:
     def _flops(self, blocks: Blocks, *, recomputed: bool) -> float:
         return flops_per_token(blocks, self.config.fine_tune_type, self.layers, recomputed=recomputed)
 
-    def _first_s(self) -> float:
-        """Return the seconds that the first steps take longer; a part of them where the training is a short one."""
-        if self.measured is None:
-            return 0.0
-        steps = math.ceil(self._batches() / self.config.grad_accumulation_steps)
-        return self.measured.first_s * min(1.0, steps / steps_of(self.config, on_gpu=self.kind != "cpu"))
-
-    def _started(self) -> tuple[int, float]:
+    def _started(self) -> tuple[int, float] | None:
+        if not self.together:
+            return None
         self.say(f"starting it in {self.config.num_ranks} processes ...")
         return self.config.num_ranks, time_to_start(self.config, self.asked.timeout_s)
 
@@ -308,6 +320,9 @@ class _Facts:
             raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
         return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
 
+    def _steps(self) -> int:
+        return math.ceil(self._batches() / self.config.grad_accumulation_steps)
+
     # --- memory ---------------------------------------------------------------------------------------
 
     def _work(self) -> Work | None:
@@ -351,6 +366,8 @@ class _Facts:
 
     def _present(self, work: Work | None) -> int:
         """Return the bytes of a process on a CPU that are no arrays of its training, as it said itself, or about."""
+        if self.kind != "cpu":
+            return 0
         measured = self.measured
         if self.blocks is None or work is None or measured is None or measured.expected_bytes is None:
             return PROGRAM_BYTES
@@ -366,8 +383,8 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     """Read a model's files."""
     place = resolve(config.model)
     values = read_config(place)
-    quantised = values.get("quantization") or values.get("quantization_config") or {}
-    bits = int(quantised.get("bits", 0)) if isinstance(quantised, dict) else 0
+    quantised = _quantisation(values)
+    bits = int(quantised.get("bits", 0))
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
@@ -381,7 +398,13 @@ def _read(config: TrainConfig, kind: str) -> _Model:
         return _Model(blocks, size if bits or not half else 2 * size, 4, bits, tied)
     forms = forms_on_cpu(blocks, bits, int(quantised.get("group_size", 64)))
     of_block, of_table = forms[0]
-    return _Model(blocks, int(blocks.layers * of_block + (1 if tied else 2) * of_table), 4, bits, tied, forms)
+    return _Model(blocks, int(blocks.layers * of_block + (2 - tied) * of_table), 4, bits, tied, forms)
+
+
+def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
+    """How a model's configuration says that its weights are quantised; empty if they are not."""
+    found = values.get("quantization") or values.get("quantization_config")
+    return found if isinstance(found, dict) else {}
 
 
 def _fresh(fresh: PretrainConfig, kind: str) -> _Model:

@@ -9,9 +9,17 @@ from rich.console import Console
 from allhands.io.formatting import format_bytes, format_duration, format_size
 from allhands.io.terminal import console_for, print_table
 from allhands.plan.job import Job
-from allhands.plan.outlook import Outlook
+from allhands.plan.outlook import Outlook, OutlookLine
+from allhands.plan.strategies import Way
 
 _FELT = 0.01  # of a training's time
+_PARTS = {
+    "weights": "weights",
+    "optimizer": "optim.",
+    "gradients": "grads",
+    "activations": "activ.",
+    "logits": "logits",
+}
 _FITS = {True: "yes", False: "no", None: "?"}
 
 
@@ -89,27 +97,36 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
 def _times_after(outlook: Outlook) -> Iterator[str]:
     """Yield what the table of times does not say: computers, costs, validations, and how many are enough."""
     job, lines = outlook.job, outlook.lines
-    if len({each.name for each in job.computers}) > 1:
+    if job.mixed:
         yield from (f"{line.machines}: {line.computers}" for line in lines)
     if any(line.weights for line in lines):
         yield "efficient: against the sum of their speeds, by which shares are cut (--rank-weights auto)"
-    for line in lines:
-        costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
-        costs += [] if line.money is None else [f"costs {line.money:.2f}"]
-        if costs:
-            yield f"{line.machines}: {', '.join(costs)}"
-    if any(line.validation_s >= _FELT * line.training_s for line in lines if line.validation_s):
-        spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in lines)
-        yield (
-            f"In all of it are {job.validations} validations ({spent}), reckoned as forward passes at the speed of the "
-            "steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches"
-        )
+    yield from (f"{line.machines}: {costs}" for line in lines if (costs := _costs(line)))
+    yield from _validations(outlook)
+    if len(lines) == 1:
+        return
     alike = len({each.speed for each in job.computers}) == 1
-    if len(lines) > 1 and not job.doubt and (alike or outlook.enough < lines[-1].machines):
+    if not job.doubt and (alike or outlook.enough < lines[-1].machines):
         another = "process with as many cores" if job.together else "machine"
         yield f"Beyond {outlook.enough}, another {another} saves less than 5 % of a step, or makes it longer."
-    if len(lines) > 1:
-        yield "Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged."
+    yield "Amdahl and Gustafson: the same batch, or one for each machine, and nothing exchanged."
+
+
+def _validations(outlook: Outlook) -> Iterator[str]:
+    """Yield the time of all validations, if it is felt."""
+    lines = outlook.lines
+    if any(line.validation_s and line.validation_s >= _FELT * line.training_s for line in lines):
+        spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in lines)
+        yield (
+            f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the "
+            "speed of the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches"
+        )
+
+
+def _costs(line: OutlookLine) -> str:
+    costs = [] if line.kwh is None else [f"{line.kwh:.3g} kWh"]
+    costs += [] if line.money is None else [f"costs {line.money:.2f}"]
+    return ", ".join(costs)
 
 
 def _show_lighter(console: Console, outlook: Outlook) -> None:
@@ -144,19 +161,10 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
         return
     job = outlook.job
     console.print(f"Memory of a rank at its peak{_there_is(job)}")
-    parts = {"weights": "weights", "optimizer": "optim.", "gradients": "grads", "activations": "activ."}
-    parts["logits"] = "logits"
     shown = (1, outlook.advised if outlook.advised > 1 else outlook.lines[-1].machines)
     ways = {f"{way.ranks}: {way.name}": way for way in outlook.memory if way.ranks in shown}
     sends = any(way.sent_bytes for way in ways.values())
-    rows: list[dict[str, str]] = []
-    for name, way in ways.items():
-        row = {f"{_unit(job)}: way": name}
-        row |= {head: format_bytes(way.parts[part]) for part, head in parts.items()}
-        row["peak"] = format_bytes(way.rank_bytes)
-        if sends:
-            row["sent"] = format_size(way.sent_bytes) if way.sent_bytes else "-"
-        rows.append({**row, "fits": _FITS[way.fits]})
+    rows = [{f"{_unit(job)}: way": name, **_memory_row(way, sends=sends)} for name, way in ways.items()]
     _show_table(console, rows, "grads", "logits", "optim.", "sent")
     sent = "; sent: by a rank in a step" * sends
     console.print(f"optim.: what the optimizer keeps; activ.: what the passes keep{sent}")
@@ -167,6 +175,14 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
         if way.flags:
             console.print(f"{name}: {way.flags}")
     console.print()
+
+
+def _memory_row(way: Way, *, sends: bool) -> dict[str, str]:
+    row = {head: format_bytes(way.parts[part]) for part, head in _PARTS.items()}
+    row["peak"] = format_bytes(way.rank_bytes)
+    if sends:
+        row["sent"] = format_size(way.sent_bytes) if way.sent_bytes else "-"
+    return {**row, "fits": _FITS[way.fits]}
 
 
 def _unit(job: Job) -> str:

@@ -18,7 +18,7 @@ from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
-    from allhands.cluster.sync import Plan
+    from allhands.cluster.sync import SyncPlan
     from allhands.cluster.sync.plan import FoundFile
     from allhands.config.schema import TrainConfig
 
@@ -39,8 +39,8 @@ class StagesWanted:
 
 
 def plan_stages(
-    plan: Plan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
-) -> tuple[Plan, dict[str, list[FoundFile]]]:
+    plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
+) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
     """The files of ``plan`` for each host by its name: of the weights in ``model`` only those that its stages need.
 
     Raises:

@@ -198,11 +198,6 @@ def job_of(config: TrainConfig) -> TrainingJob:
     directory = Path(config.adapter_path)
     # One rank is the default; with a hostfile that means nobody has said a number.
     num_ranks = None if config.hostfile and config.num_ranks == 1 else config.num_ranks
-    restarts = config.max_restarts
-    if restarts is None:
-        # Without checkpoints there is nothing to go on from.
-        several = (config.num_ranks > 1 or config.hostfile is not None) and config.keep_last > 0
-        restarts = RESTARTS_OF_SEVERAL if several else 0
     resume = Path(config.resume) if config.resume and config.resume != "auto" else None
     same = ("backend", "cores_per_rank", "hostfile", "min_ranks", "hang_timeout_s", "stop_grace_s", "tag_output")
     options: dict[str, Any] = {name: getattr(config, name) for name in same}
@@ -210,7 +205,7 @@ def job_of(config: TrainConfig) -> TrainingJob:
         directory=directory,
         log_dir=directory / LOG_DIRECTORY,
         num_ranks=num_ranks,
-        max_restarts=restarts,
+        max_restarts=_restarts(config),
         start_deadline_s=config.start_timeout_s,
         weights=tuple(config.given_weights) if config.given_weights else None,
         finish_grace_s=_FINISH_GRACE_S,
@@ -228,6 +223,14 @@ def job_of(config: TrainConfig) -> TrainingJob:
         explain=lambda lines: print(*lines, sep="\n", file=sys.stderr) if config.log_level == "verbose" else None,
         **options,
     )
+
+
+def _restarts(config: TrainConfig) -> int:
+    if config.max_restarts is not None:
+        return config.max_restarts
+    # Without checkpoints there is nothing to go on from.
+    several = (config.num_ranks > 1 or config.hostfile is not None) and config.keep_last > 0
+    return RESTARTS_OF_SEVERAL if several else 0
 
 
 def _paths_there(config: TrainConfig) -> dict[Path, str]:

@@ -18,14 +18,14 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling."
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a model's own Python code.")]
 
 
-class Divided(StrEnum):
+class Division(StrEnum):
     """Division of a model among ranks."""
 
     pipeline = "pipeline"
 
 
 DividedBy = Annotated[
-    Divided | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks.")
+    Division | None, typer.Option("--strategy", help="pipeline: each rank has some of the model's blocks.")
 ]
 NumRanks = Annotated[
     int | None, typer.Option("--num-ranks", "-n", min=1, help="With --strategy: processes to start here.")

@@ -227,8 +227,7 @@ class Attempt:
     def _check_started(self, now: float, marks: Mapping[int, Marks]) -> Fault | None:
         if self._all_started:
             return None
-        finished = {end.rank for end in self._ranks.exits() if end.code == 0}
-        if all(mark.started or rank in finished for rank, mark in marks.items()):
+        if self._have_started(marks):
             self._all_started = True
             self._events(SupervisorEvent("started", "all processes have started"))
             return None
@@ -240,6 +239,10 @@ class Attempt:
             limit = max(limit, _ELSEWHERE_S)
         late = missing and waited > limit and not self._stop_signal
         return self._not_started(missing, waited) if late else None
+
+    def _have_started(self, marks: Mapping[int, Marks]) -> bool:
+        finished = {end.rank for end in self._ranks.exits() if end.code == 0}
+        return all(mark.started or rank in finished for rank, mark in marks.items())
 
     def _check_progress(self, now: float, marks: Mapping[int, Marks]) -> Fault | None:
         living, ends = self._living(), self._ranks.exits()
@@ -295,10 +298,7 @@ class Attempt:
             return Outcome(regroup=True, started=self._all_started, step=step)
         if self._ports_were_taken(fault):
             return Outcome(ports_taken=True)
-        stopped = self._stop_signal
-        if not stopped and not fault and codes & _STOPPED_CODES:
-            terminated = codes & {128 + signal.SIGTERM, -signal.SIGTERM}
-            stopped = signal.SIGTERM if terminated else signal.SIGINT
+        stopped = self._stop_signal or (0 if fault else _stop_by(codes))
         return Outcome(fault, 0 if codes == {0} else stopped, started=self._all_started, step=step)
 
     def _ports_were_taken(self, fault: Fault | None) -> bool:
@@ -325,9 +325,12 @@ class Attempt:
         code = min(failed, key=lambda end: (end.code == PeerLostError.exit_code, end.time)).code
         alike = sorted((end for end in failed if end.code == code), key=lambda end: end.rank)
         fault = self._of_end(alike[0])
-        if fault.kind != "error" or self._all_started or not fault.explanation:
-            return fault
-        if (found := (self._ranks.error(fault.rank) or {}).get("misfits")) is None:
+        foreseen = fault.kind == "error" and not self._all_started and fault.explanation
+        return self._misfit(fault, alike) if foreseen else fault
+
+    def _misfit(self, fault: Fault, alike: list[RankExit]) -> Fault:
+        """The fault with the ranks that do not fit: those which all ranks have named, or which failed alike."""
+        if (found := self._said(fault.rank).get("misfits")) is None:
             return replace(fault, misfits=tuple(end.rank for end in alike))
         # All ranks have said the same, so it is no single rank's fault.
         message = (fault.error or "").partition(": ")[2]
@@ -338,7 +341,7 @@ class Attempt:
         since = min(self._ended_at, time.monotonic()) - end.time
         lost, host, peer = self._ranks.lost_hosts(), self._ranks.host(end.rank), None
         if end.code == DistributedError.exit_code:
-            peer = (self._ranks.error(end.rank) or {}).get("peer")
+            peer = self._said(end.rank).get("peer")
         if lost and (host in lost or end.code == PeerLostError.exit_code or peer is not None):
             return self._lost_host(host if host in lost else lost[0], since)
         if isinstance(peer, int):
@@ -349,6 +352,10 @@ class Attempt:
         what = "was killed by SIGKILL (out of memory)" if memory else describe_exit(end.code)
         return self._fault("memory" if memory else "killed", end.rank, 128 - end.code, what, since)
 
+    def _said(self, rank: int) -> Mapping[str, Any]:
+        """What a rank has written down of its error, if anything."""
+        return self._ranks.error(rank) or {}
+
     def _lost_host(self, host: str, since: float) -> Fault:
         ranks = [rank for rank in self._own if self._ranks.host(rank) == host]
         fault = self._fault("lost host", ranks[0], DistributedError.exit_code, "", since)
@@ -358,7 +365,7 @@ class Attempt:
     def _blocked(self, end: RankExit, peer: int, since: float) -> Fault:
         """The fault of rank ``peer``, which listens but cannot be reached, mostly because of its firewall."""
         fault = self._fault("blocked", end.rank, end.code, "", since)
-        content = self._ranks.error(end.rank) or {}
+        content = self._said(end.rank)
         names = [f"rank {rank}{self._place(rank)}" for rank in (peer, end.rank)]
         text = f"{names[0]} listens, but connections from {names[1]} to {content.get('problem')}"
         hint = f"{self._spec.examine}   # finds what is in the way" if self._spec.examine else content.get("hint")
@@ -406,7 +413,7 @@ class Attempt:
         return self._fault("hang", rank, DistributedError.exit_code, what, stall.seconds)
 
     def _fault(self, kind: FaultKind, rank: int, code: int, what: str, since: float) -> Fault:
-        content, beat = self._ranks.error(rank) or {}, self._ranks.marks(rank).beat
+        content, beat = self._said(rank), self._ranks.marks(rank).beat
         error = f"{content['type']}: {content['message']}" if content else None
         host = self._ranks.host(rank)
         place = self._place(rank) if kind != "hang" else ""
@@ -425,6 +432,12 @@ class Attempt:
             log_tail=self._ranks.log_tail(rank),
             detected_s=since,
         )
+
+
+def _stop_by(codes: set[int]) -> int:
+    """The signal that ended a rank whose exit code is one of these, or 0."""
+    signals = (signal.SIGTERM, signal.SIGINT)
+    return next((number for number in signals if codes & {128 + number, -number}), 0)
 
 
 def describe_exit(code: int) -> str:

@@ -89,22 +89,29 @@ def choose(
     path = seams.directory / "backends" / f"{_key(facts, cores_per_rank)}.json"
     found, age_s = _read(path, seams.now())
     if not found and (training_s or 0.0) >= _WORTH_S:
-        for backend in _MEASURED:
-            with suppress(AllhandsError, OSError):
-                if whole := seams.measure(backend, facts.num_ranks, cores_per_rank).whole:
-                    found[backend] = whole
-        content, age_s = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}, 0.0
-        with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
-            make_directory(path.parent, private=True)
-            write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+        found, age_s = _measured_anew(facts.num_ranks, cores_per_rank, seams, path), 0.0
     # The exchanges of a step: the gradient, and a few numbers.
     times = {
         name: one.seconds(gradient_bytes) + _SMALL_A_STEP * one.seconds(SMALL_BYTES) for name, one in found.items()
     }
     if not times.keys() >= set(_MEASURED):
         return by_table
-    best: Backend = "mpi" if times["mpi"] <= times["ring"] else "ring"
+    best = min(_MEASURED, key=lambda one: times[one])  # of equal ones the first
     return Choice(best, "measured on this computer", by_table.candidates, times, age_s)
+
+
+def _measured_anew(ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, path: Path) -> dict[str, Figures]:
+    """Measure the back-ends, as far as that is possible, and keep the figures in the cache."""
+    found: dict[str, Figures] = {}
+    for backend in _MEASURED:
+        with suppress(AllhandsError, OSError):
+            if whole := seams.measure(backend, ranks, cores_per_rank).whole:
+                found[backend] = whole
+    content = {"time": seams.now(), "figures": {name: one.as_json() for name, one in found.items()}}
+    with suppress(AllhandsError):  # a cache that cannot be written only costs the next measurement
+        make_directory(path.parent, private=True)
+        write_whole(path, lambda draft: draft.write_text(json.dumps(content, indent=1)), private=True)
+    return found
 
 
 def slower_than_ours(

@@ -152,13 +152,13 @@ class HostfileMembers(Members):
         wanted = [host for host in self._hosts if host.name not in self._left_out]
         troubles = self._ask(wanted)
         here = [host for host in wanted if host.name not in troubles]
-        lasting = {name for name, trouble in troubles.items() if trouble.lasting}
         self._rosters += 1  # what a round that began before this finds out is old
         self._back = frozenset(host.name for host in here)
         steps = self._newest(here)
         newest = max(steps.values(), default=0)
-        first = [host for host in here if newest and steps.get(host.name) == newest][:1]
-        places = self._places([*first, *(host for host in here if host not in first)])
+        # Sorting keeps the file's order of all the others.
+        first = next((host for host in here if newest and steps.get(host.name) == newest), None)
+        places = self._places(sorted(here, key=lambda host: host is not first))
         self._took_part.update(place.name for place in places)
         obstacle, note = self._judge_steps(newest)
         if not newest and obstacle is None:
@@ -175,8 +175,13 @@ class HostfileMembers(Members):
             step=newest or None,
             edition=self._edition,
             troubles=troubles,
-            possible=len(_seats(self._places(host for host in wanted if host.name not in lasting))),
+            possible=self._possible(wanted, troubles),
         )
+
+    def _possible(self, wanted: Iterable[Host], troubles: Mapping[str, SshTrouble]) -> int:
+        """Return the number of ranks, if all troubles go that may go by themselves."""
+        lasting = {name for name, trouble in troubles.items() if trouble.lasting}
+        return len(_seats(self._places(host for host in wanted if host.name not in lasting)))
 
     def leave_out(self, seats: Iterable[str]) -> None:
         """Do without these computers until the hostfile is changed or touched."""

@@ -164,7 +164,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
     code = history[-1].outcome.code
     if fault.kind == "blocked" and not any(past.outcome.started for past in history):
         return _around(history, limits, code)
-    if same := (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code):
+    if same := _lasting(fault):
         return GiveUp(f"{same} would be the same after a restart", code)
     stalled = list(_stalled(history))
     exclude, unless = _leave_out(stalled, fault, limits)
@@ -174,12 +174,24 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
     if restarts >= limits.max_restarts:
         return GiveUp(f"it has been started again {_times(restarts)}, which is what --max-restarts allows", code)
     fruitless = [past.outcome.fault for past, gained in stalled if not gained]
-    # The first hang at a place is believed; one that comes again may have been a step that takes long.
-    hangs = sum(one is not None and one.kind == "hang" for one in fruitless)
     # Without those who are to blame there is nothing to wait for.
-    pause = min(2.0 ** min(len(fruitless) - 1, 10), LONGEST_PAUSE_S) if fruitless and not exclude else 0.0
-    slack = min(4.0**hangs, MOST_SLACK)
-    return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, slack)
+    pause = 0.0 if exclude else _pause(len(fruitless))
+    return Restart(pause, f"restart {restarts + 1} of at most {limits.max_restarts}", exclude, _slack(fruitless))
+
+
+def _lasting(fault: Fault) -> str | None:
+    """What is to blame that no restart changes, if anything is."""
+    return (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code)
+
+
+def _pause(fruitless: int) -> float:
+    """Seconds before another start after so many attempts that got nowhere."""
+    return min(2.0 ** min(fruitless - 1, 10), LONGEST_PAUSE_S) if fruitless else 0.0
+
+
+def _slack(faults: Sequence[Fault | None]) -> float:
+    # The first hang at a place is believed; one that comes again may have been a step that takes long.
+    return min(4.0 ** sum(one is not None and one.kind == "hang" for one in faults), MOST_SLACK)
 
 
 def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:

@@ -129,7 +129,7 @@ def end_processes(leaders: Collection[int], marks: Collection[str] = (), wait_s:
 
 def _left(leaders: Collection[int], marks: Collection[str]) -> Iterator[psutil.Process]:
     """Living processes, but this one, of these leaders or of this user and with one of ``marks``."""
-    assert all(os.path.isabs(mark) and mark.strip("/") for mark in marks), marks
+    assert all(map(_is_below_root, marks)), marks
     user = os.geteuid()
     # The youngest first: one that is about to start another and to end must be seen before that.
     for process in map(_living, sorted(psutil.pids(), reverse=True)):
@@ -140,6 +140,11 @@ def _left(leaders: Collection[int], marks: Collection[str]) -> Iterator[psutil.P
             ours = leads or (marks and _bears(process, marks) and process.uids().effective == user)
             if ours and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 yield process
+
+
+def _is_below_root(path: str) -> bool:
+    """True if the path is absolute, and not the root itself."""
+    return os.path.isabs(path) and path.strip("/") != ""
 
 
 def _bears(process: psutil.Process, marks: Collection[str]) -> bool:
@@ -190,7 +195,7 @@ class _Register:
             self._leaders.pop(int(rest), None)
         elif word in ("mark", "directory"):
             path = json.loads(rest)
-            if isinstance(path, str) and os.path.isabs(path) and path.strip("/"):
+            if isinstance(path, str) and _is_below_root(path):
                 (self._marks if word == "mark" else self._directories).append(path)
 
     def clear_up(self) -> None:

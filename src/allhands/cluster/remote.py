@@ -449,6 +449,10 @@ def _is_here(host: Host | None) -> bool:
     return host is None or host.ssh is None
 
 
+def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Statement:
+    return Statement(computer, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have)
+
+
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
 
@@ -456,10 +460,7 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN
-    statements = [
-        Statement(place.name, {SOFTWARE: {name: required(have)[name] for name in names}}, software=have)
-        for place, have in zip(places, (frame["versions"] for frame in frames), strict=True)
-    ]
+    statements = [_stated(place.name, frame["versions"], names) for place, frame in zip(places, frames, strict=True)]
     here = next((place.name for place in places if _is_here(place.host)), "")
     given = circumstances_in(spec.env, here)
     own = software_here()
@@ -471,13 +472,18 @@ def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
         verdict = judge(statements, given)
     if verdict:
         raise UnfitHosts(verdict.misfits, verdict.message, hint=verdict.hint)
-    different = set(unequal(own, statements[0].software)) & set(_SPOKEN)
-    if different and not here:
-        name = min(different)
-        there, mine = described(name, statements[0].software), described(name, own).partition(" ")[2]
-        computers = [place.name for place in places]
-        message = f"host {computers[0]} has {there}, this computer {mine}"
-        raise HostError(computers, message, hint=init_command(computers, given.option))
+    if not here:
+        _compare_with_here(statements, own, given.option)
+
+
+def _compare_with_here(there: Sequence[Statement], own: Mapping[str, str], option: str) -> None:
+    """Refuse computers, which are all alike, with another version than this one's of what is spoken."""
+    have = there[0].software
+    if different := set(unequal(own, have)) & set(_SPOKEN):
+        name, computers = min(different), [one.name for one in there]
+        mine = described(name, own).partition(" ")[2]
+        message = f"host {computers[0]} has {described(name, have)}, this computer {mine}"
+        raise HostError(computers, message, hint=init_command(computers, option))
 
 
 def _together(failed: Sequence[AllhandsError]) -> AllhandsError:

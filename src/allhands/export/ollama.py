@@ -17,7 +17,14 @@ from allhands.errors import DataError, ModelError
 from allhands.model.load import load_tokenizer
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
-_SYSTEM, _MARK = "Be brief.", "\x00"
+_MARK = "\x00"
+_TURNS = [
+    {"role": "user", "content": "What is dew?"},
+    {"role": "assistant", "content": "Water, from the air."},
+    {"role": "user", "content": "And fog?"},
+]
+# Conversations by which a template is recognised; not every one takes a system message.
+_CHATS = (_TURNS[:1], _TURNS, [{"role": "system", "content": "Be brief."}, *_TURNS])
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,7 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     if not has_chat_template(tokenizer):
         raise ModelError("the model has no chat template", where=str(path), hint=hint)
     template = ChatTemplate(tokenizer, datetime.now())
-    questions = ("What is dew?", "Water, from the air.", "And fog?")
-    roles = ("user", "assistant", "user")
-    turns = [{"role": role, "content": text} for role, text in zip(roles, questions, strict=True)]
-    chats = [turns[:1], turns, [{"role": "system", "content": _SYSTEM}, *turns]]
-    said = [_said(template, chat) for chat in chats]
+    said = [_said(template, chat) for chat in _CHATS]
     if None in said[:2]:
         raise ModelError("the chat template rejects a plain conversation", where=str(path), hint=hint)
     eos = tokenizer.eos_token
@@ -124,13 +127,18 @@ def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
     for each in formats:
         # Ollama puts the first token there itself, as the GGUF says; a format may begin with the very same mark.
         for first in ("", tokenizer.bos_token or _MARK):
-            wanted = [first + each.render(chat) for chat in chats[: 2 + ("system" in each.turns)]]
-            extra = (said[0] or "").removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
-            default = _system_of(extra, each)
-            found = [text.replace(extra, "", 1) if extra and text else text for text in said[:2]] + said[2:]
-            if found[: len(wanted)] == wanted and (default or not extra):
-                return Recognised(each, default)
+            if found := _matched(each, first, said):
+                return found
     raise ModelError("Ollama cannot be told this chat template: its format is not known", where=str(path), hint=hint)
+
+
+def _matched(each: ChatFormat, first: str, said: list[str | None]) -> Recognised | None:
+    """The format with its default system message, if what was ``said`` is that behind the ``first`` token."""
+    wanted = [first + each.render(chat) for chat in _CHATS[: 2 + ("system" in each.turns)]]
+    extra = (said[0] or "").removesuffix(wanted[0].removeprefix(first)).removeprefix(first)
+    default = _system_of(extra, each)
+    found = [text and text.replace(extra, "", 1) for text in said[:2]] + said[2:]
+    return Recognised(each, default) if found[: len(wanted)] == wanted and (default or not extra) else None
 
 
 def _said(template: ChatTemplate, chat: list[dict[str, str]]) -> str | None:

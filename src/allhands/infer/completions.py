@@ -82,7 +82,7 @@ class _Checked(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class _Part(_Checked):
+class _TextPart(_Checked):
     # Images are refused: mlx_lm fetches any address, in this computer's own network, too.
     type: Literal["text"]
     text: str
@@ -92,7 +92,7 @@ class _Function(_Checked):
     name: str
 
 
-class _Call(_Checked):
+class _ToolCall(_Checked):
     """A call of a function, or a function that may be called."""
 
     function: _Function
@@ -100,8 +100,8 @@ class _Call(_Checked):
 
 class _Message(_Checked):
     role: Annotated[str, Field(pattern=f"^({'|'.join(ROLES)})$")]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | list[_TextPart] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> _Message:
@@ -154,7 +154,7 @@ class _Fields(_Checked):
     logprobs: bool | Annotated[int, Field(ge=0, le=5)] | None = None
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    tools: list[_Call] | None = None
+    tools: list[_ToolCall] | None = None
     tool_choice: str | _Object | None = None
     response_format: _Object | None = None
     role_mapping: dict[str, str] | None = None
@@ -162,7 +162,7 @@ class _Fields(_Checked):
     user: str | None = None
 
 
-def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
+def read_request(raw: bytes, path: str, served: Served) -> _Object:
     """The body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
 
     Raises:
@@ -176,14 +176,7 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
     given = _without_nulls(fields)
     if "messages" in given:
         given["messages"] = [_without_nulls(message) for message in given["messages"]]
-    for name, without_effect in _NOT_DONE.items():  # what would be passed over in silence
-        if (value := given.get(name)) is not None and value not in without_effect:
-            told = f": only {' or '.join(json.dumps(one) for one in without_effect)}" if without_effect else ""
-            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
-            raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
-    if (form := given.get("response_format", {}).get("type", "text")) != "text":
-        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
-        raise Refused(message, code="unsupported_value", param="response_format")
+    _check_effects(given)
     needed = "messages" if path.endswith("/chat/completions") else "prompt"
     if needed not in given:
         raise Refused(f"Request did not contain {needed}", code="missing_required_parameter", param=needed)
@@ -198,7 +191,19 @@ def read_request(raw: bytes, path: str, served: Served) -> dict[str, Any]:
     return _settled(given, served)
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def _check_effects(given: _Object) -> None:
+    """Refuse what would be passed over in silence."""
+    for name, without_effect in _NOT_DONE.items():
+        if (value := given.get(name)) is not None and value not in without_effect:
+            told = f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
+            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
+            raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
+    if (form := given.get("response_format", {}).get("type", "text")) != "text":
+        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
+        raise Refused(message, code="unsupported_value", param="response_format")
+
+
+def _without_nulls(fields: _Object) -> _Object:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -223,7 +228,7 @@ def _shorter(found: re.Match[str]) -> str:
     return "an object" if "dictionary" in found[0] else ""
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
+def _parsed(raw: bytes) -> _Object:
     try:
         content: Any = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
         too_deep = _is_deep(content, _MOST_DEPTH)
@@ -239,7 +244,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         raise Refused(f"the body is nested deeper than {_MOST_DEPTH} levels")
     if not isinstance(content, dict):
         raise Refused("the body must be a JSON object")
-    return cast("dict[str, Any]", content)
+    return cast("_Object", content)
 
 
 def _no_number(text: str) -> Any:
@@ -253,7 +258,7 @@ def _is_deep(value: Any, left: int) -> bool:
     return left == 0 or any(_is_deep(one, left - 1) for one in inside)
 
 
-def _check_model(given: dict[str, Any], served: Served) -> None:
+def _check_model(given: _Object, served: Served) -> None:
     """Only what is served is asked: neither a path nor a name makes this computer load or fetch anything."""
     for name, known in (
         ("model", (served.model, _DEFAULT_MODEL)),
@@ -280,7 +285,7 @@ def _prompt(prompt: Any, served: Served) -> str | list[int]:
     raise Refused(message, code="invalid_type", param="prompt")
 
 
-def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
+def _settled(given: _Object, served: Served) -> _Object:
     """Values that mean the same to mlx_lm, and that it can compute with."""
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
@@ -301,7 +306,11 @@ def _settled(given: dict[str, Any], served: Served) -> dict[str, Any]:
     if "seed" in given:
         given["seed"] %= 2**64
     for token in given.get("logit_bias", {}):
-        if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
-            message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
-            raise Refused(message, code="invalid_value", param="logit_bias")
+        _check_token(token, served)
     return given
+
+
+def _check_token(token: str, served: Served) -> None:
+    if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < served.vocabulary):
+        message = f"logit_bias has {repr(token)[:100]}, which is no token: they are 0 to {served.vocabulary - 1}"
+        raise Refused(message, code="invalid_value", param="logit_bias")

@@ -44,7 +44,7 @@ class PromptTooLong(ConfigError):
 
 
 @dataclass(frozen=True)
-class Speed:
+class AnswerSpeed:
     """The cost of an answer, in the words of ``mlx_lm.generate``; memory in bytes, rates in tokens a second."""
 
     prompt_tokens: int
@@ -170,7 +170,7 @@ def room_for_answer(count: int, positions: int | None, wanted: int, what: str = 
 
 def stream_answer(
     loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
-) -> Iterator[tuple[str, Speed]]:
+) -> Iterator[tuple[str, AnswerSpeed]]:
     """Pieces of the answer as they come, each with the speed so far.
 
     Raises:
@@ -184,14 +184,14 @@ def stream_answer(
         yield part.text, _speed(part, accelerator)
 
 
-def _speed(told: Any, accelerator: Accelerator) -> Speed:
+def _speed(told: Any, accelerator: Accelerator) -> AnswerSpeed:
     figures = (told.prompt_tokens, told.prompt_tps, told.generation_tokens, told.generation_tps)
-    return Speed(*figures, peak_memory_bytes(accelerator))
+    return AnswerSpeed(*figures, peak_memory_bytes(accelerator))
 
 
 def answer_all(
     loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
-) -> tuple[list[str], Speed]:
+) -> tuple[list[str], AnswerSpeed]:
     """Greedy answers to ``prompts``, several at a time: the way to a score in seconds.
 
     Raises:

@@ -41,14 +41,18 @@ class TokenBytes:
 
     def _found(self, token: int) -> bytes:
         sample = self._sample
-        if self.joined and token >= len(sample.tokenmap):
-            return b"!" if isinstance(sample, BPEStreamingDetokenizer) else b""
-        if isinstance(sample, SPMStreamingDetokenizer):
+        if not self.joined:
+            return self._asked(token)
+        spaced = isinstance(sample, SPMStreamingDetokenizer)
+        if token >= len(sample.tokenmap):
+            return b"" if spaced else b"!"
+        if spaced:
             return sample.tokenmap[token].replace("\u2581".encode(), b" ")
-        if isinstance(sample, BPEStreamingDetokenizer):
-            letters = bytes_of_letters()
-            pieces = (bytes([letters[c]]) if c in letters else c.encode() for c in sample.tokenmap[token] or "")
-            return b"".join(pieces)
+        letters = bytes_of_letters()
+        pieces = (bytes([letters[c]]) if c in letters else c.encode() for c in sample.tokenmap[token] or "")
+        return b"".join(pieces)
+
+    def _asked(self, token: int) -> bytes:
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes([int(name[3:5], 16)])

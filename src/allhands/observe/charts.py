@@ -6,7 +6,7 @@ Pictures and the pages of reports draw the same charts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -150,11 +150,13 @@ class Chart:
             some = sorted({*_spread(rare), *_spread(places)})
             caption += f": {len(some)} of {len(places)} rows; metrics.jsonl has all"
             places = some
-        rows = [
-            (self._place(x), *(self._height(column[x]) if x in column else NONE for column in columns)) for x in places
-        ]
+        rows = [(self._place(x), *self._cells(x, columns)) for x in places]
         head = (self.x_label, *(line.label for line in lines))
         return Grid(caption, head, tuple(row for row in rows if set(row[1:]) != {NONE}))
+
+    def _cells(self, x: float, columns: Iterable[Mapping[float, float | None]]) -> Iterator[str]:
+        for column in columns:
+            yield self._height(column[x]) if x in column else NONE
 
     def _place(self, x: float) -> str:
         return f"{x:,.0f}" if self.whole else f"{x:.4g}"
@@ -215,7 +217,7 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             place = _placing(key, unit_s, run)
             lines += _loss_lines(label, colour, run, place, line_width(colour, len(runs)))
             marks += [(place(step, seconds), colour) for step, seconds in run.restarts]
-            elapsed_s = _between((0, 0), ((one.step, one.elapsed_s) for one in (*run.train, *run.valid)))
+            elapsed_s = _between("elapsed_s", [*run.train, *run.valid])
             crosses += [(place(one.step, elapsed_s(one.step)), colour) for one in run.skipped]
             if known := [one for one in run.valid if math.isfinite(one.loss)]:
                 best = min(known, key=lambda one: one.loss)
@@ -227,9 +229,9 @@ def loss_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
             yield without_heights(chart, 2.5)
 
 
-def _between(first: tuple[float, float], pairs: Iterable[tuple[float, float]]) -> Callable[[float], float]:
-    """The function that goes straight from one (x, y) pair to the next, from ``first`` on."""
-    table = np.array(sorted([first, *pairs]), dtype=np.float64)
+def _between(name: str, reports: Sequence[TrainReport | ValidReport]) -> Callable[[float], float]:
+    """The function from a step to a number of the reports, straight from one to the next, from 0 at step 0 on."""
+    table = np.array(sorted([(0, 0), *((one.step, getattr(one, name)) for one in reports)]), dtype=np.float64)
     return lambda x: float(np.interp(x, table[:, 0], table[:, 1]))
 
 
@@ -239,7 +241,7 @@ def _placing(axis: str, unit_s: float, run: RunHistory) -> Place:
         return lambda step, elapsed_s: step
     if axis == "time":
         return lambda step, elapsed_s: elapsed_s / unit_s
-    tokens = _between((0, 0), ((one.step, one.trained_tokens) for one in run.train))
+    tokens = _between("trained_tokens", run.train)
     return lambda step, elapsed_s: tokens(step)
 
 

@@ -79,6 +79,12 @@ def trend(curve: Curve) -> Trend | None:
     return Trend(float(line[0]), float(line[-1]), steepness)
 
 
+def sure_change(curve: Curve) -> float:
+    """The relative change along a curve; 0 where noise explains it, or there is no line."""
+    line = trend(curve)
+    return line.change if line is not None and line.sure else 0.0
+
+
 def scatter(curve: Curve) -> float:
     """The standard deviation of a loss around its course, from the steps between neighbours.
 

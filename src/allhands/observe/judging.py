@@ -6,13 +6,13 @@ large enough to matter. The bounds are the constants below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import isfinite, log, sqrt
 
 import numpy as np
 
 from allhands.observe.course import Course, Judgement, Level
-from allhands.observe.curves import SURE, Curve, ends, from_to, scatter, tenth, trend
+from allhands.observe.curves import SURE, Curve, ends, from_to, scatter, sure_change, tenth, trend
 from allhands.observe.metrics.history import RunHistory
 
 RISING = 3  # validations after the best one that make a rise more than a first sign
@@ -67,7 +67,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
         valid: the validation loss at each validation, that before the first step included.
         course: what else is known.
     """
-    if not (course.is_over or course.skipped or len(train) or len(valid)):
+    if not (course.is_over or course.skipped or len(train) + len(valid)):
         return [Judgement("short", "note", "Nothing is reported yet.")]
     found = [*_numbers(train, valid, course), *_skipped(course)]
     train, valid = train.finite(), valid.finite()
@@ -76,14 +76,19 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     if len(train) < FEW:
         return [*found, *([] if ruined else _better_before(valid)), _too_short(len(train), course), *missing]
     over = list(_overfitting(train, valid, course))
-    if any(one.level == "bad" for one in ruined):
+    if _is_bad(ruined):
         # A loss that has been thrown off neither fits nor lacks steps.
-        found += [one for one in over if one.kind == "overfitting"] + missing
+        found += [one for one in over if one.kind == "overfitting"]
     else:
         found += over or list(_diverging(train, valid, course)) or list(_underfitting(train, valid, course))
-        found += [] if any(one.level == "bad" for one in found) else _excursion(train, valid, course)
-        found += [*_exploding(train, valid, course), *missing]
+        found += [] if _is_bad(found) else _excursion(train, valid, course)
+        found += _exploding(train, valid, course)
+    found += missing
     return sorted(found or [_fitting(train, valid, course)], key=lambda one: _ORDER.index(one.level))
+
+
+def _is_bad(found: Iterable[Judgement]) -> bool:
+    return any(one.level == "bad" for one in found)
 
 
 def _unvalidated(valid: Curve, course: Course) -> Iterator[Judgement]:
@@ -166,8 +171,7 @@ def _guessing(train: Curve, trained: Curve, before: float | None, course: Course
     """The loss is that of guessing among all tokens, and does not come down from there."""
     chance = log(max(course.vocabulary or 0, 1))
     last = float(trained.losses[-1]) if len(trained) else float(np.median(train.losses[-3:]))
-    line = trend(train)
-    if not chance or last < GUESS * chance or (line is not None and line.sure and line.change < 0):
+    if not chance or last < GUESS * chance or sure_change(train) < 0:
         return None
     text = f"No better than guessing: the loss is {last:.3f} {course.at_the_end}, that of choosing blindly among "
     text += f"{course.vocabulary} tokens is {chance:.3f}"
@@ -224,21 +228,14 @@ def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
 
 def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     """Validation has risen since its best, while training went on falling; or did not."""
-    if len(valid) < 2:
+    after = _risen_since(valid)
+    if after is None:
         return
-    step, low = _lowest(valid)
-    after, meanwhile = valid.since(step), train.since(step)
-    count, last = len(after) - 1, float(after.losses[-1])
-    rising, falling = trend(after), trend(meanwhile)
-    rises = rising is not None and (
-        rising.sure and rising.change > 0 if count >= RISING else bool(np.all(np.diff(after.losses) > 0))
-    )
-    if not rises or last < low * (1 + RISE):
-        return
+    step, low, last = float(after.steps[0]), float(after.losses[0]), float(after.losses[-1])
+    meanwhile, count = train.since(step), len(after) - 1
     text = f"validation loss was lowest at step {step:.0f} ({low:.3f}) and has risen in the {count} "
     text += f"validation{'s' * (count > 1)} since, to {last:.3f} ({_by(low, last)}), "
-    kind = "overfitting"
-    change = falling.change if falling is not None and falling.sure else 0.0
+    kind, change = "overfitting", sure_change(meanwhile)
     better = f"The weights of step {step:.0f} are the better ones"
     if change < -FALL and count >= RISING:
         text = f"Overfitting: {text}while training loss fell from {from_to(meanwhile)}. {better} (best/, if they were "
@@ -251,9 +248,19 @@ def _overfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgeme
         text = f"Diverging: {text}and training loss has risen, too, from {from_to(meanwhile)}. That is not "
         yield Judgement("diverging", "bad", f"{text}overfitting: the run diverges. {course.lower}, or clip gradients.")
     elif count >= RISING:
-        seen = "" if falling is None else f": it went from {from_to(meanwhile)}"
+        seen = "" if len(meanwhile) < 2 else f": it went from {from_to(meanwhile)}"
         text = f"Perhaps overfitting: {text}while training loss shows no clear fall{seen}. {better}."
         yield Judgement(kind, "note", text)
+
+
+def _risen_since(valid: Curve) -> Curve | None:
+    """The validations from the best one on; ``None`` if they have not risen since."""
+    if len(valid) < 2:
+        return None
+    step, low = _lowest(valid)
+    after = valid.since(step)
+    rises = sure_change(after) > 0 if len(after) > RISING else bool(np.all(np.diff(after.losses) > 0))
+    return after if len(after) > 1 and rises and after.losses[-1] >= low * (1 + RISE) else None
 
 
 def _diverging(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
@@ -287,8 +294,7 @@ def _risen(train: Curve, valid: Curve) -> tuple[float, float] | None:
 
 def _falls(valid: Curve) -> bool:
     """Return whether validation loss falls: each time, or surely as a whole. Its examples are always the same."""
-    line = trend(valid)
-    return line is not None and (bool(np.all(np.diff(valid.losses) < 0)) or (line.sure and line.change < 0))
+    return len(valid) > 1 and (bool(np.all(np.diff(valid.losses) < 0)) or sure_change(valid) < 0)
 
 
 def _learns(train: Curve, valid: Curve) -> bool:
@@ -298,8 +304,7 @@ def _learns(train: Curve, valid: Curve) -> bool:
         # A first report over many steps may lie behind the fall, which validation saw from step 0 on.
         if change < -HARDLY or (_falls(valid) and change < -FALL):
             return True
-    line = trend(train)
-    return (line is not None and line.sure and line.change < -HARDLY) or _fell_at_once(train)
+    return sure_change(train) < -HARDLY or _fell_at_once(train)
 
 
 def _fell_at_once(train: Curve) -> bool:
@@ -333,10 +338,9 @@ def _underfitting(train: Curve, valid: Curve, course: Course) -> Iterator[Judgem
         return
     third = float(train.steps[-1] - (train.steps[-1] - train.steps[0]) / 3)
     stretch, known = train.since(third), valid.since(third)
-    falling, too = trend(stretch), trend(known)
-    if falling is None or not falling.sure or falling.change > -FALL or len(stretch) < 3:
+    if sure_change(stretch) > -FALL or len(stretch) < 3:
         return
-    both = too is not None and too.sure and too.change < -FALL
+    both = sure_change(known) < -FALL
     text = f"(from step {third:.0f}) training loss fell from {from_to(stretch)}"
     text += f", and validation loss from {known.losses[0]:.3f} to {known.losses[-1]:.3f}." if both else "."
     if not course.is_over:

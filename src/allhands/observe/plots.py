@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from allhands.errors import DataError
 from allhands.io.formatting import format_bytes
 from allhands.io.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, RUNS, picture
-from allhands.observe.charts import Chart, Floats, groups_of, line_width, loss_charts, time_unit
+from allhands.observe.charts import Chart, Floats, Line, groups_of, line_width, loss_charts, time_unit
 from allhands.observe.metrics import RunHistory
 from allhands.observe.monitor.board import Board, key_of
 from allhands.observe.monitor.samples import Sample
@@ -25,8 +25,9 @@ from allhands.observe.times import names_of
 _MARKS = 8  # on a curve
 _HATCHES = ("", "///", "...", "xx", "---", "ooo", "\\\\\\")  # of ranks, besides their colours
 _DOTTED = (0, (1, 3))
-_RESTART: dict[str, Any] = {"ls": ":", "lw": 1.0, "alpha": 0.8, "zorder": 1}
-_SKIPPED: dict[str, Any] = {"ls": "", "marker": "x", "ms": 6, "mew": 1.5}
+Look = dict[str, Any]  # how something is drawn, in matplotlib's words
+_RESTART: Look = {"ls": ":", "lw": 1.0, "alpha": 0.8, "zorder": 1}
+_SKIPPED: Look = {"ls": "", "marker": "x", "ms": 6, "mew": 1.5}
 _FEWEST = 3  # samples of a process that make a line
 _MOST_POINTS = 600
 _MOST_RANKS = 12  # with a name or a row of their own
@@ -81,28 +82,33 @@ def plot_losses(runs: Sequence[RunHistory], out: Path, *, title: str | None = No
 def _draw_losses(axes: Axes, chart: Chart) -> None:
     several = len({line.colour for line in chart.lines}) > 1
     for line in chart.lines:
-        look: dict[str, Any] = {"lw": line.width}
-        if line.faint:
-            look |= {"lw": 0.8, "alpha": 0.4}
-        elif several or line.points:
-            every = 1 if line.dashed else max(1, len(line.x) // _MARKS)
-            look |= {"marker": MARKERS[line.colour % len(MARKERS)], "ms": 4 + 1.5 * line.width, "markevery": every}
-        if line.dashed:
-            look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
+        look = _look_of(line, marked=several or line.points)
         axes.plot(line.x, np.array(line.y, dtype=np.float64), color=_run_colour(line.colour), **look)
     widths = {line.colour: line.width for line in chart.lines if not line.faint}
-    star: dict[str, Any] = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
+    star: Look = {"marker": "*", "mec": "white", "mew": 0.7, "zorder": 5}
     for x, y, run in chart.stars:
         axes.plot(x, y, color=_run_colour(run), ms=8 + 4 * widths[run], **star)
     for x, run in dict.fromkeys(chart.marks):
         axes.axvline(x, color=_run_colour(run), **_RESTART)
-    on_axis: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+    on_axis: Look = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
     for x, run in chart.crosses:
         axes.plot(x, 0, color=_run_colour(run), **on_axis, **_SKIPPED)
     axes.margins(x=0.03, y=0.08)
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     if chart.top is not None:
         axes.set_ylim(0.0, chart.top)
+
+
+def _look_of(line: Line, *, marked: bool) -> Look:
+    look: Look = {"lw": line.width}
+    if line.faint:
+        look |= {"lw": 0.8, "alpha": 0.4}
+    elif marked:
+        every = 1 if line.dashed else max(1, len(line.x) // _MARKS)
+        look |= {"marker": MARKERS[line.colour % len(MARKERS)], "ms": 4 + 1.5 * line.width, "markevery": every}
+    if line.dashed:
+        look |= {"ls": DASHED, "lw": 0.7 * line.width, "mfc": "white", "mew": 1.5}
+    return look
 
 
 def _run_colour(run: int) -> str:
@@ -122,7 +128,7 @@ def _names(labels: Sequence[str], chart: Chart) -> list[Line2D]:
 
 def _styles(chart: Chart) -> list[Line2D]:
     """The legend of line styles."""
-    looks: dict[str, dict[str, Any]] = {}
+    looks: dict[str, Look] = {}
     if any(line.faint for line in chart.lines):
         looks = {"training, as reported": {"lw": 0.8, "alpha": 0.6}, "training, smoothed": {"lw": 2}}
     else:
@@ -249,7 +255,7 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
     for place, group in enumerate(ranks):
         colour, width = _rank_colour(group), line_width(place, len(ranks)) - 0.5
         active, cache = _held(group, "mlx_active_bytes", times), _held(group, "mlx_cache_bytes", times)
-        marker: dict[str, Any] = {
+        marker: Look = {
             "marker": MARKERS[place % len(MARKERS)],
             "mfc": "white",
             "markevery": (place * every // len(ranks), every),
@@ -259,7 +265,7 @@ def _draw_mlx(axes: Axes, ranks: Sequence[Group], times: Floats) -> None:
         axes.plot(times, active + cache, color=colour, lw=0.5 * width, ls=DASHED)
         if peak := max(one.mlx_peak_bytes or 0 for one in group):
             axes.axhline(peak, color=colour, lw=0.8, ls=":")
-    looks: dict[str, Any] = {"active": "-", "active and cache": DASHED, "highest active": ":"}
+    looks: Look = {"active": "-", "active and cache": DASHED, "highest active": ":"}
     if estimates := {group[-1].mlx_estimated_bytes or 0 for group in ranks} - {0}:
         looks["estimated need"] = _DOTTED
     for estimate in estimates:
@@ -274,22 +280,27 @@ def _draw_phases(axes: Axes, ranks: Sequence[Group], unit_s: float) -> None:
     looks = PHASES | {name: (name, OTHER, "") for name in sorted(seen - PHASES.keys())}
     for row, group in enumerate(ranks):
         for some in _starts(group):
-            whole = np.array([sum(one.phases.values()) for one in some])
-            ends = [some[0].time - whole[0] / unit_s, *(one.time for one in some)]
-            below = np.full(len(ends), row + 0.4)
-            for phase, (label, colour, hatch) in looks.items():
-                spent = np.array([one.phases.get(phase, 0.0) for one in some])
-                shares = spent / np.where(whole, whole, 1.0)
-                above = below - 0.8 * np.array([shares[0], *shares])
-                if shares.any():
-                    look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0}
-                    axes.fill_between(ends, below, above, step="pre", label=label, **look)
-                below = above
+            _draw_strip(axes, some, row, looks, unit_s)
     axes.set_yticks(range(len(ranks)), [group[0].name for group in ranks])
     for label, group in zip(axes.get_yticklabels(), ranks, strict=True):
         label.set_color(_rank_colour(group))
     axes.set_ylim(max(len(ranks), 1) - 0.4, -0.6)
     axes.grid(visible=False)
+
+
+def _draw_strip(axes: Axes, some: Group, row: int, looks: Mapping[str, tuple[str, str, str]], unit_s: float) -> None:
+    """Draw one start of a rank."""
+    whole = np.array([sum(one.phases.values()) for one in some])
+    ends = [some[0].time - whole[0] / unit_s, *(one.time for one in some)]
+    below = np.full(len(ends), row + 0.4)
+    for phase, (label, colour, hatch) in looks.items():
+        spent = np.array([one.phases.get(phase, 0.0) for one in some])
+        shares = spent / np.where(whole, whole, 1.0)
+        above = below - 0.8 * np.array([shares[0], *shares])
+        if shares.any():
+            look: Look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0}
+            axes.fill_between(ends, below, above, step="pre", label=label, **look)
+        below = above
 
 
 def _restarts(ranks: Sequence[Group]) -> list[float]:

@@ -118,6 +118,16 @@ class Situation:
         return None if self.pipeline is not None and rounded else self.offer
 
     @property
+    def long(self) -> bool:
+        """Whether one computer takes an hour or more."""
+        return self.alone_s >= HOUR_S
+
+    @property
+    def saved_s(self) -> float:
+        """What several computers save of one's time."""
+        return max(0.0, self.alone_s - self.offer.training_s) if self.offer else 0.0
+
+    @property
     def pays(self) -> bool:
         """Whether several computers save enough to be worth the trouble."""
         return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
@@ -194,27 +204,43 @@ def advise(at: Situation) -> Advice:
     walk = _Walk()
     if at.doubt:
         return walk.end("measure again", "no advice: measure again when nothing else computes here", at.doubt)
-    saved = max(0.0, at.alone_s - at.offer.training_s) if at.offer else 0.0
-    sooner = f"several would be done {format_duration(saved)} sooner" if at.offer else "no other computer is named"
+    return _done_soon(at, walk) or _unfit(at, walk) or _helped(at, walk)
+
+
+def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
+    """Where one machine is done before several are felt; ``None``: the questions go on."""
+    sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else "no other computer is named"
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
-    worth = "long" if saved >= _SETUP_S else "nothing to set up" if at.together else ""
+    worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
     again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once", large or worth)
-    if not again and at.fits_one and not worth:
+    if at.fits_one and not (again or worth):
         return walk.end("one machine", "stay on one machine, and let it run", f"{sooner}: setting up may take as long")
-    long = walk.ask(LONG, at.alone_s >= HOUR_S, f"about {format_duration(at.alone_s)}", large)
-    if not long and at.fits_one:
+    long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
+    if at.fits_one and not long:
         return walk.end("one machine", "stay on one machine", f"it is done within the hour; {sooner}: that is not felt")
+    return None
+
+
+def _unfit(at: Situation, walk: _Walk) -> Advice | None:
+    """Where one machine does not hold it as it is asked for; ``None``: it does, or would, and several save much."""
     not_so = "" if at.fits_one else "not "
-    if not walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
-        if not (at.smaller and long and at.pays and not at.together and (again or saved >= _SETUP_S)):
-            return _too_large(at, walk)
-        walk.ask(SMALLER, True, at.fits_smaller, besides="long")
+    if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
+        return None
+    worth = at.long and at.pays and not at.together and (at.again or at.saved_s >= _SETUP_S)
+    if not (at.smaller and worth):
+        return _too_large(at, walk)
+    walk.ask(SMALLER, True, at.fits_smaller, besides="long")
+    return None
+
+
+def _helped(at: Situation, walk: _Walk) -> Advice:
+    """Where one machine would do, and the question is what others save."""
     there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
-    if at.offer is None and at.machines > 1:
-        there = "not all can hold their share"
-    if not walk.ask(MORE, at.offer is not None, there) or at.offer is None:
+    if at.offer is None:
+        walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
         return walk.end("one machine", f"stay on one machine{at.which}", *_why_no_others(at))
+    walk.ask(MORE, True, there)
     little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
     if walk.ask(PAYS, at.pays, f"{at.offer.fast(at)}{little}"):
         return _data_parallel(at, at.offer, walk)
@@ -304,11 +330,18 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
         title = f"{at.one or 'one machine'}, with {at.fits_smaller}"
         return walk.end("smaller", title, _same(at.fits_smaller), slow)
     over = "there is no other machine" if at.machines < 2 else f"over {at.several(at.machines)}"
-    if walk.ask(DIVIDED, at.divided is not None, over) and at.divided is not None:
+    walk.ask(DIVIDED, at.divided is not None, over)
+    if at.divided is not None:
         return _divided(at, at.divided, walk)
-    stages = over if at.pipeline is None else f"over {at.several(at.pipeline.machines)}"
-    if walk.ask(STAGES, at.pipeline is not None, stages) and at.pipeline is not None:
+    if at.pipeline is not None:
+        walk.ask(STAGES, True, f"over {at.several(at.pipeline.machines)}")
         return _in_stages(at, at.pipeline, walk)
+    walk.ask(STAGES, False, over)
+    return _elsewhere(at, walk)
+
+
+def _elsewhere(at: Situation, walk: _Walk) -> Advice:
+    """The model fits nowhere here, in no way that there is."""
     where = "torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; SageMaker or Vertex AI where you have none of your own"
     if at.kind == "metal":
         where += ". For Macs there is none: these do not run on them"

@@ -137,7 +137,7 @@ def told_of(outlook: Outlook) -> list[str]:
     if job.link is not None:
         link = f"{getattr(job.link, 'name', '')}, {getattr(job.link, 'source', '')}"
     told = [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
-    if outlook.advised > 1 and len({each.name for each in job.computers}) > 1:
+    if outlook.advised > 1 and job.mixed:
         told.append(f"Advised: {outlook.line(outlook.advised).computers}")
     return [*told, *([f"Not to be relied on: {job.doubt}"] if job.doubt else [])]
 
@@ -154,12 +154,7 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
     found: list[tuple[str, float, bool]] = []
     if job.whole_s is not None:
         found.append((f"1 {one}, all cores", outlook.alone_s, decided and not several_advised))
-    chosen = [line.machines for line in outlook.lines]
-    if len(chosen) > _MOST_BARS:
-        powers = [number for number in chosen if number & (number - 1) == 0 or number == outlook.advised]
-        chosen = powers[-_MOST_BARS + 1 :]
-        chosen = sorted({1, *chosen, outlook.advised})
-    for number in chosen:
+    for number in _with_bars(outlook):
         alone = number == 1
         if alone and job.whole_s is not None:
             name, taken = f"1 {one}, a share", False
@@ -169,6 +164,15 @@ def bars_of(outlook: Outlook) -> list[tuple[str, float, bool]]:
         large = line.fits is False and not taken
         found.append((f"{name}\n(does not fit)" if large else name, line.training_s, taken))
     return found
+
+
+def _with_bars(outlook: Outlook) -> list[int]:
+    """Numbers of computers: all that have a line, or of many those that are powers of two, and what is advised."""
+    numbers = [line.machines for line in outlook.lines]
+    if len(numbers) <= _MOST_BARS:
+        return numbers
+    powers = [number for number in numbers if number & (number - 1) == 0 or number == outlook.advised]
+    return sorted({1, *powers[-_MOST_BARS + 1 :], outlook.advised})
 
 
 def _draw_bars(axes: Axes, bars: Sequence[tuple[str, float, bool]]) -> None:
@@ -242,16 +246,19 @@ def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], flo
     return nodes, y + _high(last[0]) + _MARGIN
 
 
+def _draw_node(axes: Axes, node: _Node, *, is_outcome: bool) -> Any:
+    """Draw a node; its box."""
+    look = {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2} if node.taken else {"fc": "white", "ec": _FADED, "lw": 1.0}
+    style = "round,pad=0.5,rounding_size=0.8" if is_outcome else "square,pad=0.5"
+    words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "zorder": 4}
+    words |= {"color": "black" if node.taken else GREY, "weight": "bold" if node.taken and is_outcome else "normal"}
+    text = axes.text(node.x, node.y, "\n".join(node.lines), bbox={"boxstyle": style, **look}, **words)
+    return text.get_bbox_patch()
+
+
 def _draw_path(axes: Axes, advice: Advice, nodes: Mapping[tuple[str, str], _Node]) -> None:
     """Draw the nodes, and arrows from the edge of one to that of the other."""
-    boxes: dict[_Node, Any] = {}
-    for (_, question), node in nodes.items():
-        look = {"fc": _FILLED, "ec": _TAKEN, "lw": 2.2} if node.taken else {"fc": "white", "ec": _FADED, "lw": 1.0}
-        style = "round,pad=0.5,rounding_size=0.8" if question else "square,pad=0.5"
-        words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": _FONT, "zorder": 4}
-        words |= {"color": "black" if node.taken else GREY, "weight": "bold" if node.taken and question else "normal"}
-        text = axes.text(node.x, node.y, "\n".join(node.lines), bbox={"boxstyle": style, **look}, **words)
-        boxes[node] = text.get_bbox_patch()
+    boxes = {node: _draw_node(axes, node, is_outcome=bool(question)) for (_, question), node in nodes.items()}
     arrows = arrows_of(advice)
     doubled = {(arrow.start, arrow.end) for arrow in arrows if arrow.beside}
     for arrow in arrows:

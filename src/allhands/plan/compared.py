@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from allhands.distributed.capabilities import can
 from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.observe.metrics import RunHistory, TrainReport, typical
 from allhands.observe.monitor.samples import Sample
-from allhands.plan.kept import KeptLine, KeptPlan
+from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
 
 Key = Literal["start", "step", "tokens", "exchange", "steps", "validations", "memory", "expected"]
@@ -212,36 +212,44 @@ class _Compared:
 
     def _memory(self) -> Iterator[Figure]:
         """Yield the peak beside the plan's way of dividing the work as the run did, if the plan has it."""
-        options, config = self.plan.options, self.config
         ways = [way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags]
         same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
-            choice = config.get("strategy", options.get("strategy"))
-            # As auto decides, for trainings that are large enough.
-            overlaps = can(self.started.backend, "overlap") and bool(config.get("master_weights"))
-            divided = choice == "zero1" or (choice == "auto" and overlaps)
-            ways = [way for way in ways if (SHARD in way.flags) == divided]
+            ways = [way for way in ways if (SHARD in way.flags) == self._is_divided()]
             same.append("strategy")
         if not ways:
             return
-        # Flags that save memory, which the run had and the plan had not.
-        saving = {"micro_batch_tokens": f"--micro-batch-tokens {config.get('micro_batch_tokens')}"}
-        saving["grad_checkpoint"] = CHECKPOINT
-        saving = {
-            name: flag for name, flag in saving.items() if config.get(name) not in (None, False, options.get(name))
-        }
-        plain = way = ways[0]
-        for names in (tuple(saving), *((name,) for name in saving)):
-            words = {*plain.flags.split(), *(word for name in names for word in saving[name].split())}
-            way = next((each for each in ways if {*each.flags.split()} == words), plain)
-            if way is not plain:
-                same += names
-                break
+        way, saving = self._saving(ways)
         # On an NVIDIA GPU a rank takes more where it is free; what it needs was seen in a step with nothing ahead.
         needed = any(report.needed_bytes for report in self.reports)
         name = f"memory {'that a rank needs' if needed else 'of a rank at its peak'} ({way.name})"
         peaks = [max(one.needed_bytes or one.peak_memory_bytes) for one in self.reports if one.peak_memory_bytes]
-        yield Figure("memory", name, way.rank_bytes, max(peaks, default=0) or None, self._differs(*same))
+        yield Figure("memory", name, way.rank_bytes, max(peaks, default=0) or None, self._differs(*same, *saving))
+
+    def _is_divided(self) -> bool:
+        """Tell if the run divided the optimizer's state."""
+        choice = self.config.get("strategy", self.plan.options.get("strategy"))
+        if choice != "auto":
+            return choice == "zero1"
+        # As auto decides, for trainings that are large enough.
+        return can(self.started.backend, "overlap") and bool(self.config.get("master_weights"))
+
+    def _saving(self, ways: Sequence[KeptMemory]) -> tuple[KeptMemory, Sequence[str]]:
+        """Return the way with what saves memory that the run had and the plan had not, and the names of these options.
+
+        That is the way with all of it, else with one of them, else the plain one.
+        """
+        options, config = self.plan.options, self.config
+        flags = {"micro_batch_tokens": f"--micro-batch-tokens {config.get('micro_batch_tokens')}"}
+        flags["grad_checkpoint"] = CHECKPOINT
+        had = [name for name in flags if config.get(name) not in (None, False, options.get(name))]
+        plain = ways[0]
+        for names in (had, *([name] for name in had)):
+            words = {*plain.flags.split(), *(word for name in names for word in flags[name].split())}
+            way = next((each for each in ways if {*each.flags.split()} == words), plain)
+            if way is not plain:
+                return way, names
+        return plain, ()
 
     def _expected(self) -> Iterator[Figure]:
         """Yield the memory that the ranks expected of themselves before their first step, where they could."""
@@ -255,28 +263,33 @@ class _Compared:
     def _differences(self) -> Iterator[Difference]:
         """Yield the options in which they differ; the numbers of ranks are no option of these."""
         plan, started = self.plan, self.started
+        yield from self._other_options()
+        if (measured := plan.measured) is not None:
+            parameters = (measured.exchanged, started.trainable_params)
+            yield from _other("trained parameters", *parameters, lambda one: f"{format_count(one)} trained parameters")
+            cores = (measured.cores_per_rank, started.cores_per_rank)
+            yield from _other("cores_per_rank", *cores, lambda one: f"{one} core{'s' * (one > 1)} a rank")
+        yield from _other("processor", plan.processor, _processor(self.history), lambda one: f"a {one.upper()}")
+        if all(plan.options.get(name) == self.config.get(name) for name in _LENGTH):
+            yield from _other("steps", plan.steps, started.total_steps, lambda one: f"{one} steps")
+
+    def _other_options(self) -> Iterator[Difference]:
+        options = self.plan.options
         # The options have the directory that the model was found in.
-        trained: dict[str, Any] = {**self.config, "model": started.model}
+        trained: dict[str, Any] = {**self.config, "model": self.started.model}
         # Where the plan leaves a choice, the run's options have what was chosen; full training has no adapters.
-        chosen = {name for name in ("num_layers",) if plan.options.get(name) is None}
-        if plan.options.get("fine_tune_type") == "full" or trained.get("lora_parameters") is None:
+        chosen = {name for name in ("num_layers",) if options.get(name) is None}
+        if options.get("fine_tune_type") == "full" or trained.get("lora_parameters") is None:
             chosen.add("lora_parameters")
-        for name, planned in plan.options.items():
+        for name, planned in options.items():
             if name in trained and name not in chosen and not _same(name, planned, trained[name]):
                 yield Difference(name, _flag(name, planned), _flag(name, trained[name]))
-        measured = plan.measured
-        if measured is not None and measured.exchanged != started.trainable_params:
-            counts = (measured.exchanged, started.trainable_params)
-            yield Difference("trained parameters", *(f"{format_count(one)} trained parameters" for one in counts))
-        cores, had = measured.cores_per_rank if measured else None, started.cores_per_rank
-        if cores and had and cores != had:
-            yield Difference("cores_per_rank", *(f"{one} core{'s' * (one > 1)} a rank" for one in (cores, had)))
-        processor = _processor(self.history)
-        if processor is not None and processor != plan.processor:
-            yield Difference("processor", f"a {plan.processor.upper()}", f"a {processor.upper()}")
-        long = all(plan.options.get(name) == self.config.get(name) for name in _LENGTH)
-        if long and started.total_steps != plan.steps:
-            yield Difference("steps", f"{plan.steps} steps", f"{started.total_steps} steps")
+
+
+def _other(option: str, planned: Any, trained: Any, words: Callable[[Any], str]) -> Iterator[Difference]:
+    """Yield the difference of two values, if both are known and it is one."""
+    if planned is not None and trained is not None and planned != trained:
+        yield Difference(option, words(planned), words(trained))
 
 
 def _counted(history: RunHistory) -> list[TrainReport]:
@@ -302,7 +315,7 @@ def _typical(values: Iterator[float]) -> float | None:
 
 def _processor(history: RunHistory) -> str | None:
     """Name the processor, whose memory is counted; ``None`` where that cannot be told."""
-    last = history.train[-1] if history.train else None
+    last = history.last
     if last is None or not last.peak_rss_bytes or not last.peak_mlx_bytes or last.peak_rss_bytes == last.peak_mlx_bytes:
         return None
     return "cpu" if last.peak_memory_bytes == last.peak_rss_bytes else "gpu"

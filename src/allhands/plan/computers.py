@@ -51,6 +51,12 @@ class Computer:
 Team = tuple[Computer, ...]
 
 
+def all_hold(team: Sequence[Computer], num_bytes: Sequence[int]) -> bool | None:
+    """Whether each of them holds its bytes; ``None`` if that is not known."""
+    found = {each.holds(needed) for each, needed in zip(team, num_bytes, strict=True)}
+    return False if False in found else None if None in found else True
+
+
 def fractions(team: Sequence[Computer]) -> tuple[float, ...]:
     """The part of each batch that each computer gets, in proportion to its speed."""
     whole = sum(each.speed for each in team)

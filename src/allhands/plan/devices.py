@@ -18,7 +18,7 @@ _SYSTEM = {"cuda": 500_000_000, "metal": 2_000_000_000}
 
 
 @dataclass(frozen=True)
-class Device:
+class PlannedDevice:
     """A computer that is not at hand.
 
     Attributes:
@@ -92,7 +92,7 @@ _CUDA = {
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*gi?b\s*$", re.I)
 
 
-def device_of(text: str) -> Device:
+def device_of(text: str) -> PlannedDevice:
     """The computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
 
     Raises:
@@ -112,6 +112,6 @@ def device_of(text: str) -> Device:
                 what = "more memory than there is" if gigabytes > 1e3 else small
                 hint = f"give all of its memory, as '{words.upper()} {usual}GB'"
                 raise ConfigError(f"{text.strip()!r} has {what}", where="--device", hint=hint)
-            return Device(text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts))
+            return PlannedDevice(text.strip(), kind, int(gigabytes * 1e9), teraflops * 1e12, float(watts))
     hint = f"one of {', '.join(name.upper() for name in (*_METAL, *_CUDA))}, with its memory: 'M1 Pro 32GB'"
     raise ConfigError(f"{text!r} is not a computer that is known", where="--device", hint=hint)

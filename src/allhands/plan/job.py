@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from allhands.parallel.rounds import Rounds
@@ -19,6 +19,15 @@ class Prices:
     per_hour: float | None = None
     watts: float | None = None
     per_kwh: float | None = None
+
+    def costs(self, computers: Sequence[Computer], hours: float) -> tuple[float | None, float | None]:
+        """Money, and kilowatt hours, of so many hours on these computers."""
+        watts = [self.watts if each.watts is None else each.watts for each in computers]
+        power = [each * one.part for each, one in zip(watts, computers, strict=True) if each is not None]
+        kwh = hours * sum(power) / 1000 if len(power) == len(computers) else None
+        paid = [] if self.per_hour is None else [hours * sum(each.part for each in computers) * self.per_hour]
+        paid += [] if self.per_kwh is None or kwh is None else [kwh * self.per_kwh]
+        return sum(paid) if paid else None, kwh
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,17 @@ class Job:
     tied: bool = False
     forms: tuple[tuple[float, float], ...] = ()
     small: SmallPasses | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its computers are of several kinds."""
+        return len({each.name for each in self.computers}) > 1
+
+    @property
+    def takes_stages(self) -> bool:
+        """Whether the ranks can be a pipeline's: not in one memory, nor with what no pipeline does."""
+        packs = self.work is not None and self.work.packed is not None
+        return not self.shares and self.rounds is None and not packs
 
     @property
     def backend_bytes(self) -> int:

@@ -76,7 +76,7 @@ def _of(name: str, gigabits: float, latency_us: float) -> Link:
 
 # What TCP sockets get of them, which for Thunderbolt is far from what the cable can do.
 _LINKS = {
-    link.name: link
+    link.name.lower(): link
     for link in (
         _of("thunderbolt4", 18.0, 60),
         _of("thunderbolt5", 35.0, 60),
@@ -105,30 +105,39 @@ def link_of(text: str) -> Link:
     """
     asked = text.strip()
     head, comma, rest = (part.strip() for part in asked.replace("+", ",").partition(","))
-    key = _ALIASES.get(head.lower(), head).lower()
-    found = next((link for name, link in _LINKS.items() if name.lower() == key), None)
-    if found is None and (match := _RATE.fullmatch(head)):
-        rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
-        if not 0 < rate < float("inf"):
-            hint = "give a rate above 0, as 400Mbit/s"
-            raise ConfigError(f"nothing gets through a link of {head}", where="--link", hint=hint)
-        found = Link(asked, rate / 8, 150e-6, "as described")
-    if found is not None and comma:
-        delay = _DELAY.fullmatch(rest)
-        if delay is None or delay[1].startswith("-"):
-            raise ConfigError(f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms")
-        seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
-        return Link(asked, found.bytes_per_s, seconds, "as described")
-    if found is not None:
+    found = _named(head) or _rated(head, asked)
+    if found is None:
+        raise _unknown(text, head)
+    if not comma:
         return found
-    near = difflib.get_close_matches(key, [name.lower() for name in _LINKS], n=1, cutoff=0.5)
-    known = ", ".join(_LINKS)
+    delay = _DELAY.fullmatch(rest)
+    if delay is None or delay[1].startswith("-"):
+        raise ConfigError(f"{rest!r} is no delay", where="--link", hint=f"give one from 0 on, as {head},5ms")
+    seconds = float(delay[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[delay[2].lower()]
+    return Link(asked, found.bytes_per_s, seconds, "as described")
+
+
+def _named(name: str) -> Link | None:
+    return _LINKS.get(_ALIASES.get(name.lower(), name.lower()))
+
+
+def _rated(head: str, asked: str) -> Link | None:
+    """The link of a rate, called as it was ``asked`` for."""
+    if not (match := _RATE.fullmatch(head)):
+        return None
+    rate = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()]
+    if not 0 < rate < float("inf"):
+        hint = "give a rate above 0, as 400Mbit/s"
+        raise ConfigError(f"nothing gets through a link of {head}", where="--link", hint=hint)
+    return Link(asked, rate / 8, 150e-6, "as described")
+
+
+def _unknown(text: str, name: str) -> ConfigError:
+    near = difflib.get_close_matches(name.lower(), _LINKS, n=1, cutoff=0.5)
+    known = ", ".join(link.name for link in _LINKS.values())
     meant = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"{text!r} is not a link that is known",
-        where="--link",
-        hint=f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms",
-    )
+    hint = f"{meant}one of {known}; or a rate, as 400Mbit/s or 100Mbit/s,5ms"
+    return ConfigError(f"{text!r} is not a link that is known", where="--link", hint=hint)
 
 
 def faster_than(link: ExchangeTimes) -> str:
@@ -137,9 +146,6 @@ def faster_than(link: ExchangeTimes) -> str:
         return "a cable in place of wifi, Thunderbolt in place of Ethernet"
     if link.name.lower().startswith("wifi"):
         return f"a cable in place of {link.name}: 10GbE, or Thunderbolt"
-    for name in ("10GbE", "thunderbolt4"):
-        if link.bytes_per_s < _LINKS[name].bytes_per_s:
-            return f"{'10GbE or Thunderbolt' if name == '10GbE' else 'Thunderbolt'} in place of {link.name}"
-    return (
-        f"InfiniBand or NVLink in place of {link.name}" if link.bytes_per_s < _LINKS["infiniband"].bytes_per_s else ""
-    )
+    faster = {"10gbe": "10GbE or Thunderbolt", "thunderbolt4": "Thunderbolt", "infiniband": "InfiniBand or NVLink"}
+    told = (told for name, told in faster.items() if link.bytes_per_s < _LINKS[name].bytes_per_s)
+    return next((f"{each} in place of {link.name}" for each in told), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from allhands.io.formatting import format_duration
@@ -30,68 +30,70 @@ class Sign:
 
 def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
     """What the metrics of a run, and the monitor's samples, show; empty if all is well."""
-    reports = history.train[1:] if len(history.train) > _LEAST else history.train  # the first has the start in it
     started = history.started
     if started is None or len(history.train) < _LEAST:
         return []
-    step = statistics.mean(report.step_time_s for report in reports)
-    parts = {
-        "exchange": statistics.mean(report.comm_s for report in reports) / step,
-        "data": statistics.mean(report.data_wait_s for report in reports) / step,
-    }
-    compute = statistics.mean(report.compute_s for report in reports) / step
-    rest = max(0.0, 1.0 - compute - sum(parts.values())) if compute else 0.0
-    ranks = started.num_ranks
-    found: list[Sign] = []
-    if ranks > 1 and parts["exchange"] > _EXCHANGE:
-        told = f"{100 * parts['exchange']:.0f} % of a step was waiting for other ranks"
-        found.append(Sign(told, _of_exchange(started, step, parts["exchange"], _is_one_computer(samples))))
-    if parts["data"] > _DATA:
-        found.append(
-            Sign(
-                f"{100 * parts['data']:.0f} % of a step was waiting for data",
-                "a disk of its own for the token store, or longer rows: nothing else should take a processor's time",
-            )
+    signs = (
+        _of_steps(history, started, samples),
+        _of_memory(samples),
+        _of_faults(history),
+        _of_length(history, started),
+    )
+    return [sign for some in signs for sign in some]
+
+
+def _of_steps(history: RunHistory, started: RunStarted, samples: Sequence[Sample]) -> Iterator[Sign]:
+    """Parts of a step that are large, on the average."""
+    reports = history.train[1:] if len(history.train) > _LEAST else history.train  # the first has the start in it
+    names = ("step_time_s", "comm_s", "data_wait_s", "compute_s")
+    step, *seconds = (statistics.mean(getattr(report, name) for report in reports) for name in names)
+    exchange, data, compute = (each / step for each in seconds)
+    rest = max(0.0, 1.0 - compute - exchange - data) if compute else 0.0
+    several = started.num_ranks > 1
+    if several and exchange > _EXCHANGE:
+        told = f"{100 * exchange:.0f} % of a step was waiting for other ranks"
+        yield Sign(told, _of_exchange(started, step, exchange, _is_one_computer(samples)))
+    if data > _DATA:
+        yield Sign(
+            f"{100 * data:.0f} % of a step was waiting for data",
+            "a disk of its own for the token store, or longer rows: nothing else should take a processor's time",
         )
-    if ranks > 1 and rest > _REST:
-        found.append(
-            Sign(
-                f"{100 * rest:.0f} % of a step is the same on every rank, however many there are",
-                "a larger batch; --strategy zero1 divides the update",
-            )
+    if several and rest > _REST:
+        yield Sign(
+            f"{100 * rest:.0f} % of a step is the same on every rank, however many there are",
+            "a larger batch; --strategy zero1 divides the update",
         )
-    full = [
-        s for s in samples if s.gpu_used_bytes and s.gpu_total_bytes and s.gpu_used_bytes > _FULL * s.gpu_total_bytes
-    ]
-    if full:
-        most = max(s.gpu_used_bytes / s.gpu_total_bytes for s in full if s.gpu_used_bytes and s.gpu_total_bytes)
-        found.append(
-            Sign(
-                f"{100 * most:.0f} % of a GPU's memory was in use",
-                "--grad-checkpoint, --strategy zero1, fewer --micro-batch-tokens; what is larger needs its "
-                "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
-            )
+
+
+def _of_memory(samples: Sequence[Sample]) -> Iterator[Sign]:
+    used = [one.gpu_used_bytes / one.gpu_total_bytes for one in samples if one.gpu_used_bytes and one.gpu_total_bytes]
+    if (most := max(used, default=0.0)) > _FULL:
+        yield Sign(
+            f"{100 * most:.0f} % of a GPU's memory was in use",
+            "--grad-checkpoint, --strategy zero1, fewer --micro-batch-tokens; what is larger needs its "
+            "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
         )
+
+
+def _of_faults(history: RunHistory) -> Iterator[Sign]:
     # Not by a person's --resume: that is the first attempt of another command.
     faults = sum(start.attempt > 1 for start in history.starts)
     if faults >= _RESTARTS:
-        found.append(
-            Sign(
-                f"it was started again {faults} times after faults",
-                "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
-            )
+        yield Sign(
+            f"it was started again {faults} times after faults",
+            "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
         )
+
+
+def _of_length(history: RunHistory, started: RunStarted) -> Iterator[Sign]:
     total = history.trained_s or history.train[-1].elapsed_s
-    if ranks > _MANY and total > _DAY_S:
-        found.append(
-            Sign(
-                f"{ranks} ranks computed for {total / _DAY_S:.1f} days",
-                "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron"
-                if started.total_params >= _LARGE
-                else "allhands plan says how many ranks a model of this size is worth",
-            )
+    if started.num_ranks > _MANY and total > _DAY_S:
+        yield Sign(
+            f"{started.num_ranks} ranks computed for {total / _DAY_S:.1f} days",
+            "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron"
+            if started.total_params >= _LARGE
+            else "allhands plan says how many ranks a model of this size is worth",
         )
-    return found
 
 
 def _is_one_computer(samples: Sequence[Sample]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from allhands.io.formatting import format_bytes
 from allhands.plan.advice import Advice, Offer, Situation, advise
-from allhands.plan.computers import Computer, Team, alone, fractions, largest, names, ordered, shown
+from allhands.plan.computers import Computer, Team, all_hold, alone, fractions, largest, names, ordered, shown
 from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
@@ -191,7 +191,7 @@ class _Planner:
             imagined=job.imagined,
             faster="" if job.link is None else faster_than(job.link),
             adapters=job.work is not None and job.work.method != "full",
-            one=self.first.name if len({each.name for each in job.computers}) > 1 else "",
+            one=self.first.name if job.mixed else "",
             unable=self._unable(teams[-1], ways[len(teams[-1])]),
             packed=job.step.packed is not None,
             rows=job.batch_rows,
@@ -233,36 +233,34 @@ class _Planner:
         return enough({number: step_s(number) for number in range(1, limit + 1)})
 
     def _line(self, team: Team, ways: Sequence[Way]) -> OutlookLine:
-        job, prices = self.job, self.job.prices
+        job = self.job
         speeds = [each.speed for each in team]
         found = predict(job.step, self.link, speeds, job.room)
         start_s = job.start_of(len(team))
         validations_s = job.validations * job.validation_s / (found.capacity * max(speeds))
         training_s = start_s + job.first_s + job.steps * found.step_s + validations_s
-        hours = training_s / 3600
-        paid = team[:1] if job.together else team  # processes of one computer have one price
-        watts = [prices.watts if each.watts is None else each.watts for each in paid]
-        power = [each * one.part for each, one in zip(watts, paid, strict=True) if each is not None]
-        kwh = hours * sum(power) / 1000 if len(power) == len(paid) else None
-        costs = [] if prices.per_hour is None else [hours * sum(each.part for each in paid) * prices.per_hour]
-        costs += [] if prices.per_kwh is None or kwh is None else [kwh * prices.per_kwh]
-        short: tuple[str, ...] = ()
-        if ways and len(team) > 1 and not job.shares:
-            pairs = zip(team, ways[0].by_rank, strict=True)
-            short = tuple(dict.fromkeys(each.name for each, needed in pairs if each.holds(needed) is False))
+        # Processes of one computer have one price.
+        money, kwh = job.prices.costs(team[:1] if job.together else team, training_s / 3600)
         return OutlookLine(
             machines=len(team),
             prediction=found,
             training_s=training_s,
-            money=sum(costs) if costs else None,
+            money=money,
             kwh=kwh,
             start_s=start_s,
             validation_s=validations_s,
             fits=ways[0].fits if ways else None,
             weights=tuple(round(speed / min(speeds), 2) for speed in speeds) if len(set(speeds)) > 1 else (),
             computers=names(team),
-            short=short,
+            short=self._short(team, ways),
         )
+
+    def _short(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
+        """Name those that have too little memory for their share, without further flags."""
+        if not ways or len(team) == 1 or self.job.shares:
+            return ()
+        pairs = zip(team, ways[0].by_rank, strict=True)
+        return tuple(dict.fromkeys(each.name for each, needed in pairs if each.holds(needed) is False))
 
     # --- memory ---------------------------------------------------------------------------------------
 
@@ -301,8 +299,7 @@ class _Planner:
     def _held_to(self, way: Way, team: Team) -> Way:
         if self.job.shares:
             return replace(way, fits=team[0].holds(way.rank_bytes * way.ranks))
-        found = [each.holds(needed) for each, needed in zip(team, way.by_rank, strict=True)]
-        return replace(way, fits=False if False in found else None if None in found else True)
+        return replace(way, fits=all_hold(team, way.by_rank))
 
     def _unable(self, team: Team, ways: Sequence[Way]) -> tuple[str, ...]:
         """Tell the computers that cannot take part, each with the least that its share takes and what it has."""

@@ -10,10 +10,11 @@ from itertools import accumulate
 from allhands.io.formatting import format_bytes
 from allhands.parallel.costs import PipelineCosts, Work
 from allhands.parallel.registry import STRATEGIES
-from allhands.parallel.splitting import Seat, divide
-from allhands.plan.computers import Computer
+from allhands.parallel.splitting import Layers, Seat, Split, divide
+from allhands.plan.computers import Computer, all_hold
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
+from allhands.plan.strategies import launch_flags
 from allhands.run.model_sizes import all_weights, block_weights
 from allhands.run.stage_costs import (
     MICRO_BATCHES,
@@ -92,44 +93,15 @@ class Pipelined:
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     """The pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
-    if job.blocks is None or job.work is None or not 1 < len(team) <= job.blocks.layers:
+    if job.blocks is None or job.work is None or not job.takes_stages or not 1 < len(team) <= job.blocks.layers:
         return None
-    if job.shares or job.rounds is not None or job.work.packed is not None:  # one memory, or not with a pipeline
-        return None
-    blocks, ranks = job.blocks, len(team)
-    cut = _cut(job, ranks)
-    on_gpu = not job.present_bytes
-    models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
-    more = 1.0 if on_gpu else ON_CPU
-    parts = [
-        layers_of(each, cut.work, lambda each: job.of(blocks, each), more=more, again=not on_gpu) for each in models
-    ]
-    once = parts[0][1]
-    # A process is there also where one that was looked at had the model's weights in its memory anyway.
-    process = 0
-    if not on_gpu:
-        process = max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS
-        longest = 0 if job.small is None else job.small.longest
-        process += kept_of_unequal(job.step.tokens / job.step.rows, longest, parts[0][0])
-    costs = PipelineCosts(cut.batches, cut.work.tokens * blocks.dims * (_HALF if on_gpu else _FLOAT))
-    begun = alive("1f1b", ranks, cut.batches, 1, native=False)
-    # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
-    held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
-    seats = [
-        Seat(each.speed, each.usable_bytes, once + process + on_the_way(costs.hidden_bytes, ranks, has), most)
-        for each, has, most in zip(team, begun, held, strict=True)
-    ]
-    splits = [divide(layers, seats) for layers, _ in parts]
-    form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
-    found, (layers, _) = splits[form], parts[form]
+    ranks, cut = len(team), _cut(job, len(team))
+    costs = PipelineCosts(cut.batches, cut.work.tokens * job.blocks.dims * (_FLOAT if job.present_bytes else _HALF))
+    model, layers, found, slower = _split(job, job.blocks, team, cut, costs.hidden_bytes)
     whole = sum(part.cost for part in layers.blocks) + layers.head.cost
-    slower = _packed_takes(cut.work.tokens) if form else 1.0
     stage_s = [slower * cut.pass_s * each / whole for each in found.seconds]
-    message_s = 0.0 if job.link is None else _message_s(job.link, costs.hidden_bytes)
-    update_s = cut.rest_s * _largest_update(models[form], found.sizes, team)
-    step_s = update_s + costs.step_s(stage_s, message_s)
-    known = all(each.usable_bytes is not None for each in team)
-    start_s = job.start_of(ranks) if job.started is not None else job.start_s
+    update_s = cut.rest_s * _largest_update(model, found.sizes, team)
+    step_s = update_s + costs.step_s(stage_s, _message_s(job.link, costs.hidden_bytes))
     validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
     return Pipelined(
         machines=ranks,
@@ -138,18 +110,50 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
         num_bytes=found.num_bytes,
         usable_bytes=tuple(each.usable_bytes for each in team),
         missing=found.missing,
-        fits=False if not found.fits else True if known else None,
+        fits=all_hold(team, found.num_bytes),
         micro_batches=cut.batches,
         step_s=step_s,
         compute_s=cut.batches * max(stage_s),
         messages_s=step_s - update_s - costs.step_s(stage_s, 0.0),
         bubble=costs.bubble(ranks),
         sent_bytes=costs.traffic(0, 0, scatters=False).sent(ranks),
-        training_s=start_s + job.first_s + job.steps * step_s + validations_s,
-        flags=f"--hostfile hosts.json {STRATEGIES['pipeline'].flags}"
-        if not job.together
-        else f"-n {ranks} {STRATEGIES['pipeline'].flags}",
+        training_s=job.start_of(ranks) + job.first_s + job.steps * step_s + validations_s,
+        flags=f"{launch_flags(ranks, together=job.together)} {STRATEGIES['pipeline'].flags}",
     )
+
+
+def _split(
+    job: Job, blocks: Blocks, team: Sequence[Computer], cut: _Cut, hidden_bytes: int
+) -> tuple[Model, Layers, Split, float]:
+    """The model in the fastest form of its weights that fits, its layers, their split, and a factor on times."""
+    on_gpu, ranks = not job.present_bytes, len(team)
+    models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
+    more = 1.0 if on_gpu else ON_CPU
+    parts = [
+        layers_of(each, cut.work, lambda each: job.of(blocks, each), more=more, again=not on_gpu) for each in models
+    ]
+    layers, once = parts[0]
+    taken = once + _process_bytes(job, layers)
+    begun = alive("1f1b", ranks, cut.batches, 1, native=False)
+    # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
+    held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
+    seats = [
+        Seat(each.speed, each.usable_bytes, taken + on_the_way(hidden_bytes, ranks, has), most)
+        for each, has, most in zip(team, begun, held, strict=True)
+    ]
+    splits = [divide(layers, seats) for layers, _ in parts]
+    form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
+    return models[form], parts[form][0], splits[form], _packed_takes(cut.work.tokens) if form else 1.0
+
+
+def _process_bytes(job: Job, layers: Layers) -> int:
+    """Bytes of a process on a CPU beside its stage's arrays; 0 on a GPU."""
+    if not job.present_bytes:
+        return 0
+    longest = 0 if job.small is None else job.small.longest
+    kept = kept_of_unequal(job.step.tokens / job.step.rows, longest, layers)
+    # A process is there also where one that was looked at had the model's weights in its memory anyway.
+    return max(job.present_bytes, PROGRAM_BYTES) + job.backend_bytes + ROOM_OF_PRODUCTS + kept
 
 
 def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
@@ -240,6 +244,6 @@ def model_of(blocks: Blocks, work: Work, *, tied: bool, form: tuple[float, float
     return Model(tuple(map(block, range(blocks.layers))), outside, outside)
 
 
-def _message_s(link: ExchangeTimes, num_bytes: float) -> float:
+def _message_s(link: ExchangeTimes | None, num_bytes: float) -> float:
     """Between two neighbours: an all-reduce of two ranks sends as many bytes, in two messages."""
-    return max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)
+    return 0.0 if link is None else max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)

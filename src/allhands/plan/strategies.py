@@ -84,19 +84,17 @@ def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]
         work: the whole batch, in micro-batches as one computer would cut it.
         shares: of each rank the part of a batch that it gets.
     """
-    return list(_Ways(work, shares, setting).found())
+    return list(_AllWays(work, shares, setting).found())
 
 
-class _Ways:
+class _AllWays:
     def __init__(self, work: Work, shares: Sequence[float], setting: Setting) -> None:
         self.shares, self.setting, self.ranks = shares, setting, len(shares)
         several = self.ranks > 1
         self.work = work if several else replace(work, packed=None)
         self.rounds = setting.rounds if several else None
         self.plain = _DATA if self.rounds is None else _in_rounds(self.rounds)
-        start = "--hostfile hosts.json"
-        if setting.together:
-            start = f"-n {self.ranks}"
+        start = launch_flags(self.ranks, together=setting.together)
         if self.work.packed is not None:
             start += f" --compress {self.work.packed.codec.name}"
         self.start = start if several else ""
@@ -182,6 +180,11 @@ class _Ways:
         return _THEN.join(filter(None, [QUANTISE if QUANTISE in more else "", flags]))
 
 
+def launch_flags(ranks: int, *, together: bool) -> str:
+    """What starts so many ranks, as processes of one computer or on several."""
+    return f"-n {ranks}" if together else "--hostfile hosts.json"
+
+
 def _in_rounds(rounds: Rounds) -> Entry:
     """Local steps, or delayed gradients, as they were asked for."""
     if rounds.every == 1:
@@ -242,15 +245,15 @@ def those_told(ways: Sequence[Way]) -> list[Way]:
     Where none fits, the one that takes the least, of equal ones that with the most flags, shows by how much. On several
     computers the cheapest one is always told.
     """
-    best = cheapest(ways) if ways and ways[0].ranks > 1 else None
-    chosen = [] if best is None else [best]
-    found = False
+    best = cheapest([way for way in ways if way.ranks > 1])
+    chosen = [best]
+    fits = False
     for rounded in (False, True):  # 4 bits change the results: they come by themselves, and after the others
         group = [way for way in ways if way.flags.startswith(QUANTISE) is rounded]
+        fits |= any(way.fits is not False for way in group if not way.combined)
         more = [way for way in group if way.combined]
-        found |= any(way.fits is not False for way in group if not way.combined)
-        if more and not found:
-            least = min(reversed(more), key=lambda way: way.rank_bytes)
-            chosen.append(next((way for way in more if way.fits), least))
-            found = bool(chosen[-1].fits)
+        if more and not fits:
+            enough = next((way for way in more if way.fits), None)
+            chosen.append(enough or min(reversed(more), key=lambda way: way.rank_bytes))
+            fits = enough is not None
     return [way for way in ways if not way.combined or way in chosen]

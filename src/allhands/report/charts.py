@@ -165,8 +165,12 @@ def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample
     if lines:
         chart = _phase_chart(key, f"rank 0 of {label}, as reported", lines, max(one.step_time_s for one in reports))
         yield replace(chart, marks=marks, wide=len(ranks) > 1)
-    if len(ranks) < 2:
-        return
+    if len(ranks) > 1:
+        yield from _rank_charts(key, label, ranks)
+
+
+def _rank_charts(key: str, label: str, ranks: Sequence[tuple[str, tuple[Line, ...]]]) -> Iterator[Chart]:
+    """The first ranks' charts, all with one scale."""
     more = f" (the first {_MOST_RANKS} of {len(ranks)} ranks)" if len(ranks) > _MOST_RANKS else ""
     ranks = ranks[:_MOST_RANKS]
     highest = max(y for _, lines in ranks for line in lines for _, y in line.known)
@@ -207,13 +211,13 @@ def _stretches(group: Sequence[Sample]) -> Iterator[tuple[int, int, Floats]]:
     The first step after a start counts as a phase of its own, and is left out.
     """
     spent = np.zeros(len(_PHASES))
-    before: Sample | None = None
+    pid = step = None  # of the sample that the next one is compared with
     for sample in group:
-        if before is not None and (sample.pid != before.pid or sample.phases.get("first")):
-            before = None
+        if sample.pid != pid or sample.phases.get("first"):
+            step = None
         spent = spent + [sample.phases.get(name, 0.0) for name in _PHASES]
-        if sample.step is None or (before is not None and sample.step == before.step):
+        if sample.step is None or sample.step == step:
             continue
-        if before is not None and sample.step > (before.step or 0):
-            yield sample.step, sample.step - (before.step or 0), spent
-        before, spent = sample, np.zeros(len(_PHASES))
+        if step is not None and sample.step > step:
+            yield sample.step, sample.step - step, spent
+        pid, step, spent = sample.pid, sample.step, np.zeros(len(_PHASES))

@@ -28,9 +28,13 @@ def unlike_validations(runs: Sequence[ReportFacts]) -> str:
     # With more batches than there are examples, all of them are taken, whatever the number says.
     options = (*_ABOUT, "val_batches", "batch_size") if len(counted) > 1 else _ABOUT
     # What was not given, and what is off, are the same.
-    names = [name for name in options if len({repr(run.config.get(name) or None) for run in runs if run.config}) > 1]
-    if names:
-        why = f"they differ in {', '.join('--' + name.replace('_', '-') for name in names)}"
+    flags = [
+        f"--{name.replace('_', '-')}"
+        for name in options
+        if len({repr(run.config.get(name) or None) for run in runs if run.config}) > 1
+    ]
+    if flags:
+        why = f"they differ in {', '.join(flags)}"
     elif len(counted) > 1:
         why = f"their validations are of {' and '.join(f'{count:,}' for count in sorted(counted))} tokens"
     else:

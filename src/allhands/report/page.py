@@ -100,18 +100,20 @@ def make_page(runs: Sequence[ReportFacts], *, title: str | None = None, now: flo
     labels, measures = times_of([run.history for run in runs])
     named = [_Run(label, run, comparison_of(run)) for label, run in zip(labels, runs, strict=True)]
     parts = tuple(_part(run, colour) for colour, run in enumerate(named))
-    sections: list[Section] = []
-    for section in _sections(named, measures):
-        section = replace(
-            section,
-            short=section.short or section.title,
-            charts=_laid_out([chart for chart in section.charts if chart.lines]),
-            bars=tuple(bars for bars in section.bars if bars.rows),
-        )
-        if section.charts or section.bars or section.grids:
-            sections.append(section)
+    finished = map(_finished, _sections(named, measures))
+    sections = [section for section in finished if section.charts or section.bars or section.grids]
     made = "" if now is None else f"{form.format_moment(now)[:-3]} UTC"
     return Page(title or " and ".join(labels), made, parts, tuple(sections))
+
+
+def _finished(section: Section) -> Section:
+    """The section without what is empty, its charts laid out."""
+    return replace(
+        section,
+        short=section.short or section.title,
+        charts=_laid_out([chart for chart in section.charts if chart.lines]),
+        bars=tuple(bars for bars in section.bars if bars.rows),
+    )
 
 
 def _laid_out(charts: Sequence[Chart]) -> tuple[Chart, ...]:
@@ -156,10 +158,11 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     def grids(make: Callable[[_Run], Iterator[Grid]]) -> tuple[Grid, ...]:
         return tuple(grid for run in runs for grid in make(run))
 
-    caption = "speed-up: tokens/s relative to the first run; medians over the reports" if many else "figures of the run"
+    title, caption = "In figures", "figures of the run"
+    if many:
+        title, caption = "Side by side", "speed-up: tokens/s relative to the first run; medians over the reports"
     rows = ((name, *cells) for name, cells in measures if many or name != "speed-up")
     times = Grid(caption, ("", *labels), tuple(rows))
-    title = "Side by side" if many else "In figures"
     yield Section("times", title, unlike_validations(facts), "Figures", grids=(times,))
     losses = list(loss_charts(labels, histories))
     if len(losses) % 2:
@@ -171,13 +174,10 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     bars = (step_bars(labels, histories), *ranks)
     yield Section("time", "Speed and phases", "", "Speed", charts=tuple(speed), bars=bars)
     phases: list[Chart] = []
-    memory: list[Chart] = []
     for place, run in enumerate(runs):
         phases += phase_charts(f"phases-{place}", run.label, run.facts.history, run.facts.samples, place)
-        memory.append(rank_memory(f"rank-memory-{place}" if many else "rank-memory", run.label, run.facts.history))
-        memory.append(process_memory(f"memory-{place}", run.label, run.facts.samples))
     yield Section("phases", "Phases of a step over the run", PHASES_TOLD, "Phases", charts=tuple(phases))
-    yield Section("memory", "Memory", charts=tuple(memory), grids=grids(_needs))
+    yield Section("memory", "Memory", charts=tuple(_memory_charts(runs)), grids=grids(_needs))
     planned = grids(lambda run: planned_grids(run.label, run.compared))
     yield Section("plan", "Planned and measured", PLANNED_TOLD, "Plan", grids=planned)
     yield Section("restarts", "Starts, faults and restarts", "", "Starts", grids=grids(_events))
@@ -187,6 +187,13 @@ def _sections(runs: Sequence[_Run], measures: Sequence[tuple[str, list[str]]]) -
     yield Section("samples", "Samples", "Texts of the model during training.", grids=grids(_samples))
     yield Section("answers", "Answers before and after", "", "Answers", grids=grids(_answers))
     yield Section("options", "Configuration", grids=tuple(_options(labels, facts)), folded=True)
+
+
+def _memory_charts(runs: Sequence[_Run]) -> Iterator[Chart]:
+    for place, run in enumerate(runs):
+        key = f"rank-memory-{place}" if len(runs) > 1 else "rank-memory"
+        yield rank_memory(key, run.label, run.facts.history)
+        yield process_memory(f"memory-{place}", run.label, run.facts.samples)
 
 
 _LOSS = (
@@ -314,23 +321,26 @@ def _parameters(started: RunStarted) -> str | None:
 
 def _data(run: ReportFacts) -> dict[str, object]:
     """Data of one run."""
-    history, last = run.history, run.history.train[-1] if run.history.train else None
+    history, last = run.history, run.history.last
     validated = max((one.num_tokens for one in history.valid), default=0)
     bits = [one.bits_per_byte for one in history.valid if one.bits_per_byte is not None]
-    test_loss = history.ended.test_loss if history.ended else None
+    test_loss = history.ended and history.ended.test_loss
     names = ("rows_read", "rows_kept", "rows_left_out", "duplicates_removed")
     prepared = [f"{run.prepared[name]} {name.replace('_', ' ')}" for name in names if name in run.prepared]
-    examples = history.started.num_train_examples if history.started else 0
     return {
-        "training examples": examples and f"{examples:,}",
-        "trained tokens": last and last.trained_tokens and f"{last.trained_tokens:,}",
+        "training examples": history.started and _count(history.started.num_train_examples),
+        "trained tokens": last and _count(last.trained_tokens),
         "epochs": last and math.isfinite(last.epoch) and f"{last.epoch:.2f}",
-        "tokens of a validation": validated and f"{validated:,}",
+        "tokens of a validation": _count(validated),
         "test loss": None if test_loss is None else f"{test_loss:.4f}",
         "bits per byte (last)": bits and f"{bits[-1]:.3f}",
         "prepared from": ", ".join(prepared),
         **{name: _option(run.config.get(name)) for name in _DATA},
     }
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number else ""
 
 
 def _samples(run: _Run) -> Iterator[Grid]:

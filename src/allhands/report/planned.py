@@ -27,14 +27,17 @@ def comparison_of(run: ReportFacts) -> Comparison | None:
 def plan_words(found: Comparison) -> list[Judgement]:
     """Judgements of the figures that are not as planned; or one that all are."""
     measured = [figure for figure in found.figures if figure.judged]
+    if not measured:
+        return []
     off = [figure for figure in measured if figure.off]
     # Once is enough: what the run expected of itself has words where the plan was right, or had none.
     words = [_word(one) for one in off if one.key != "expected" or all(other.key != "memory" for other in off)]
-    if measured and found.differences:
+    if found.differences:
         told = "; ".join(one.told for one in found.differences[:_MOST])
-        more = f"; and {len(found.differences) - _MOST} more" if len(found.differences) > _MOST else ""
+        left = len(found.differences) - _MOST
+        more = f"; and {left} more" * (left > 0)
         words.insert(0, Judgement("plan", "note", f"Not trained with the options that were planned: {told}{more}."))
-    if measured and not off:
+    if not off:
         level = "note" if found.differences else "good"
         words.append(Judgement("plan", level, f"As planned. {'; '.join(figure.told for figure in measured)}."))
     return words

@@ -60,9 +60,11 @@ def _written(path: Path) -> float:
 
 def _last_word(history: RunHistory, journal: Sequence[Mapping[str, Any]], board: Board) -> Verdict | None:
     """The state by the supervisor's last event; ``None`` if it goes on, or a later start had no supervisor."""
-    last = journal[-1] if journal else {}
+    if not journal:
+        return None
+    last = journal[-1]
     began = max([board.began, *(start.time for start in history.starts)])
-    if not last or float(last.get("time", began)) < began:
+    if float(last.get("time", began)) < began:
         return None
     kind, code = last.get("kind"), last.get("exit_code") or 0
     if kind in ("failed", "given up") or (kind == "finished" and code not in (0, *_STOPS)):

@@ -12,7 +12,7 @@ from allhands.cluster.doctor.paths import choose
 from allhands.cluster.hosts import host_from_name
 from allhands.cluster.setup import hostfile, plan, thunderbolt
 from allhands.cluster.setup.execute import Failed, run_step
-from allhands.cluster.setup.outcome import Person, Report, SetupOutcome, Wishes
+from allhands.cluster.setup.outcome import Person, SetupOutcome, SetupReport, Wishes
 from allhands.cluster.setup.plan import Step
 from allhands.cluster.setup.shell import Shell, access_of
 from allhands.cluster.setup.source import find_source
@@ -36,9 +36,9 @@ class SetUp:
         self._shell = Shell()
         self._wanted = wishes.wanted
         self._only_shows = wishes.mode in ("dry-run", "refuse")
-        self.report = Report([SetupOutcome(name, host_from_name(name)) for name in wishes.names])
+        self.report = SetupReport([SetupOutcome(name, host_from_name(name)) for name in wishes.names])
 
-    def run(self) -> Report:
+    def run(self) -> SetupReport:
         """Set the computers up; running commands are ended if this is interrupted."""
         try:
             self._gain_access()

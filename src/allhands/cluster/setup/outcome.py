@@ -103,7 +103,7 @@ class SetupOutcome:
 
 
 @dataclass
-class Report:
+class SetupReport:
     """The outcome of set-up.
 
     Attributes:

@@ -7,8 +7,8 @@ computer, or from a host that has them and can log in there by ssh (:mod:`run <a
 
 from __future__ import annotations
 
-from allhands.cluster.sync.plan import Plan, make_plan
+from allhands.cluster.sync.plan import SyncPlan, make_plan
 from allhands.cluster.sync.run import synchronise
 from allhands.cluster.sync.state import HostState, SyncOptions, SyncState
 
-__all__ = ["HostState", "Plan", "SyncOptions", "SyncState", "make_plan", "synchronise"]
+__all__ = ["HostState", "SyncOptions", "SyncPlan", "SyncState", "make_plan", "synchronise"]

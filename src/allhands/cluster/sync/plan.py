@@ -54,7 +54,7 @@ class FoundFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SyncPlan:
     """The files to copy.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(words: Sequence[str]) -> Plan:
+def make_plan(words: Sequence[str]) -> SyncPlan:
     """List the files of these paths, each a file or a directory.
 
     A path is found on every host under the words that name it here: a relative one in the host's working directory,
@@ -85,7 +85,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         raise ConfigError("there is nothing to bring", hint="give --model, --data, --config, or paths with files")
     files = tuple(sorted(found.values(), key=lambda file: file.key))
     notes += _alike(files)
-    return Plan(files, tuple(notes))
+    return SyncPlan(files, tuple(notes))
 
 
 def _found(word: str, notes: list[str]) -> Iterator[FoundFile]:

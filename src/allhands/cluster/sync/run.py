@@ -25,7 +25,7 @@ from allhands.cluster.probes.files import (
     staged_name,
 )
 from allhands.cluster.sync.member import RETRY, Member
-from allhands.cluster.sync.plan import FoundFile, Plan, environment_of
+from allhands.cluster.sync.plan import FoundFile, SyncPlan, environment_of
 from allhands.cluster.sync.state import SyncOptions, SyncState
 from allhands.errors import AllhandsError, ConfigError, DataError, DistributedError
 
@@ -45,7 +45,7 @@ Sender = Member | None  # ``None``: this computer
 
 
 def synchronise(
-    plan: Plan,
+    plan: SyncPlan,
     hosts: Sequence[Host],
     options: SyncOptions,
     show: Show = lambda state: None,
@@ -77,7 +77,7 @@ def synchronise(
 
 
 class _SyncRun:
-    def __init__(self, plan: Plan, hosts: Sequence[Host], options: SyncOptions, show: Show, wanted: Wanted) -> None:
+    def __init__(self, plan: SyncPlan, hosts: Sequence[Host], options: SyncOptions, show: Show, wanted: Wanted) -> None:
         self._files, self._options, self._show = plan.files, options, show
         self._began = time.monotonic()
         self._roots = list(dict.fromkeys(file.root for file in plan.files))

@@ -57,6 +57,11 @@ class RunHistory:
     lost_peaks: list[int] = field(default_factory=list[int], compare=False)
 
     @property
+    def last(self) -> TrainReport | None:
+        """The last report of training, if there is one."""
+        return self.train[-1] if self.train else None
+
+    @property
     def peaks(self) -> list[int]:
         """The highest memory that each rank has reported, in bytes, over all starts, of however many ranks."""
         return _highest([self.lost_peaks, *(one.peak_memory_bytes for one in self.train)])

@@ -86,7 +86,7 @@ def summary_of(name: str, directory: Path) -> Summary | None:
     except AllhandsError:
         return None
     history = facts.history
-    started, last, ended = history.started, history.train[-1] if history.train else None, history.ended
+    started, last, ended = history.started, history.last, history.ended
     bad = [one.text for one in harm(history) if one.level == "bad"]
     return Summary(
         name=name,
