@@ -73,7 +73,7 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """
     peak, given = config.learning_rate, config.warmup_steps
     warmup = min(total_updates // 20, 1000) if given is None else given
-    chosen = config.lr_schedule or LrSchedule(name="constant")
+    chosen = config.lr_schedule or LrSchedule.model_validate({"name": "constant"})
     if chosen.arguments is not None:
         return _given(chosen, chosen.warmup or warmup, total_updates)
     warmup = warmup or chosen.warmup
