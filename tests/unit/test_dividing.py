@@ -26,7 +26,7 @@ from allhands.parallel.costs import Memory, Work
 from allhands.parallel.schedules import SCHEDULES, make_schedule
 from allhands.plan import pipelines
 from allhands.run import dividing
-from allhands.run.dividing import STAGES, Divided, split_agreed, weights_of
+from allhands.run.dividing import STAGES, DividedModel, split_agreed, weights_of
 from allhands.run.model_sizes import all_weights, forms_on_cpu
 from allhands.run.stage_costs import Model, Weights, layers_of
 from allhands.run.training_memory import blocks_of
@@ -49,7 +49,7 @@ def test_weights_are_as_large_as_they_will_be(tmp_path: Path, tied: bool, bits: 
     path = write_model(tmp_path / "model", layers=3, hidden=128, tied=tied, bits=bits)
     lazy: Any = load_model(str(path), lazy=True)
     lazy.model.freeze()
-    found = weights_of(Divided(lazy.model, lazy.config), "codes", CPU)
+    found = weights_of(DividedModel(lazy.model, lazy.config), "codes", CPU)
     model: Any = load_model(str(path)).model
     model.freeze()
     if detect().kind != "cpu":
@@ -71,7 +71,7 @@ def test_experts_are_held_all_and_computed_by_some(bits: int | None) -> None:
         nn.quantize(model, 32, bits)
     model.freeze()
     forms: list[Any] = ["codes", "packed"] if bits else ["codes"]
-    found = [weights_of(Divided(model, config), form, CPU) for form in forms]
+    found = [weights_of(DividedModel(model, config), form, CPU) for form in forms]
     one = found[-1].blocks[0]
     if bits is None:
         assert one.held_bytes == held(model.layers[0])
@@ -110,7 +110,7 @@ def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch
     loaded = load_model(str(write_model(tmp_path / "model", layers=6, hidden=64)))
     config = build_config({"strategy": "pipeline", "num_layers": -1})
     make_trainable(loaded.model, config)
-    divided = Divided(loaded.model, loaded.config)
+    divided = DividedModel(loaded.model, loaded.config)
 
     def agreed(recorded: dict[str, Any] | None = None, **options: Any) -> tuple[int, ...]:
         chosen = build_config({"strategy": "pipeline", **options})
@@ -133,14 +133,14 @@ def test_a_recorded_split_is_taken_where_it_has_room(tmp_path: Path, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Divided:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> DividedModel:
     path = write_model(tmp_path_factory.mktemp("asked") / "model", layers=8, hidden=64, tied=False)
     loaded = load_model(str(path))
     make_trainable(loaded.model, build_config({"num_layers": -1}))
-    return Divided(loaded.model, loaded.config, np.full(8, 64))
+    return DividedModel(loaded.model, loaded.config, np.full(8, 64))
 
 
-def notes_of(divided: Divided, rooms: Sequence[int], **options: Any) -> list[str]:
+def notes_of(divided: DividedModel, rooms: Sequence[int], **options: Any) -> list[str]:
     """What is said of stages of two ranks that may have so many bytes, beside those of their processes."""
     config = build_config({"strategy": "pipeline", "batch_size": 8, "num_layers": -1, **options})
     mesh = Mesh(0, 2, local_size=2, pipe=2)
@@ -150,7 +150,7 @@ def notes_of(divided: Divided, rooms: Sequence[int], **options: Any) -> list[str
         return split_agreed(config, divided, mesh, CPU, SingleProcess())[1]
 
 
-def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the_rest(adapted: Divided) -> None:
+def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the_rest(adapted: DividedModel) -> None:
     weights = sum(held(block) for block in adapted.model.layers[6:]) + held(adapted.model.lm_head)
     assert notes_of(adapted, [10**9, 10**9], pp_split="6,2") == []
     (note,) = notes_of(adapted, [10**9, int(1.1 * weights)], pp_split="6,2")
@@ -161,7 +161,7 @@ def test_stages_that_were_asked_for_are_refused_by_their_weights_and_told_by_the
     assert refused.value.where == "--pp-split 6,2"
 
 
-def test_a_rank_holds_as_many_micro_batches_as_its_schedule_says(adapted: Divided) -> None:
+def test_a_rank_holds_as_many_micro_batches_as_its_schedule_says(adapted: DividedModel) -> None:
     """Eight micro-batches; what the parts of equal stages need, found by trying."""
 
     def needed(rank: int, split: str, **options: Any) -> int:

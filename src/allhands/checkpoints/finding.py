@@ -130,9 +130,11 @@ def latest(
         if found.checkpoint is None or run_id not in (None, found.checkpoint.run_id):
             continue
         verified = look(found.path, verify=True) if verify and not found.error else found
-        if verified is not None and verified.error is None:
+        if verified is None:
+            continue
+        if verified.error is None:
             return verified.checkpoint
-        errors += [verified.error] if verified is not None and verified.error is not None else []
+        errors.append(verified.error)
     return None
 
 

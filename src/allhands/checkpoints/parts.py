@@ -159,14 +159,9 @@ class Delivery:
         if self._weights is None:
             self._weights, rest = [], list[WrittenPart]()
             for part in self.parts(progress):
-                arrays = [array for array in part.arrays if _is_weight(array)]
-                names = {each.file for array in arrays for each in array.slices}
-                paths = {name: self.draft.directory / name for name in names}
-                self._weights.append(_tensors_in({name: MappedFile(path) for name, path in paths.items()}, arrays))
-                for path in paths.values():
-                    path.unlink()  # it can be read as long as it is open
-                files = {name: file for name, file in part.files.items() if name not in names}
-                rest.append(WrittenPart(files, [array for array in part.arrays if not _is_weight(array)]))
+                tensors, others = _weights_of(part, self.draft.directory)
+                self._weights.append(tensors)
+                rest.append(others)
             self._collected = rest
         return self._weights
 
@@ -182,6 +177,17 @@ class Delivery:
         assert self.draft is not None
         with self.stack:
             yield self.draft
+
+
+def _weights_of(part: WrittenPart, directory: Path) -> tuple[list[Tensor], WrittenPart]:
+    """The weights of a part, whose files are then gone from ``directory``, and the rest of it."""
+    arrays = [array for array in part.arrays if _is_weight(array)]
+    names = {each.file for array in arrays for each in array.slices}
+    tensors = _tensors_in({name: MappedFile(directory / name) for name in names}, arrays)
+    for name in names:
+        (directory / name).unlink()  # it can be read as long as it is open
+    files = {name: file for name, file in part.files.items() if name not in names}
+    return tensors, WrittenPart(files, [array for array in part.arrays if not _is_weight(array)])
 
 
 def _tensors_in(files: dict[str, MappedFile], arrays: Sequence[StoredArray]) -> list[Tensor]:

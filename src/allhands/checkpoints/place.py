@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,12 @@ def _foreign(directory: Path) -> Iterator[str]:
     """Names of what another program has left there."""
     names = {path.name for path in entries(directory)}
     yield from (name for name in _TRAINERS if name in names)
-    if "config.json" in names and any(directory.glob("model*.safetensors")):
-        yield "config.json"
-    if CONFIG_FILE in names and "peft_type" in _json(directory / CONFIG_FILE):
-        yield CONFIG_FILE
-    if METRICS_FILE in names and not _is_ours(directory / METRICS_FILE):
-        yield METRICS_FILE
+    signs: dict[str, Callable[[], bool]] = {
+        "config.json": lambda: any(directory.glob("model*.safetensors")),
+        CONFIG_FILE: lambda: "peft_type" in _json(directory / CONFIG_FILE),
+        METRICS_FILE: lambda: not _is_ours(directory / METRICS_FILE),
+    }
+    yield from (name for name, is_foreign in signs.items() if name in names and is_foreign())
     if not (names & {RUN_NAME, METRICS_FILE, CONFIG_FILE} or best_in(directory) or _has_checkpoints(directory)):
         yield from (name for name in _REPLACED if name in names)
 

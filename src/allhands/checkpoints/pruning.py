@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from allhands.checkpoints.finding import look, survey
+from allhands.checkpoints.finding import FoundCheckpoint, look, survey
 from allhands.checkpoints.layout import CHECKPOINTS, removal_path
 from allhands.checkpoints.reading import Checkpoint
 from allhands.checkpoints.writing import others_in, sweep
@@ -45,10 +45,7 @@ def prune(
             sweep(parent)
         seen = [found for found in survey(run_dir, verify=False) if found.path.parent == directory]
         whole = [found.checkpoint for found in seen if found.checkpoint is not None and found.error is None]
-        oldest = min((it.step for it in whole[:keep_last]), default=0)
-        kept = {*protected, *([written.step] if written else ())}
-        old = [it for found in seen if (it := found.checkpoint) and it.step < oldest and it.step not in kept]
-        old = [it for it in old if _is_ours(it) and not (keep_every and it.iteration % keep_every == 0)]
+        old = _unneeded(seen, whole[:keep_last], keep_every, {*protected, *([written.step] if written else ())})
         newest = _newest_whole(whole, written) if old else None
         removed = [it.path for it in old if newest is not None and it.path != newest.path]
         for path in removed:
@@ -58,8 +55,14 @@ def prune(
     return removed
 
 
-def _is_ours(it: Checkpoint) -> bool:
-    return not it.path.is_symlink() and not others_in(it.path, it.files)
+def _unneeded(
+    seen: Sequence[FoundCheckpoint], last: Sequence[Checkpoint], keep_every: int | None, kept: Collection[int]
+) -> list[Checkpoint]:
+    """The checkpoints before the ``last`` ones, but for those of steps that are ``kept``."""
+    oldest = min((it.step for it in last), default=0)
+    old = [it for found in seen if (it := found.checkpoint) and it.step < oldest and it.step not in kept]
+    ours = [it for it in old if not it.path.is_symlink() and not others_in(it.path, it.files)]
+    return [it for it in ours if not (keep_every and it.iteration % keep_every == 0)]
 
 
 def _newest_whole(candidates: list[Checkpoint], written: Checkpoint | None) -> Checkpoint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -80,9 +80,7 @@ def find_checkpoint(
     own_lost = found is None and bool(rejected)
     if found is None and config.resume is not None:
         found = _asked_for(config.resume, directory, run_id if attempt > 1 else None, rejected, verify)
-    errors = {one.where: one for one in rejected}.values()
-    kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
-    notes = [f"a {kind} checkpoint is left out: {one.where}: {one.message}" for one, kind in kinds.items()]
+    notes = _left_out(rejected)
     if own_lost:
         start = "the beginning" if found is None else str(found.path)
         notes.append(f"no checkpoint of this run is whole, so it starts again as it first did: from {start}")
@@ -91,6 +89,13 @@ def find_checkpoint(
         aside = f"; to go on from an earlier run's, up to step {kept[1]}: --resume {kept[0]}" if kept else ""
         notes.append(f"there is no checkpoint in {directory} to go on from: a new run begins{aside}")
     return found, notes
+
+
+def _left_out(rejected: Sequence[CheckpointError]) -> list[str]:
+    """A note on each checkpoint that was passed over."""
+    errors = {one.where: one for one in rejected}.values()
+    kinds = {one: "foreign" if isinstance(one, OtherFormatError) else "damaged" for one in errors}
+    return [f"a {kind} checkpoint is left out: {one.where}: {one.message}" for one, kind in kinds.items()]
 
 
 def date_of(checkpoint: Checkpoint) -> datetime | None:

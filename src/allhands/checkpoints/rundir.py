@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -211,48 +212,53 @@ def share_history(
     """
     if restored is None or communicator.size == 1:
         return
-    lacks, leads = newcomer, communicator.rank == 0
-    with suppress(CheckpointError):  # it cannot be read
-        lacks = newcomer and not _has_kept(directory, restored)
-    if not votes(communicator, lacks):
-        return
-    staged = directory / BEST
+    lacks = newcomer and not _has_kept(directory, restored)
+    if votes(communicator, lacks):
+        _hand_out_history(communicator, directory, {run_id, restored.run_id}, lacks=lacks)
+
+
+def _hand_out_history(communicator: Communicator, directory: Path, runs: set[str], *, lacks: bool) -> None:
+    leads, staged = communicator.rank == 0, directory / BEST
     files = [directory / METRICS_FILE, *entries(staged)] if leads else []
     sizes = [(file.parent == staged, file.name, file.stat().st_size) for file in files if file.is_file()]
     with ExitStack() as stack:
 
         def prepare() -> None:
             nonlocal staged
-            _make_way(directory, {run_id, restored.run_id})
+            _make_way(directory, runs)
             staged = stack.enter_context(staging(staged, private=True))
 
         # Nobody ends before the others have theirs: all take part in handing out.
-        problem = _error_of(prepare) if lacks else None
+        problem = _error_of(prepare, directory) if lacks else None
         for of_best, name, size in hand_out_json(communicator, sizes):
             place = staged if of_best else directory
             pieces = hand_out_bytes(communicator, _read(place / name) if leads else (), size)
             if lacks and problem is None:
-                problem = _error_of(partial(_write, place, name, pieces))
-            for _ in pieces:
-                pass
+                problem = _error_of(partial(_write, place, name, pieces), directory)
+            deque(pieces, maxlen=0)  # those that were not written
         if problem is not None:
-            raise storage_error_of(problem, directory) if isinstance(problem, OSError) else problem
+            raise problem
         if lacks and any(staged.iterdir()):
             publish(staged, directory / BEST, private=True)
 
 
-def _error_of(action: Callable[[], None]) -> AllhandsError | OSError | None:
+def _error_of(action: Callable[[], None], directory: Path) -> AllhandsError | None:
     try:
         action()
-    except (AllhandsError, OSError) as error:
+    except AllhandsError as error:
         return error
+    except OSError as error:
+        return storage_error_of(error, directory)
     return None
 
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
     """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
     kept = checkpoint_path(directory, int(restored.state["step"]))
-    found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
+    try:
+        found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
+    except CheckpointError:  # it cannot be read
+        return False
     return (directory / METRICS_FILE).exists() and any(one and one.run_id == restored.run_id for one in found)
 
 

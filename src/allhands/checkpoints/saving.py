@@ -52,6 +52,13 @@ class CopyError(StorageError):
     """The checkpoint is whole; the adapter beside it could not be written."""
 
 
+def not_saved(failure: AllhandsError) -> str:
+    """The warning of a checkpoint that could not be written, in a training that goes on."""
+    adapter_alone = isinstance(failure, CopyError)
+    what = "the checkpoint is there, but not its adapter" if adapter_alone else "no checkpoint was written"
+    return f"{what} ({failure.where}: {failure.message}); training goes on"
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """The plan of what is kept, and where.

@@ -17,41 +17,47 @@ def refuse_combinations(config: Any) -> None:
         ValueError: some do, or one is.
     """
     c = config
-    unknown = sorted(set(c.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"})
-    for wrong, message in (
-        (c.iters is not None and c.epochs is not None, "--iters and --epochs: give one of the two"),
-        (c.train_on != "assistant" and not c.mask_prompt, "--train-on has an effect only with --mask-prompt: add it"),
+    for one, other, message in (
+        (c.iters is not None, c.epochs is not None, "--iters and --epochs: give one of the two"),
+        (c.train_on != "assistant", not c.mask_prompt, "--train-on has an effect only with --mask-prompt: add it"),
         (
-            c.packing and c.mask_prompt,
+            c.packing,
+            c.mask_prompt,
             "--packing cuts texts anywhere, answers from their questions too: not with --mask-prompt",
         ),
-        (c.isolate_documents and not c.packing, "--isolate-documents has an effect only with --packing: add it"),
+        (c.isolate_documents, not c.packing, "--isolate-documents has an effect only with --packing: add it"),
         (
-            c.early_stopping_patience is not None and c.val_batches == 0,
+            c.early_stopping_patience is not None,
+            c.val_batches == 0,
             "--early-stopping-patience needs validation: --val-batches is 0",
         ),
         (
-            c.test and c.test_batches == 0,
+            c.test,
+            c.test_batches == 0,
             "--test with --test-batches 0 tests nothing: give a number from 1, or -1 for all",
         ),
         (
-            c.lr_schedule is not None and c.lr_schedule.warmup and c.warmup_steps,
+            c.lr_schedule is not None and c.lr_schedule.warmup,
+            c.warmup_steps,
             "warm-up is given twice: in --lr-schedule and as --warmup-steps",
         ),
         (
-            c.weight_decay is not None and c.optimizer == "adam",
+            c.weight_decay is not None,
+            c.optimizer == "adam",
             "--weight-decay has no effect on adam: use --optimizer adamw",
         ),
         (
-            c.keep_last == 0 and (c.max_restarts or c.min_ranks),
+            c.keep_last == 0,
+            c.max_restarts or c.min_ranks,
             "--keep-last 0 writes no checkpoint to go on from: not with --max-restarts or --min-ranks",
         ),
-        (c.hosts is not None and c.hostfile is not None, "--hosts and --hostfile: give one of the two"),
-        (c.project_name is not None and not c.report_to, "--project-name has an effect only with --report-to: add it"),
-        (unknown, f"optimizer_config: unknown optimizer {', '.join(unknown)}"),
+        (c.hosts is not None, c.hostfile is not None, "--hosts and --hostfile: give one of the two"),
+        (c.project_name is not None, not c.report_to, "--project-name has an effect only with --report-to: add it"),
     ):
-        if wrong:
+        if one and other:
             raise ValueError(message)
+    if unknown := sorted(set(c.optimizer_config) - {"adam", "adamw", "muon", "sgd", "adafactor"}):
+        raise ValueError(f"optimizer_config: unknown optimizer {', '.join(unknown)}")
     _refuse_rounds(c)
     _refuse_stages(c)
 

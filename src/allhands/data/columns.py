@@ -48,10 +48,8 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
     found = {part: known.get(part) or next((n for n in names if n in row), None) for part, names in _LIKE.items()}
     prompt, completion = found["prompt"], found["completion"]
     if prompt and completion:
-        about = (prompt, completion, *_ABOUT)
-        others = (key for key, value in row.items() if key.lower() not in about and isinstance(value, str) and value)
-        unused = next((f'; join "{key}" to it first, or it is ignored' for key in others), "")
-        return f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}{unused}"
+        named = f"name the columns: prompt_feature: {quoted(prompt)}, completion_feature: {quoted(completion)}"
+        return named + _unused(row, (prompt, completion))
     for part in ("chat", "text"):
         if column := found[part]:
             return f"name the column: {part}_feature: {quoted(column)}"
@@ -59,6 +57,12 @@ def column_hint(row: Mapping[str, Any], known: Mapping[str, str], source: str) -
         names = {1: "text", 2: "prompt,completion"}.get(len(row), "prompt,completion and a name for each other column")
         return f"the first row seems to be data: write a line above it, {names} (with the file's own separator)"
     return f"a record is {SHAPES}; other names: prompt_feature, completion_feature, chat_feature, text_feature"
+
+
+def _unused(row: Mapping[str, Any], used: tuple[str, ...]) -> str:
+    names = (name for name in row if name.lower() not in used + _ABOUT)
+    others = (name for name in names if isinstance(row[name], str) and row[name])
+    return next((f'; join "{name}" to it first, or it is ignored' for name in others), "")
 
 
 def _is_prose(name: str) -> bool:

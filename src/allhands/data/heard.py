@@ -131,8 +131,10 @@ class _Marker:
             return [self._call(index, call) for call in value]
         if key == "role" or isinstance(value, bool | int | None):
             return value
-        if not isinstance(value, str):
-            return []
+        return self._string(index, role, key, value) if isinstance(value, str) else []
+
+    def _string(self, index: int, role: str, key: str, value: str) -> str:
+        """What stands for a string beside the content."""
         if key in REASONING_KEYS and role == "assistant":
             return self._spaced("reasoning", index, value)
         if key == "name" and role not in TOOL_ROLES:
@@ -180,6 +182,8 @@ class _Marker:
         return {**call, **own, "function": function}
 
     def _argument(self, index: int, value: Any, depth: int) -> Any:
+        if isinstance(value, bool | None):
+            return value
         if isinstance(value, dict) and depth:
             fields = list(value.items())[:_FIELDS]
             return {self._word("argument", index, key): self._argument(index, item, depth - 1) for key, item in fields}
@@ -187,11 +191,11 @@ class _Marker:
             return [self._argument(index, item, depth - 1) for item in value[:_ITEMS]]
         if isinstance(value, str):
             return self._spaced("argument", index, value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and len(self.parts) < _MANY:
+        if isinstance(value, int | float) and len(self.parts) < _MANY:
             self.parts.append(Part("argument", index, str(value)))
             number = _NUMBER + len(self.parts) - 1
             return number if isinstance(value, int) else number + 0.5
-        return value if isinstance(value, bool | None) else []
+        return []
 
     def tool(self, tool: Any) -> Any:
         """A tool with a marker for its name; what its parameters are does not matter to a template."""

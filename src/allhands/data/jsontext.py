@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import IO, Any, cast
 
 from allhands.data.rows import (
@@ -75,6 +76,11 @@ def _bad_line(error: json.JSONDecodeError, name: str, number: int, *, complete: 
     return RowProblem(name, number, message, hint)
 
 
+def _may_be_cut(error: json.JSONDecodeError) -> bool:
+    """Return True if a value may be only not all there yet."""
+    return error.msg.startswith("Unterminated string") or error.pos > len(error.doc) - _LONGEST_WORD
+
+
 def _around(text: str, position: int) -> str:
     return repr(text[max(0, position - 20) : position + 20])
 
@@ -87,10 +93,19 @@ def rows_key(head: bytes) -> str | None:
     Args:
         head: the first bytes of the document.
     """
-    text, found = _Text(io.BytesIO(head), "", ReadOptions()), list[str]()
-    if text.skip_blank() == "{":
-        next(_rows_under_keys(text, "", found, first=True), None)
-    return found[0] if found else None
+    text = _Text(io.BytesIO(head), "", ReadOptions())
+    if text.skip_blank() != "{":
+        return None
+    try:
+        for name, has_rows in _keys(text):
+            if has_rows:
+                return name
+            if name in _OF_RECORDS:
+                return None
+            text.take()
+    except _BrokenError:
+        pass
+    return None
 
 
 def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
@@ -115,10 +130,13 @@ def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bo
             yield with_rest(text.problem("text after the end of the list"))
     else:
         while text.skip_blank():
-            item, is_broken = text.take()
-            if is_broken and not text.resume():
-                yield with_rest(item) if isinstance(item, RowProblem) else item
-                return
+            try:
+                item = text.take()
+            except _BrokenError as broken:
+                item = broken.problem
+                if not text.resume():
+                    yield with_rest(item)
+                    return
             if isinstance(item, Row) and not text.skip_blank() and _is_by_columns(item.value):
                 item = RowProblem(name, item.line, "this is a table written by columns", _BY_ROWS)
             yield item
@@ -126,32 +144,49 @@ def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bo
 
 def _is_by_columns(value: Any) -> bool:
     """Return True for a table by columns, as pandas or ``to_dict`` write it: a value for each row, by column."""
-    table = value if isinstance(value, dict) else {}
-    if {"columns", "data"} <= set(table):
-        return True
-    columns: list[Any] = list(table.values()) if _COLUMNS & set(table) else [None]
-    if all(isinstance(column, dict) and column and all(map(str.isdigit, column)) for column in columns):  # pyright: ignore[reportUnknownArgumentType]
-        return True
-    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(value, dict):
         return False
-    kinds = {type(cell) for column in columns for cell in column}
+    table = cast(dict[str, Any], value)
+    if {"columns", "data"} <= table.keys():
+        return True
+    if not _COLUMNS & table.keys():
+        return False
+    columns = [*table.values()]
+    types = {*map(type, columns)}
+    if types == {dict}:
+        return all(column and all(map(str.isdigit, column)) for column in columns)
+    if types != {list} or len({*map(len, columns)}) > 1:
+        return False
+    kinds = {*map(type, chain.from_iterable(columns))}
     return str in kinds and not kinds & {dict, list}  # numbers alone are tokens of one text
 
 
-def _rows_under_keys(text: _Text, only: str | None, found: list[str], *, first: bool = False) -> Iterator[Item]:
+def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
+    """Each key of an object, and whether it holds rows; the text is at its value, and is to be moved behind it.
+
+    Raises:
+        _BrokenError: where a key should be is none.
+    """
+    text.position += 1
+    while (char := text.skip_blank()) and char != "}":
+        name = text.take_key()
+        yield name, text.skip_blank() == "[" and name.lower() in ROW_KEYS and text.after() == "{"
+        if text.skip_blank() == ",":
+            text.position += 1
+
+
+def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterator[Item]:
     """The rows of an object that holds them under one of its keys; what stands under others is passed over.
 
     Args:
         only: the one key to read.
         found: gets the keys that hold rows.
-        first: end at the first such key, or at one that only a record has.
     """
-    text.position += 1
-    while (char := text.skip_blank()) and char != "}":
-        if isinstance(name := text.take_key(), RowProblem):
-            yield with_rest(name)
-            return
-        if text.skip_blank() == "[" and name.lower() in ROW_KEYS and text.after() == "{":
+    try:
+        for name, has_rows in _keys(text):
+            if not has_rows:
+                text.take()
+                continue
             found.append(name)
             if len(found) > 1 and only is None:
                 message = f"rows of several kinds: they stand under {' and '.join(found)}"
@@ -159,40 +194,42 @@ def _rows_under_keys(text: _Text, only: str | None, found: list[str], *, first: 
                 yield with_rest(RowProblem(text.name, text.line(), message, hint))
                 return
             text.position += 1
-            if first:
-                return
             yield from (item for item in _elements(text) if only in (None, name))
             if text.is_over:
                 return
-        elif first and name in _OF_RECORDS:
-            return
-        else:
-            item, is_broken = text.take()
-            if is_broken:
-                yield with_rest(cast(RowProblem, item))
-                return
-        if text.skip_blank() == ",":
-            text.position += 1
+    except _BrokenError as broken:
+        yield with_rest(broken.problem)
 
 
 def _elements(text: _Text) -> Iterator[Item]:
     """The elements of a list, to behind its end; ``text.is_over`` if that was not reached."""
     while (char := text.skip_blank()) and char != "]":
-        item, is_broken = text.take()
-        if not is_broken and (char := text.skip_blank()) not in (",", "]", ""):
-            yield item
-            item, is_broken = text.problem("expected ',' or the end of the list"), True
-        elif char == ",":
-            text.position += 1
-        if is_broken and not text.resume():
-            text.is_over = True
-            yield with_rest(item) if isinstance(item, RowProblem) else item
-            return
+        try:
+            item = text.take()
+            if (char := text.skip_blank()) not in (",", "]", ""):
+                yield item
+                raise _BrokenError(text.problem("expected ',' or the end of the list"))
+            if char == ",":
+                text.position += 1
+        except _BrokenError as broken:
+            item = broken.problem
+            if not text.resume():
+                text.is_over = True
+                yield with_rest(item)
+                return
         yield item
     text.is_over = not char
     text.position += 1
     if not char:
         yield text.problem("the list is not closed")
+
+
+class _BrokenError(Exception):
+    """A value that is not JSON, with what is wrong."""
+
+    def __init__(self, problem: RowProblem) -> None:
+        super().__init__(problem)
+        self.problem = problem
 
 
 class _Text:
@@ -251,35 +288,47 @@ class _Text:
             pass
         return found[0] if found else ""
 
-    def take(self) -> tuple[Item, bool]:
-        """The value at the position, which moves behind it. If it is broken: (problem, True), and no move."""
+    def take(self) -> Item:
+        """The value at the position, which moves behind it.
+
+        Raises:
+            _BrokenError: it is none, and the position stays.
+        """
         while True:
             is_long = len(self.text) - self.position > self._limit
             try:
                 value, end = _DECODER.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _LONGEST_WORD
-                if is_cut and is_long:
+                if (is_cut := _may_be_cut(error)) and is_long:
                     hint = "cut the value into several, or check that no quote or bracket is missing in it"
                     message = f"too long to be read: a value of over {self._limit:,} characters"
-                    return RowProblem(self.name, self.line(), message, hint), True
+                    raise _BrokenError(RowProblem(self.name, self.line(), message, hint)) from None
                 if not (is_cut and self._more()):
-                    return self.problem(error.msg, error.pos), True
+                    raise _BrokenError(self.problem(error.msg, error.pos)) from None
             except (ValueError, RecursionError) as error:
-                return RowProblem(self.name, self.line(), f"not usable JSON: {error}", SHORTEN), True
+                problem = RowProblem(self.name, self.line(), f"not usable JSON: {error}", SHORTEN)
+                raise _BrokenError(problem) from None
             else:
                 # Of a number, the last digits may be still to come: 12, 12. or 12e- of 12e-3.
                 if not isinstance(value, int | float) or end < len(self.text) - 2 or is_long or not self._more():
-                    line, start, self.position = self.line(), self.position, end
-                    text = self.text[start:end]
-                    bad = None if text.isascii() else not_utf8(self.text[:end], self.name, line, start)
-                    return bad or checked_value(value, text, self.name, line), False
+                    return self._taken(value, end)
 
-    def take_key(self) -> str | RowProblem:
-        """The key of an object at the position, which moves behind the colon."""
-        key, is_broken = self.take()
-        if is_broken or self.skip_blank() != ":":
-            return key if isinstance(key, RowProblem) else self.problem("expected ':'")
+    def _taken(self, value: Any, end: int) -> Item:
+        """The row of a value that ends at ``end``, where the position moves."""
+        line, start, self.position = self.line(), self.position, end
+        text = self.text[start:end]
+        bad = None if text.isascii() else not_utf8(self.text[:end], self.name, line, start)
+        return bad or checked_value(value, text, self.name, line)
+
+    def take_key(self) -> str:
+        """The key of an object at the position, which moves behind the colon.
+
+        Raises:
+            _BrokenError: there is none, or no colon.
+        """
+        key = self.take()
+        if self.skip_blank() != ":":
+            raise _BrokenError(key if isinstance(key, RowProblem) else self.problem("expected ':'"))
         self.position += 1
         return str(key.value) if isinstance(key, Row) else ""
 

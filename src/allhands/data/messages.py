@@ -123,10 +123,9 @@ def check_message(value: Any, what: str, place: ValuePlace, *, sharegpt: bool = 
     message = with_tool_calls(message, what, place, padded=padded)
     if role == "assistant":
         message, reasoning = _with_one_reasoning(message, what, place)
-    # An answer that only calls tools or thinks has no words; every template takes "" but not every one takes null.
-    wordless = message.get("tool_calls") or reasoning
-    content = "" if wordless and message.get("content") is None else message.get("content")
-    message["content"] = _content(content, f"the content of {what}", place)
+    # An answer that only calls tools or thinks has no words.
+    wordless = bool(message.get("tool_calls") or reasoning)
+    message["content"] = _content(message.get("content"), f"the content of {what}", place, wordless=wordless)
     if role == "assistant" and not (wordless or message["content"].strip()):
         place.fail(f"{what} is an empty answer: there is nothing to learn", DELETE)
     return message if len(message) == 2 else as_json(message, what, place)
@@ -143,8 +142,14 @@ def _role(message: Message, what: str, place: ValuePlace) -> str:
     return known
 
 
-def _content(value: Any, what: str, place: ValuePlace) -> str:
-    """A message's content as one string; a list of text parts is joined."""
+def _content(value: Any, what: str, place: ValuePlace, *, wordless: bool) -> str:
+    """A message's content as one string; a list of text parts is joined.
+
+    Args:
+        wordless: whether there need be none: every template takes "" but not every one takes null.
+    """
+    if value is None and wordless:
+        return ""
     if not isinstance(value, list):
         return check_string(value, what, place)
     texts: list[str] = []
@@ -163,19 +168,27 @@ def _with_parts_apart(message: Message, what: str, place: ValuePlace) -> Message
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
-    called, thought, rest = list[Any](), list[Any](), list[Any]()
+    apart: dict[str, list[Any]] = {"tool_calls": [], "reasoning_content": [], "content": []}
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        (called if kind == "tool_use" else thought if kind in _REASONING_PARTS else rest).append(part)
-    found: Message = {"content": rest or None} if called or thought else {}
-    if called:
+        apart[_key_of_part(part)].append(part)
+    found: Message = {}
+    if called := apart["tool_calls"]:
         found["tool_calls"] = [{"id": p.get("id"), "name": p.get("name"), "arguments": p.get("input")} for p in called]
-    if thought:
+    if thought := apart["reasoning_content"]:
         found["reasoning_content"] = _reasoning_text(thought, f"the content of {what}", place)
-    for key, kind in (("tool_calls", "tool_use"), ("reasoning_content", "thinking")):
-        if key in found and message.get(key) not in (None, "", [], found[key]):
+    for key, value in found.items():
+        if message.get(key) not in (None, "", [], value):
+            kind = "tool_use" if key == "tool_calls" else "thinking"
             place.fail(f'{what} has "{key}" and parts of type "{kind}"', "keep one of the two")
-    return {**message, **found}
+    return {**message, **found, "content": apart["content"] or None} if found else message
+
+
+def _key_of_part(part: Any) -> str:
+    """The key under which other people's answers have what a part of a content says."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "tool_use":
+        return "tool_calls"
+    return "reasoning_content" if kind in _REASONING_PARTS else "content"
 
 
 def _reasoning_text(value: Any, what: str, place: ValuePlace) -> Any:

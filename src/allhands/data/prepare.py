@@ -217,13 +217,14 @@ def _sizes(options: PrepareOptions, split: Int8s, carried: set[str], default: Sp
     total, held = int(np.count_nonzero(split != NONE)), 0
     for name, number, share in (("valid", VALID, options.valid), ("test", TEST, options.test)):
         got, target = int(np.count_nonzero(split == number)), (share or default).rows(total)
-        if share is not None or (got and not carried):
+        by_default = share is None and not carried
+        if share is not None or (by_default and got):
             what = f"{share}" if share is not None else f"{default.value:.0%} of the rows, at least one,"
             yield f"{what} are kept for {name} (--{name}; seed {options.seed})"
         if name not in carried and got != target:
             why = "there are too few rows" if alone else "rows that belong together stay so"
             yield f"{name} has {got} rows where {target} were wanted: {why}"
-        held += got if share is None and not carried else 0
+        held += got * by_default
     if held >= LARGE_PART * total:
         yield (
             f"{held} of {total} rows are held out, and never trained on: --valid 0 --test 0 trains on all; "

@@ -150,16 +150,16 @@ def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
 
 def _items(file: IO[bytes], stream: _Stream, kind: FileType, options: ReadOptions, name: str) -> Iterator[Item]:
     buffered = io.BufferedReader(stream, PIECE)
-    head = b"" if kind == "parquet" else buffered.peek(PIECE)
-    for magic, (what, hint) in _MAGIC.items() if kind != "arrow" else ():
+    if kind in ("parquet", "arrow"):
+        head = b"PAR1" if kind == "parquet" else buffered.peek(PIECE)[:6]
+        if stream.inner is file:
+            file.seek(0)  # behind what was looked at
+        return rows_of_columns(file if stream.inner is file else buffered, head, name)
+    head = buffered.peek(PIECE)
+    for magic, (what, hint) in _MAGIC.items():
         if head.startswith(magic):
             text = "JSON text" if kind in ("jsonl", "json") else "text"
             return iter([RowProblem(name, 0, f"the file is {what}, not {text}", hint)])
-    if kind in ("parquet", "arrow"):
-        if stream.inner is file:
-            file.seek(0)  # behind what was looked at
-        whole = file if stream.inner is file else buffered
-        return rows_of_columns(whole, b"PAR1" if kind == "parquet" else head[:6], name)
     if kind == "text":
         return rows_of_text(buffered, name, options)
     if kind in ("csv", "tsv"):

@@ -123,6 +123,8 @@ def checked_value(value: Any, text: str, name: str, line: int) -> Item:
 
 def with_rest(problem: RowProblem) -> RowProblem:
     """The same, and that nothing after it was read."""
+    if problem.is_rest:
+        return problem
     what, _, why = problem.message.partition(":")
     message = f"{what}, and the rest of the file from here was not read:{why}"
     return replace(problem, message=message, is_rest=True)

@@ -266,19 +266,16 @@ def suspicions(messages: Sequence[Message]) -> tuple[str, ...]:
 def _about_order(messages: Sequence[Message]) -> Iterator[str]:
     roles = [message["role"] for message in messages]
     instructions = [index for index, role in enumerate(roles) if role in INSTRUCTION_ROLES]
-    if len(instructions) > 1:
-        yield TWO_SYSTEM
-    elif instructions and instructions[0] > 0:
-        yield LATE_SYSTEM
     spoken = [role for role in roles if role not in INSTRUCTION_ROLES]
-    if spoken[:1] == ["assistant"]:
-        yield STARTS_WITH_ANSWER
-    if spoken and spoken[-1] != "assistant":
-        yield NO_LAST_ANSWER
-    if any(one == after and one not in TOOL_ROLES for one, after in pairwise(spoken)):
-        yield SAME_ROLE
-    if any(message["role"] == "user" and not message["content"].strip() for message in messages):
-        yield EMPTY_QUESTION
+    signs = {
+        TWO_SYSTEM: len(instructions) > 1,
+        LATE_SYSTEM: len(instructions) == 1 and instructions[0] > 0,
+        STARTS_WITH_ANSWER: spoken[:1] == ["assistant"],
+        NO_LAST_ANSWER: spoken[-1:] not in ([], ["assistant"]),
+        SAME_ROLE: any(one == after and one not in TOOL_ROLES for one, after in pairwise(spoken)),
+        EMPTY_QUESTION: any(message["role"] == "user" and not message["content"].strip() for message in messages),
+    }
+    yield from (warning for warning, is_there in signs.items() if is_there)
 
 
 def _about_tools(messages: Sequence[Message]) -> Iterator[str]:
@@ -301,6 +298,8 @@ def _has_object(arguments: Any) -> bool:
     return not isinstance(arguments, str) or not arguments.strip() or parsed_arguments(arguments) is not arguments
 
 
+# What becomes of the words under keys that no shape reads.
+_UNREAD = dict.fromkeys(REASONING_KEYS, _NOT_TRAINED) | dict.fromkeys(CONTEXT_KEYS, _LEFT_OUT)
 # The parts that each shape takes besides those that make it.
 _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "sharegpt": ("tools", "system")}
 
@@ -308,9 +307,7 @@ _TAKES = dict.fromkeys(("completion", "chat"), ("tools",)) | {"text": (), "share
 def _unused(parts: Parts, shape: Shape, unread: Sequence[str]) -> Iterator[str]:
     """Columns with a meaning that this record is made without: mapped ones, and those of other shapes."""
     yield from _unused_parts(parts, shape)
-    for key in unread:
-        if key in (*REASONING_KEYS, *CONTEXT_KEYS):
-            yield f"{quoted(key)} {_NOT_TRAINED if key in REASONING_KEYS else _LEFT_OUT}"
+    yield from (f"{quoted(key)} {_UNREAD[key]}" for key in unread if key in _UNREAD)
     if shape != "preference" and parts.has("label") and rating(parts, shape) is None:
         yield f"{parts.quoted('label')} is not used in the shape {shape}"
     used = {parts.names[part] for part in NEEDS[shape]}

@@ -170,11 +170,7 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
         about = {path: "it describes the data" for path in files if path.stem.lower() in _ABOUT_DATA}
         files, skipped = [path for path in files if path not in about], skipped | about
     if not files:
-        there = ", ".join(path.name for path in [*skipped][:10]) or "nothing"
-        message = f"the directory has no file that can be read; it holds {there}"
-        hints = {unread_hint(path) for path in skipped if path.suffix}
-        hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
-        raise DataError(message, where=str(root), hint=hint)
+        raise _nothing_to_read(root, skipped)
     sources: list[Source] = []
     for path in files:
         found = _file(path, (root.name, *path.relative_to(root).parts[:-1]), options)
@@ -182,6 +178,14 @@ def _directory(root: Path, options: SourceOptions) -> list[Source]:
         sources += [replace(source, split=saved) for source in found] if saved else found
     problems = (RowProblem(str(path), 0, f"skipped: {why}") for path, why in skipped.items())
     return [replace(sources[0], skipped=(*sources[0].skipped, *problems)), *sources[1:]]
+
+
+def _nothing_to_read(root: Path, skipped: Iterable[Path]) -> DataError:
+    there = ", ".join(path.name for path in islice(skipped, 10)) or "nothing"
+    message = f"the directory has no file that can be read; it holds {there}"
+    hints = {unread_hint(path) for path in skipped if path.suffix}
+    hint = hints.pop() if len(hints) == 1 else f"files are recognised by their names: {TYPE_NAMES}"
+    return DataError(message, where=str(root), hint=hint)
 
 
 def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
@@ -200,22 +204,25 @@ def _walk(root: Path) -> tuple[list[Path], dict[Path, str]]:
                 skipped[path] = "hidden" if path.name.startswith(".") else "a link to a directory"
         saved = saved_files(Path(folder))
         for path in [Path(folder, name) for name in names if name not in (REPORT, LEFT_OUT)]:
-            why = _why_skipped(path)
-            if saved is not None and not why and file_type(path) == "arrow" and path not in saved:
-                why = "state.json does not name it"
-            if why:
+            if why := _why_skipped(path, saved):
                 skipped[path] = why
             else:
                 files.append(path)
     return sorted(files, key=lambda path: path.parts), skipped
 
 
-def _why_skipped(path: Path) -> str | None:
+def _why_skipped(path: Path, saved: Sequence[Path] | None) -> str | None:
+    """Why a file is not read; ``saved``: those that a saved dataset in its folder names."""
     if path.name.startswith("."):
         return "hidden"
     if not path.is_file():
         return "not a file, or a link to nothing"
-    return "files of this type cannot be read" if file_type(path) is None else why_no_data(path.name)
+    kind = file_type(path)
+    if kind is None:
+        return "files of this type cannot be read"
+    if why := why_no_data(path.name):
+        return why
+    return "state.json does not name it" if saved is not None and kind == "arrow" and path not in saved else None
 
 
 # The Hub

@@ -57,13 +57,7 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
             unreadable. Reading raises it for a record.
     """
     names = _entries(data_dir)
-    for called in _CALLED.get(split, (split,)):
-        for name in (f"{called}.jsonl", f"{called}.json"):
-            if name in names:
-                return _source_of_files([data_dir / name], [name], columns)
-        if files := _files_of(data_dir, called, names):
-            return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
-    if (files := saved_files(data_dir)) and (saved_split(data_dir) or "train") == split:
+    if files := _found(data_dir, split, names):
         return _source_of_files(files, [str(path.relative_to(data_dir)) for path in files], columns)
     if not required:
         return None
@@ -73,6 +67,18 @@ def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, require
     unread = [unread_hint(data_dir / name) for name in names if name.split(".")[0] == split]
     message = f"{split}.jsonl is missing; the folder holds {there}"
     raise DataError(message, where=str(data_dir), hint=unread[0] if unread else hint)
+
+
+def _found(data_dir: Path, split: str, names: Sequence[str]) -> Sequence[Path] | None:
+    """The files of a split by the first of its names that is there, or of a saved dataset that is this split."""
+    for called in _CALLED.get(split, (split,)):
+        for name in (f"{called}.jsonl", f"{called}.json"):
+            if name in names:
+                return [data_dir / name]
+        if files := _files_of(data_dir, called, names):
+            return files
+    saved = saved_files(data_dir)
+    return saved if (saved_split(data_dir) or "train") == split else None
 
 
 def _files_of(data_dir: Path, split: str, names: Sequence[str]) -> list[Path]:

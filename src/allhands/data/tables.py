@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import IO, Any, NamedTuple
 
 from allhands.data.rows import BOM, Item, ReadOptions, Row, RowProblem, lines, not_utf8, with_rest
@@ -60,18 +61,19 @@ def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
 
 
 def _fits(text: str, delimiter: str, whole: bool) -> bool:
-    rows: list[list[str]] = []
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    filled = (cells for cells in reader if "".join(cells).strip())
+    rows: list[list[str]] = []
     try:
-        while len(rows) <= _JUDGED_ROWS:
-            rows += [cells] if "".join(cells := next(reader)).strip() else []
-    except StopIteration:
-        rows = rows if whole else rows[:-1]  # the last row of a part may be cut off
+        for cells in islice(filled, _JUDGED_ROWS + 1):
+            rows.append(cells)  # noqa: PERF402  # those before an error count
+        if not whole and len(rows) <= _JUDGED_ROWS:
+            del rows[-1:]  # the last row of a part may be cut off
     except csv.Error as error:
         if whole or "unexpected end" not in str(error):
             return False
-    names = {cell.strip() for cell in rows[0]} if rows else set[str]()
-    return len(rows) > 1 and len(names) > 1 and "" not in names and {len(row) for row in rows} == {len(names)}
+    names = {cell.strip() for cell in chain(*rows[:1])}
+    return min(len(rows), len(names)) > 1 and "" not in names and {len(row) for row in rows} == {len(names)}
 
 
 def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: Separator) -> Iterator[Item]:
@@ -86,64 +88,72 @@ def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: S
     table = _TableLines(file, name, options.max_row_bytes)
     for _ in range(separator.lines):
         next(table, None)
-    header, empty = list[str](), True
-    for first, cells in table.rows(separator.delimiter):
-        if isinstance(cells, csv.Error):
-            hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
-            problem = RowProblem(name, first, f"not a row of a table: {cells} (to line {table.number})", hint)
-            # With an odd number of quotes nobody knows whether the next line is inside a field.
-            is_rest, empty = table.quotes % 2 == 1 or not header, False
-            yield with_rest(problem) if is_rest else problem
-            if is_rest:
-                return
-        elif header:
-            empty = False
-            yield table.bad or _table_item(cells, header, name, first)
-        else:
-            header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
-            if problem := table.bad or _twice(header, name, first):
-                yield with_rest(problem)
-                return
-    if header and empty:
+    rows = table.rows(separator.delimiter)
+    if (first := next(rows, None)) is None:
+        return
+    header = _header(*first, name)
+    if isinstance(header, RowProblem):
+        yield with_rest(header)
+        return
+    empty = True
+    for line, cells in rows:
+        empty = False
+        yield cells if isinstance(cells, RowProblem) else _table_item(cells, header, name, line)
+    if empty:
         yield RowProblem(name, 0, "the file has a header and no rows", "add rows below it, or leave the file out")
 
 
+def _header(line: int, cells: list[str] | RowProblem, name: str) -> list[str] | RowProblem:
+    if isinstance(cells, RowProblem):
+        return cells
+    header = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+    return _twice(header, name, line) or header
+
+
 class _TableLines:
-    """Lines of a table for the csv module; ``quotes`` and ``bad`` judge those that a row has."""
+    """Lines of a table for the csv module, and the rows that it makes of them."""
 
     def __init__(self, file: IO[bytes], name: str, limit: int) -> None:
-        self.number, self.quotes = 0, 0
-        self.bad: RowProblem | None = None
+        self._number, self._quotes = 0, 0
+        # What is wrong with the text of the row that is read.
+        self._bad: RowProblem | None = None
         self._lines, self._name = lines(file, limit), name
 
-    def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | csv.Error]]:
+    def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | RowProblem]]:
         """The first line of each row that is not blank, and its fields, or what is wrong with it."""
         reader = csv.reader(self, delimiter=delimiter, strict=True)
         while True:
-            self.quotes, self.bad, first = 0, None, self.number + 1
+            self._quotes, self._bad, first = 0, None, self._number + 1
             try:
                 cells = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield first, error
+                hint = 'put a field with separators, quotes or line ends in "...", and write a quote in it as ""'
+                message = f"not a row of a table: {error} (to line {self._number})"
+                problem = RowProblem(self._name, first, message, hint)
+                # With an odd number of quotes nobody knows whether the next line is inside a field.
+                if self._quotes % 2 == 1:
+                    yield first, with_rest(problem)
+                    return
+                yield first, problem
             else:
-                if self.bad or len(cells) > 1 or "".join(cells).strip():
-                    yield first, cells
+                if self._bad or len(cells) > 1 or "".join(cells).strip():
+                    yield first, self._bad or cells
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         raw, too_long = next(self._lines)
-        self.number += 1
-        self.quotes += raw.count(b'"')
+        self._number += 1
+        self._quotes += raw.count(b'"')
         if too_long:
             raise csv.Error(f"the row is too long to be read, {too_long:,} bytes")
         text = raw.removeprefix(BOM).decode("utf-8", "surrogateescape")
-        self.bad = self.bad or not_utf8(text, self._name, self.number)
-        if "\0" in text and self.bad is None:
-            self.bad = RowProblem(self._name, self.number, "the row has a NUL byte", "is this a text file? remove it")
+        self._bad = self._bad or not_utf8(text, self._name, self._number)
+        if "\0" in text and self._bad is None:
+            self._bad = RowProblem(self._name, self._number, "the row has a NUL byte", "is this a text file? remove it")
         return text
 
 

@@ -179,8 +179,14 @@ def fill_store(
             if kept:
                 writer.append(kept)
             progress(counts["num_records"], counts["num_tokens"])
+    _require_trained(counts, dropped, masks=rendering.masks)
+    build_s = time.perf_counter() - started
+    return TokenSetReport(**counts, dropped=tuple(dropped), build_s=build_s, left_out=tuple(left_out.values()))
+
+
+def _require_trained(counts: Counter[str], dropped: Sequence[str], *, masks: bool) -> None:
     only_texts = counts["num_texts"] == counts["num_records"]
-    if rendering.masks and only_texts and counts["num_records"]:
+    if masks and only_texts and counts["num_records"]:
         raise ConfigError(
             "all records are plain texts, which have no prompt that could be masked",
             where="--mask-prompt",
@@ -194,8 +200,6 @@ def fill_store(
             if only_texts
             else "raise --max-seq-length (long prompts push answers out), and check that the answers exist",
         )
-    build_s = time.perf_counter() - started
-    return TokenSetReport(**counts, dropped=tuple(dropped), build_s=build_s, left_out=tuple(left_out.values()))
 
 
 def _count_unheard(left_out: dict[str, LeftOutPart], record: Record, result: Rendered) -> None:

@@ -12,6 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, Literal, cast
 
@@ -199,9 +200,8 @@ def _versions(statements: Sequence[Statement]) -> list[_FactPart]:
     found: list[_FactPart] = []
     for name in MUST_BE_EQUAL:
         values = {one.name: str(one.facts.get(SOFTWARE, {}).get(name)) for one in statements}
-        if _differ(values.values()):
-            shown = {one.name: described(name, one.software) for one in statements}
-            found.append(_FactPart(SOFTWARE, "version", name, values, shown))
+        shown = {one.name: described(name, one.software) for one in statements}
+        found += _if_different(_FactPart(SOFTWARE, "version", name, values, shown))
     return found
 
 
@@ -212,13 +212,16 @@ def _sources(section: str, statements: Sequence[Statement]) -> list[_FactPart]:
     for key in sorted({key for one in statements for key in one.files if key.partition("/")[0] in roles}):
         role, _, name = key.partition("/")
         values = {one.name: one.files.get(key, _MISSING) for one in statements}
-        if _differ(values.values()):
-            found.append(_FactPart(role, "file", name, values, {n: value[:8] for n, value in values.items()}))
+        found += _if_different(_FactPart(role, "file", name, values, {n: value[:8] for n, value in values.items()}))
     for name in TOKEN_MAKERS if section == "data" and not found else ():
         values = {one.name: one.software.get(name, _MISSING) for one in statements}
-        if _differ(values.values()):
-            found.append(_FactPart(TOKENS, "version", name, values, {n: f"{name} {v}" for n, v in values.items()}))
+        shown = {one: f"{name} {value}" for one, value in values.items()}
+        found += _if_different(_FactPart(TOKENS, "version", name, values, shown))
     return found
+
+
+def _if_different(part: _FactPart) -> list[_FactPart]:
+    return [part] if _differ(part.values.values()) else []
 
 
 def _causes(parts: list[_FactPart]) -> list[_FactPart]:
@@ -254,26 +257,34 @@ def _title(names: Sequence[str], misfits: Sequence[str]) -> str:
 def _told(part: _FactPart, names: Sequence[str], given: Circumstances) -> str:
     """One difference in words: the right value, or the first computer's, then each other value."""
     right = _right(part, given)
-    first = next(name for name in names if right is None or part.values[name] == right)
-    others: dict[str, list[str]] = {}
-    for name in names:
-        if part.values[name] != part.values[first]:
-            others.setdefault(part.values[name], []).append(name)
-    groups = list(others.values())
-    who = _listed([name for group in groups for name in group])
+    first = next(name for name in names if right in (None, part.values[name]))
+    groups = _groups(part, names)
+    del groups[part.values[first]]
+    who = _listed([*chain(*groups.values())])
+    shown = [(part.shown[group[0]], _listed(group)) for group in groups.values()]
     if part.style == "version":
-        made = " (other tokens of the same data)" if part.kind == TOKENS else ""
-        own = part.shown[first].partition(" ")[2]
-        return ", ".join(f"{_listed(group)} has {part.shown[group[0]]}" for group in groups) + f", {first} {own}{made}"
+        return _told_of_version(part, first, shown)
     if part.style == "file" and right is not None:
-        return _told_of_file(part, first, who, lacks=all(part.shown[group[0]] == _MISSING for group in groups))
-    ranks = _are_ranks(names)
-    if part.style == "value" and right is not None and not ranks and (words := _SUMS.get(part.key)):
+        return _told_of_file(part, first, who, lacks={what for what, _ in shown} == {_MISSING})
+    if _are_ranks(names):  # of many only one each
+        return f"{part.key} is {part.shown[first]} on {first} and {shown[0][0]} on {next(iter(groups.values()))[0]}"
+    if part.style == "value" and right is not None and (words := _SUMS.get(part.key)):
         return f"{words} of {who} differ from {first}'s"
-    shown = [(part.shown[group[0]], _listed(group)) for group in groups]
-    if ranks:  # of many only one each
-        shown = [(part.shown[groups[0][0]], groups[0][0])]
     return f"{part.key} is {part.shown[first]} on {first}" + "".join(f" and {what} on {who}" for what, who in shown)
+
+
+def _groups(part: _FactPart, names: Sequence[str]) -> dict[str, list[str]]:
+    """The names by their values."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(part.values[name], []).append(name)
+    return groups
+
+
+def _told_of_version(part: _FactPart, first: str, others: Sequence[tuple[str, str]]) -> str:
+    made = " (other tokens of the same data)" if part.kind == TOKENS else ""
+    own = part.shown[first].partition(" ")[2]
+    return ", ".join(f"{who} has {what}" for what, who in others) + f", {first} {own}{made}"
 
 
 def _told_of_file(part: _FactPart, first: str, who: str, *, lacks: bool) -> str:

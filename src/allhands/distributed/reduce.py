@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -173,19 +173,16 @@ def start_all_reduce(
     packing, left = packed or (None, ())
     sums, new = list(arrays), list(left)
     computed: list[mx.array] = []
-    order = list(range(len(arrays) - 1, -1, -1))
+    order = _order(len(arrays), lookups)
     if lookups is not None:
-        order.remove(lookups.index)
-        order[:0] = [lookups.index] if lookups.besides else []
         # These are there before anything is computed.
         lookups = replace(lookups, ids=_gathered(communicator, lookups.ids, stream))
-        if shards is not None and shards.divided[lookups.index]:
-            sums[lookups.index] = shards.zeros(lookups.index, arrays[lookups.index].dtype)
+        sums[lookups.index] = _own_zeros(shards, lookups.index, sums[lookups.index])
     if shards is not None and packing is None:
-        for bucket in buckets(arrays, [i for i in order if shards.divided[i]], bucket_bytes, cuts=cuts):
-            _scatter_bucket(communicator, arrays, bucket, stream, shards, sums)
-            computed = [arrays[bucket[-1]]]
-        order = [i for i in order if not shards.divided[i]]
+        divided, order = shards.split(order)
+        computed = _scatter(
+            communicator, arrays, buckets(arrays, divided, bucket_bytes, cuts=cuts), stream, shards, sums
+        )
     for bucket in buckets(arrays, order, bucket_bytes, tapering=True, cuts=cuts):
         if packing is None:
             _sum_bucket(communicator, arrays, bucket, stream, sums)
@@ -194,7 +191,8 @@ def start_all_reduce(
         # Not what was put together, which comes after the sums before it.
         computed = [*computed[-1:], arrays[bucket[-1]]]
     if shards is not None and packing is not None:
-        sums = [mx.contiguous(shards.part(i, each)) if i in order else each for i, each in enumerate(sums)]
+        for i in order:
+            sums[i] = mx.contiguous(shards.part(i, sums[i]))
     if lookups is not None:
         computed = [*computed[-1:], lookups.rows]
         lookups = replace(lookups, rows=_gathered(communicator, lookups.rows, stream))
@@ -208,20 +206,38 @@ def _gathered(communicator: Communicator, array: mx.array, stream: Any) -> mx.ar
     return made[0]
 
 
-def _scatter_bucket(
+def _own_zeros(shards: Shards | None, index: int, array: mx.array) -> mx.array:
+    """Zeros for this rank's part of an array that is divided; the array itself where it is not."""
+    return array if shards is None or not shards.divided[index] else shards.zeros(index, array.dtype)
+
+
+def _order(num_arrays: int, lookups: Lookups | None) -> list[int]:
+    """The last arrays first, but for a table that is looked up: it is the first, or none at all."""
+    order = list(range(num_arrays - 1, -1, -1))
+    if lookups is not None:
+        order.remove(lookups.index)
+        order[:0] = [lookups.index] if lookups.besides else []
+    return order
+
+
+def _scatter(
     communicator: Communicator,
     arrays: Sequence[mx.array],
-    bucket: list[int],
+    order: Iterable[list[int]],
     stream: Any,
     shards: Shards,
     into: list[mx.array],
-) -> None:
-    """Begin to add up a bucket's arrays over ranks, of which each gets its part."""
-    with together([arrays[i] for i in bucket], stream, communicator) as totals:
-        # Each by itself: those that are divided are large, and to put them together would be to copy them.
-        totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
-    for i, total in zip(bucket, totals, strict=True):
-        into[i] = shards.shaped(i, total)
+) -> list[mx.array]:
+    """Begin to add up arrays over ranks, of which each gets its part; the array that is computed last."""
+    computed: list[mx.array] = []
+    for bucket in order:
+        with together([arrays[i] for i in bucket], stream, communicator) as totals:
+            # Each by itself: those that are divided are large, and to put them together would be to copy them.
+            totals += [sum_scatter(communicator, shards.padded(i, arrays[i])) for i in bucket]
+        for i, total in zip(bucket, totals, strict=True):
+            into[i] = shards.shaped(i, total)
+        computed = [arrays[bucket[-1]]]
+    return computed
 
 
 def _sum_bucket(
@@ -362,20 +378,26 @@ def buckets(
     """
     for dtype in dict.fromkeys(arrays[index].dtype for index in order):
         some = [index for index in order if arrays[index].dtype == dtype and arrays[index].size]
-        bucket: list[int] = []
-        filled, left = 0, sum(arrays[index].nbytes for index in some)
-        last = min(bucket_bytes, max(left, _TAPER * _ONE_CALL_BYTES)) // _TAPER
-        for index in some:
-            more = arrays[index].nbytes
-            room = last if tapering and left <= bucket_bytes else bucket_bytes
-            left -= more
-            if bucket and (filled + more > room or (index in cuts and 2 * filled >= room)):
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(index)
-            filled += more
-        if bucket:
+        yield from _cut_where_full(arrays, some, bucket_bytes, tapering=tapering, cuts=cuts)
+
+
+def _cut_where_full(
+    arrays: Sequence[mx.array], order: Sequence[int], bucket_bytes: int, *, tapering: bool, cuts: Collection[int]
+) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled, left = 0, sum(arrays[index].nbytes for index in order)
+    last = min(bucket_bytes, max(left, _TAPER * _ONE_CALL_BYTES)) // _TAPER
+    for index in order:
+        more = arrays[index].nbytes
+        room = last if tapering and left <= bucket_bytes else bucket_bytes
+        left -= more
+        if bucket and (filled + more > room or (index in cuts and 2 * filled >= room)):
             yield bucket
+            bucket, filled = [], 0
+        bucket.append(index)
+        filled += more
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)

@@ -150,26 +150,32 @@ def reach_first(host: str, rank: int, size: int, timeout_s: float, watch: Watch 
         if problem := _tell(host, key, b"%d is there" % rank, deadline, proof):
             raise _unreached(0, host, problem, proof, timeout_s)
         return
-    words = {b"%d is there" % other: other for other in range(1, size)}
-    came: dict[int, tuple[Caller, Handshake]] = {}
     with Callers([_listen(host, "the group")], _MOST_BYTES, _TALK_S) as callers:
         proof.watch.listening()
-        while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
-            for caller, line in callers.wait(min(left, _TICK_S)):
-                came = {other: one for other, one in came.items() if one[0] is not caller}
-                conversation = caller.conversation(key)
-                other = None if line is None else words.get(conversation.opened(CALLER, line) or b"")
-                if other is None:
-                    callers.drop(caller)
-                else:
-                    came[other], caller.proved = (caller, conversation), True
+        came = _wait_for_all(callers, key, size, deadline)
         if len(came) == size - 1:
             callers.let_in_no_more()  # who is answered calls MLX here, at once
             _agree(callers, list(came.values()), deadline)
             return
-    absent = [other for other in words.values() if other not in came]
+    absent = [other for other in range(1, size) if other not in came]
     where = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{' ...' * (len(absent) > 8)}"
     raise _missing(where, timeout_s, f"said nothing to rank 0 at {host}")
+
+
+def _wait_for_all(callers: Callers, key: bytes, size: int, deadline: float) -> dict[int, tuple[Caller, Handshake]]:
+    """The ranks that have called rank 0 until ``deadline``, or all of them."""
+    words = {b"%d is there" % other: other for other in range(1, size)}
+    came: dict[int, tuple[Caller, Handshake]] = {}
+    while len(came) < size - 1 and (left := deadline - time.monotonic()) > 0:
+        for caller, line in callers.wait(min(left, _TICK_S)):
+            came = {other: one for other, one in came.items() if one[0] is not caller}
+            conversation = caller.conversation(key)
+            other = None if line is None else words.get(conversation.opened(CALLER, line) or b"")
+            if other is None:
+                callers.drop(caller)
+            else:
+                came[other], caller.proved = (caller, conversation), True
+    return came
 
 
 def wait_asleep(hostfile: Path) -> list[int]:

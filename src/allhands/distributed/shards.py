@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
@@ -40,6 +40,13 @@ class Shards:
     def first(self) -> bool:
         """True if this is the first rank: to count what all have once."""
         return self._rank == 0
+
+    def split(self, order: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The indices of arrays that are divided, and the others."""
+        divided, whole = list[int](), list[int]()
+        for index in order:
+            (divided if self.divided[index] else whole).append(index)
+        return divided, whole
 
     def _each(self, index: int) -> int:
         """Numbers of a part."""

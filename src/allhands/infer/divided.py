@@ -26,7 +26,7 @@ from allhands.model.weight_files import require_files
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.run.context import RunContext
-from allhands.run.dividing import STAGES, Divided, split_agreed, stages_of
+from allhands.run.dividing import STAGES, DividedModel, split_agreed, stages_of
 from allhands.run.piping import piped, piping_of
 from allhands.runtime.accelerator import detect
 
@@ -39,7 +39,7 @@ class AnsweringModel(PipedModel):
 
     def __init__(self, piping: Piping) -> None:
         super().__init__(piping)
-        self._mine = {at for stage in piping.stages for at in range(stage.blocks.first, stage.blocks.stop)}
+        self._mine = {at for stage in piping.stages for at in stage.blocks.places}
 
     def make_cache(self) -> list[Any]:
         """Return a cache for each block."""
@@ -84,7 +84,7 @@ class AnsweringRanks:
         communicator = self._communicator = self._communicator or self._surroundings.connect()
 
         def cut(loaded: LoadedModel) -> None:
-            divided = Divided(loaded.model, loaded.config, for_answers=True)
+            divided = DividedModel(loaded.model, loaded.config, for_answers=True)
             recorded = {STAGES: list(self._split)} if self._split else None
             self._split, told = split_agreed(config, divided, mesh, detect(), communicator, recorded)
             notes.extend(told if config.pp_split != "auto" else ())

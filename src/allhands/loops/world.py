@@ -139,6 +139,15 @@ def world_of(launch: Launch, communicator: Communicator) -> World:
     )
 
 
+def _check_tokens(num_tokens: object, reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise _wrong(f"reduction={reduction!r}", "use 'mean' or 'sum', as the loss is over this rank's tokens")
+    if num_tokens is None and reduction == "sum":
+        raise _wrong("a sum over tokens, but not of how many", "give num_tokens=...")
+    if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
+        raise _wrong(f"num_tokens={num_tokens}", "give the number of this rank's tokens: 0 or more")
+
+
 def average_gradients(
     gradients: Any,
     group: Any = None,
@@ -188,12 +197,7 @@ def average_gradients(
         raise _wrong("communication_stream is a dtype", "write communication_type=... before it")
     if communication_type is not None and not mx.issubdtype(communication_type, mx.floating):
         raise _wrong(f"{communication_type} cannot hold gradients", "use mx.float32, mx.bfloat16 or mx.float16")
-    if reduction not in ("mean", "sum"):
-        raise _wrong(f"reduction={reduction!r}", "use 'mean' or 'sum', as the loss is over this rank's tokens")
-    if num_tokens is None and reduction == "sum":
-        raise _wrong("a sum over tokens, but not of how many", "give num_tokens=...")
-    if isinstance(num_tokens, int | float) and not 0 <= num_tokens < math.inf:
-        raise _wrong(f"num_tokens={num_tokens}", "give the number of this rank's tokens: 0 or more")
+    _check_tokens(num_tokens, reduction)
     if isinstance(group, World):
         communicator = group.communicator
     else:

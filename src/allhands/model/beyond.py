@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,26 +160,33 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
     except Exception:  # another trouble: the model was there before
         return None
     lengths = sorted({min(length, use.longest) for length in _LENGTHS})
-    layer, original = None, None
     try:
         if use.fine_tune_type is not None:
             _prepare(model, use)
             model.train()
         elif use.adapter is not None:
             load_adapters(model, str(use.adapter))
-        if use.grad_checkpoint:
-            layer = type(model.layers[0])
-            original = layer.__call__
-            grad_checkpoint(model.layers[0])
-        for length in lengths:
-            _passed(model, use, length)
+        with _recomputing(model) if use.grad_checkpoint else nullcontext():
+            for length in lengths:
+                _passed(model, use, length)
     except Exception as found:
         return found
+    if error is None:
+        return None
+    computed = (_error_in_computing(model, use, length) for length in lengths)
+    return next((found for found in computed if found and _kind(found) == _kind(error)), None)
+
+
+@contextmanager
+def _recomputing(model: Any) -> Generator[None]:
+    """Recompute activations as mlx_lm does, which changes the class of the blocks for that."""
+    layer = type(model.layers[0])
+    original = layer.__call__
+    try:
+        grad_checkpoint(model.layers[0])
+        yield
     finally:
-        if layer is not None and original is not None:
-            layer.__call__ = original  # mlx_lm changes the class
-    computed = (_error_in_computing(model, use, length) for length in (lengths if error else ()))
-    return next((found for found in computed if found and error and _kind(found) == _kind(error)), None)
+        layer.__call__ = original
 
 
 def _error_in_computing(model: Any, use: Use, length: int) -> Exception | None:

@@ -123,14 +123,18 @@ def _targets(adapted: Collection[str], base: PeftBase) -> dict[str, Any]:
     named = {name for name in base.modules_of_transformers if name.rpartition(".")[2] in short}
     if named == set(adapted):
         return {"target_modules": short, "layers_to_transform": None, "layers_pattern": None}
+    if (found := _layers_of(adapted, named)) is None:
+        return in_full
+    layers, pattern = found
+    return {"target_modules": short, "layers_to_transform": layers, "layers_pattern": pattern}
+
+
+def _layers_of(adapted: Collection[str], named: Collection[str]) -> tuple[list[int], str] | None:
+    """The layers, and the name of their list, of which all that is ``named`` is ``adapted``; ``None`` if not all is."""
     places = {name: match for name in named if (match := LAYER.match(name)) is not None}
     layers = {int(places[name]["number"]) for name in adapted if name in places}
     within = {name for name, match in places.items() if int(match["number"]) in layers}
     patterns = {match["pattern"] for match in places.values()}
-    if within == set(adapted) and len(places) == len(named) and len(patterns) == 1:
-        return {
-            "target_modules": short,
-            "layers_to_transform": sorted(layers),
-            "layers_pattern": patterns.pop(),
-        }
-    return in_full
+    if within != set(adapted) or len(places) != len(named) or len(patterns) != 1:
+        return None
+    return sorted(layers), patterns.pop()

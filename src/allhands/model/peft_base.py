@@ -63,8 +63,7 @@ class PeftBase:
         shapes = {n: weight_shape(m) for n, m in found.items()}
         architecture = architecture_of(loaded.config)
         rows = {shapes[n][0] for n in embeddings}
-        blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
-        outside = [n for n, m in found.items() if isinstance(m, _LINEAR) and id(m) not in blocks]
+        outside = _linear_outside_blocks(model, found)
         return cls(
             name=name,
             kind=str(loaded.config.get("model_type")),
@@ -160,6 +159,11 @@ class PeftBase:
         if missing := sorted(n for n in self.experts if n.startswith(f"{stack}.") and n not in adapted):
             return f"PEFT reads adapters of experts only if all their matrices have one, and {missing[0]} has none"
         return None
+
+
+def _linear_outside_blocks(model: Any, modules: Mapping[str, Any]) -> list[str]:
+    blocks = {id(m) for layer in getattr(model, "layers", []) for m in layer.modules()}
+    return [name for name, m in modules.items() if isinstance(m, _LINEAR) and id(m) not in blocks]
 
 
 def _dense(module: Any) -> mx.array:

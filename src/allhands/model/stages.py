@@ -59,6 +59,15 @@ class Blocks:
         """True if the stage has the final norm and the head."""
         return self.stop == self.count
 
+    @property
+    def places(self) -> range:
+        """The numbers of the blocks."""
+        return range(self.first, self.stop)
+
+    def needs_embedding(self, *, tied: bool) -> bool:
+        """True if the stage needs the table of tokens; ``tied``: it is the head as well."""
+        return self.is_first or (self.is_last and tied)
+
 
 def blocks_of_stages(sizes: Sequence[int]) -> list[Blocks]:
     """Stages of so many blocks each, in order."""
@@ -239,16 +248,16 @@ def cut(model: nn.Module, parts: Sequence[Blocks]) -> list[Stage]:
     prefix = next(path for path, module in model.named_modules() if module is body)
     facts = int(made.shape[-1]), made.dtype, f"{prefix}.{name}" if tied else ""
     originals = list(layers)
-    outlines: list[nn.Module] = [_Outline(each) for each in originals]
-    mine = {place for part in parts for place in range(part.first, part.stop)}
-    layers[:] = [each if place in mine else outlines[place] for place, each in enumerate(originals)]
-    if not any(part.is_first or (part.is_last and tied) for part in parts):
+    outlines: list[nn.Module] = list(map(_Outline, originals))
+    layers[:] = outlines
+    for part in parts:
+        layers[part.first : part.stop] = originals[part.first : part.stop]
+    if not any(part.needs_embedding(tied=tied) for part in parts):
         body[name] = _NoEmbedding(*facts[:2])
     if not any(part.is_last for part in parts):
         for owner, key, module in outside:
             owner[key] = _Outline(module)
-    views = [_view(part, originals, outlines) for part in parts]
-    return [Stage(model, part, *facts, (body, name), layers, view) for part, view in zip(parts, views, strict=True)]
+    return [Stage(model, part, *facts, (body, name), layers, _view(part, originals, outlines)) for part in parts]
 
 
 def _view(part: Blocks, blocks: Sequence[nn.Module], outlines: Sequence[nn.Module]) -> list[nn.Module]:

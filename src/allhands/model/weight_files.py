@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,15 +132,14 @@ def needed(names: Mapping[str, Collection[str]], parts: Sequence[Blocks]) -> dic
     Args:
         names: as :func:`names_by_file` has them.
     """
-    every = [name for each in names.values() for name in each]
+    every = list(chain(*names.values()))
     count = parts[0].count
     prefix = _prefix_of_blocks(every, count)
     tied = not any(head in name for name in every for head in _HEADS)
-    mine: set[int | str] = {place for part in parts for place in range(part.first, part.stop)}
-    is_last = any(part.is_last for part in parts)
-    if any(part.is_first for part in parts) or (is_last and tied):
+    mine = set[int | str]().union(*(part.places for part in parts))
+    if any(part.needs_embedding(tied=tied) for part in parts):
         mine.add(_EMBEDDING)
-    if is_last:
+    if any(part.is_last for part in parts):
         mine.add(_HEAD)
 
     def part_of(name: str) -> int | str:

@@ -153,11 +153,7 @@ class _Game:
         to_do, to_return = self._to_do[rank], self._to_return[rank]
         full = self._split or eager or self._begun[rank] >= self._room(rank) or not to_do
         if full and to_return and to_return[0] in self._gradients:
-            stage, batch = to_return.popleft()
-            self._begun[rank] -= 1
-            if self._split:
-                self._left[rank].append((stage, batch))
-            return Action("inputs" if self._split else "backward", stage, batch)
+            return self._return(rank, *to_return.popleft())
         if to_do and to_do[0] in self._activations and (eager or self._may_begin(rank, to_do[0][0])):
             return self._begin(rank, *to_do.popleft())
         return Action("weights", *self._left[rank].popleft()) if self._left[rank] else None
@@ -169,6 +165,14 @@ class _Game:
         # The first rank has as many alive without dividing its backward passes; so may the others.
         full = self._split and self._alive[rank] >= self._size
         return self._begun[rank] < self._room(rank) and not full
+
+    def _return(self, rank: int, stage: int, batch: int) -> Action:
+        """The backward pass of a stage; where these are divided, that of its inputs."""
+        self._begun[rank] -= 1
+        if not self._split:
+            return Action("backward", stage, batch)
+        self._left[rank].append((stage, batch))
+        return Action("inputs", stage, batch)
 
     def _begin(self, rank: int, stage: int, batch: int) -> Action:
         """The forward pass of a stage, which takes what the stage before it has found."""

@@ -336,6 +336,11 @@ class Balance:
         """True if it has had no rows for a while."""
         return self._idle[rank] >= _SHORT
 
+    def _forget_before(self, last: int) -> None:
+        for samples in self._samples:
+            while len(samples) > last:
+                samples.popleft()
+
     def _moved(self, end: int) -> Moved | None:
         """Change the shares, if many steps or the last few say so."""
         _, weights, _ = self._plan[-1]
@@ -354,9 +359,7 @@ class Balance:
             if new is None or new == weights:
                 continue
             if worth == _CLEARLY:  # what is older tells of another time
-                for samples in self._samples:
-                    while len(samples) > short:
-                        samples.popleft()
+                self._forget_before(short)
             self._plan = (*self._plan, (begin, new, ()))
             self._trial_every = [_FIRST_TRIAL] * self.size
             per_s = tuple(self._per_s(rank, most) for rank in range(self.size))

@@ -63,7 +63,7 @@ class Datasets:
     """
 
     stored: dict[str, StoredTokens]
-    packing: Packing | None
+    packing: Callable[[TokenSet], PackedRows] | None
     notes: tuple[str, ...]
     dated: datetime | None = None
     template: str | None = None
@@ -93,7 +93,7 @@ class Datasets:
         if split not in self.stored:
             return None
         tokens = self.stored[split].tokens
-        return self.packing.rows(tokens) if self.packing else tokens
+        return self.packing(tokens) if self.packing else tokens
 
     def fingerprints(self) -> dict[str, str | None]:
         """sha256 of each split's tokens and masks."""
@@ -105,18 +105,6 @@ class Datasets:
 
 
 SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Documents joined and cut into rows of ``block`` tokens, kept apart or not."""
-
-    block: int
-    isolate: bool
-
-    def rows(self, tokens: TokenSet) -> PackedRows:
-        """The rows of a set."""
-        return PackedRows(tokens, self.block, self.isolate)
 
 
 def open_data(
@@ -162,9 +150,9 @@ def open_data(
             f"answers end with {stops[0]}, which is not among the model's end-of-text tokens: generate, chat and serve "
             "stop there all the same, and fuse and export write it into eos_token_id"
         )
-    packing = Packing(config.max_seq_length, config.isolate_documents) if config.packing else None
+    packs = partial(PackedRows, block=config.max_seq_length, isolate=config.isolate_documents)
     dated = rendering.moment if asks_date(tokenizer.tokenizer) else None
-    return Datasets(stored, packing, tuple(notes), dated, tokenizer.template, stops)
+    return Datasets(stored, packs if config.packing else None, tuple(notes), dated, tokenizer.template, stops)
 
 
 def _check_chat_template(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> None:
@@ -276,12 +264,8 @@ def _no_folder_either(config: TrainConfig) -> Generator[None, None, None]:
 def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str, str] | None) -> RecordSource | None:
     features = {name: value for name in COLUMN_OPTIONS if (value := getattr(config, name)) is not None}
     columns = ColumnNames.from_options(features)
-    if features and (config.hf_dataset is not None or config.data == "demo"):
-        flag = f"--{next(iter(features)).replace('_', '-')}"
-        what, hint = "the demo's data", "leave it out"
-        if config.hf_dataset is not None:
-            what, hint = "hf_dataset", "write it into hf_dataset, where each dataset has its own"
-        raise ConfigError(f"it has no effect on {what}", where=flag, hint=hint)
+    if features:
+        _refuse_features(config, next(iter(features)))
     if config.hf_dataset is not None:
         specs = config.hf_dataset if isinstance(config.hf_dataset, list) else [config.hf_dataset]
         return split_of_hub([spec.model_dump(exclude_none=True) for spec in specs], split)
@@ -293,9 +277,23 @@ def _source(config: TrainConfig, split: str, required: bool, named: Mapping[str,
         with _no_folder_either(config):
             return split_of_hub({"path": config.data, **named, **features}, split)
     path = Path(config.data)
-    if pretraining(config) is not None and path.is_file() and (split == "train" or not required):
-        return source_of_one_file(path, columns) if split == "train" else None
+    if pretraining(config) is not None and path.is_file():
+        if split == "train":
+            return source_of_one_file(path, columns)
+        if not required:
+            return None
     return split_of_folder(path, split, columns, required=required)
+
+
+def _refuse_features(config: TrainConfig, feature: str) -> None:
+    """Refuse an option that names a column where nothing takes it."""
+    if config.hf_dataset is not None:
+        what, hint = "hf_dataset", "write it into hf_dataset, where each dataset has its own"
+    elif config.data == "demo":
+        what, hint = "the demo's data", "leave it out"
+    else:
+        return
+    raise ConfigError(f"it has no effect on {what}", where=f"--{feature.replace('_', '-')}", hint=hint)
 
 
 def _builder(source: RecordSource, identity: Any, rendering: Rendering, progress: Callable[[int, int], None]) -> Build:
@@ -319,22 +317,27 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
     if not config.train or "train" not in stored:
         return
     trained, tokens = stored["train"].report.num_examples, stored["train"].tokens
-    held = stored["valid"].report.num_examples if "valid" in stored else None
-    if config.val_batches != 0 and held is None:
+    yield from _held_notes(config, trained, stored["valid"].report.num_examples if "valid" in stored else 0)
+    # A row's targets are one token further on.
+    count, what, least, whole = len(tokens), "example", config.batch_size - 1, "batch"
+    if config.packing:
+        count, what, least, whole = len(tokens.tokens), "token", config.max_seq_length, "row"
+    if count <= least:
+        yield f"train: {counted(count, what)}, less than a {whole}: each step trains on all"
+
+
+def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
+    """Notes on the number of validation examples, beside that of the trained ones."""
+    if held >= LARGE_PART * (held + trained):
+        yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
+    if config.val_batches == 0:
+        return
+    if not held:
         misnamed = (Path(config.data) / "eval.jsonl").is_file()
         more = " (there is an eval.jsonl: call it valid.jsonl)" if misnamed else ""
         yield f"no valid.jsonl: training goes on without validation{more}"
-    if held is not None and held >= LARGE_PART * (held + trained):
-        yield f"{held:,} of {held + trained:,} examples are validation, and never trained on"
-    if config.val_batches != 0 and 0 < (held or 0) < ENOUGH_VALIDATION:
-        yield f"valid: {counted(held or 0, 'example')}: their loss says little about others"
-    # A row's targets are one token further on.
-    count, what, least = len(tokens), "example", config.batch_size - 1
-    if config.packing:
-        count, what, least = len(tokens.tokens), "token", config.max_seq_length
-    if count <= least:
-        whole = "row" if config.packing else "batch"
-        yield f"train: {counted(count, what)}, less than a {whole}: each step trains on all"
+    elif held < ENOUGH_VALIDATION:
+        yield f"valid: {counted(held, 'example')}: their loss says little about others"
 
 
 def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:

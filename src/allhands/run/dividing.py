@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 import psutil
@@ -25,7 +25,7 @@ from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
-from allhands.run.expecting import Device, in_half
+from allhands.run.expecting import Device, has_masters
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import (
     ON_CPU,
@@ -47,9 +47,11 @@ _INTERLEAVED = 2
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 _MEASURED_S = 0.4
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Divided:
+class DividedModel:
     """A model that is to be cut.
 
     Attributes:
@@ -66,7 +68,7 @@ class Divided:
 
 def split_agreed(
     config: TrainConfig,
-    divided: Divided,
+    divided: DividedModel,
     mesh: Mesh,
     accelerator: Accelerator,
     communicator: Communicator,
@@ -83,14 +85,8 @@ def split_agreed(
     """
     blocks: Any = divided.model.layers
     given = split_given(config, len(blocks), mesh.pipe)
-    per_rank = len(given) // mesh.pipe or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
-    if len(blocks) < mesh.pipe * per_rank:
-        raise ConfigError(
-            f"{len(blocks)} blocks are too few for {mesh.pipe * per_rank} stages",
-            where="--strategy pipeline",
-            hint="take fewer ranks, or --pp with fewer stages",
-        )
-    found = _ways(config, divided, mesh, accelerator)
+    per_rank = _stages_per_rank(config, len(given), len(blocks), mesh.pipe)
+    found = _part_costs(config, divided, mesh, accelerator)
     device = Device(accelerator, mesh, 0)
     present = present_bytes(accelerator)
     kept = recorded.get(STAGES) if recorded else None
@@ -98,16 +94,7 @@ def split_agreed(
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
-    held, beside = [0.0] * mesh.pipe, [0] * mesh.pipe
-    if divided.work is not None:
-        native = accelerator.runs_natively(config.compile)
-        held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
-        begun = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=False)
-        beside = [on_the_way(found.hidden_bytes, mesh.pipe, each * per_rank) for each in begun]
-    seats = [
-        _seat([said for rank, said in enumerate(told) if mesh.coordinates(rank).pipe == place], held[place], more)
-        for place, more in enumerate(beside)
-    ]
+    seats = _seats(config, found, mesh, told, per_rank, native=accelerator.runs_natively(config.compile))
     if given:
         refusal, notes = _judged(given, found, seats)
         if refusal := hand_out_json(communicator, refusal):  # ranks of another kind may count bytes in another way
@@ -117,18 +104,10 @@ def split_agreed(
     if any(_still_fits(kept, way, seats, per_rank) for way in found.ways):
         return tuple(kept), [f"stages: {_told(kept)} blocks, as in the checkpoint"]
     if told[0]["several"] and communicator.size == mesh.size:
-        measured = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
-        slowest = [
-            min(speed for rank, speed in enumerate(measured) if mesh.coordinates(rank).pipe == place)
-            for place in range(mesh.pipe)
-        ]
+        speeds = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
+        slowest = map(min, _by_place(mesh, speeds))
         seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
-    splits = [divide(way, seats, per_rank) for way in found.ways]
-    best, layers = next(
-        ((each, way) for each, way in zip(splits, found.ways, strict=True) if each.fits), (None, found.ways[0])
-    )
-    if best is None:
-        raise _no_room(splits[-1], seats, len(blocks))
+    best, layers = _fitting(found.ways, seats, per_rank)
     sizes = tuple(gather_json(communicator, best.sizes)[0])
     return sizes, [f"stages: {_told(sizes)} blocks{_why(best, layers, seats, per_rank)}"]
 
@@ -148,6 +127,17 @@ def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[in
     return given
 
 
+def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_ranks: int) -> int:
+    per_rank = num_given // num_ranks or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
+    if num_blocks < num_ranks * per_rank:
+        raise ConfigError(
+            f"{num_blocks} blocks are too few for {num_ranks * per_rank} stages",
+            where="--strategy pipeline",
+            hint="take fewer ranks, or --pp with fewer stages",
+        )
+    return per_rank
+
+
 def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage, ...]:
     """Leave ``model`` with this rank's stages; nothing is computed."""
     parts = blocks_of_stages(split)
@@ -164,13 +154,39 @@ def present_bytes(accelerator: Accelerator) -> int:
     return psutil.Process().memory_info().rss + ROOM_OF_PRODUCTS if accelerator.kind == "cpu" else 0
 
 
+def _by_place(mesh: Mesh, of_ranks: Sequence[T]) -> list[list[T]]:
+    """The values of all ranks, by their place in the pipeline."""
+    places: list[list[T]] = [[] for _ in range(mesh.pipe)]
+    for rank, value in enumerate(of_ranks):
+        places[mesh.coordinates(rank).pipe].append(value)
+    return places
+
+
+def _seats(
+    config: TrainConfig,
+    found: _PartCosts,
+    mesh: Mesh,
+    told: Sequence[Mapping[str, Any]],
+    per_rank: int,
+    *,
+    native: bool,
+) -> list[Seat]:
+    """The room at each place of the pipeline; ``told``: what each rank has."""
+    held, beside = [0.0] * mesh.pipe, [0] * mesh.pipe
+    if found.micro_batches:
+        held = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=native)
+        begun = alive(config.pp_schedule, mesh.pipe, found.micro_batches, per_rank, native=False)
+        beside = [on_the_way(found.hidden_bytes, mesh.pipe, each * per_rank) for each in begun]
+    return list(map(_seat, _by_place(mesh, told), held, beside))
+
+
 def _seat(said: Sequence[Mapping[str, Any]], held: float, beside: int) -> Seat:
     """The room and speed that ranks with the same stages have in common."""
     rooms = [each["room"] for each in said if each["room"]]
     return Seat(1.0, min(rooms, default=None), beside + max(each["taken"] for each in said), held)
 
 
-def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[str, list[str]]:
+def _judged(given: Sequence[int], found: _PartCosts, seats: Sequence[Seat]) -> tuple[str, list[str]]:
     """The reason why stages that a person has asked for are refused, or notes on them.
 
     Weights alone that are larger than a rank's memory are refused; what is estimated besides is told.
@@ -183,6 +199,15 @@ def _judged(given: Sequence[int], found: _Ways, seats: Sequence[Seat]) -> tuple[
     if any(each.fits for each in splits):
         return "", []
     return "", [f"stages of {_told(given)} blocks may be too large: {_lacking(splits[-1], seats)}"]
+
+
+def _fitting(ways: Sequence[Layers], seats: Sequence[Seat], per_rank: int) -> tuple[Split, Layers]:
+    """The split by the first way of holding the weights that has room."""
+    splits = [divide(way, seats, per_rank) for way in ways]
+    for split, way in zip(splits, ways, strict=True):
+        if split.fits:
+            return split, way
+    raise _no_room(splits[-1], seats, len(ways[0].blocks))
 
 
 def _still_fits(kept: Any, layers: Layers, seats: Sequence[Seat], per_rank: int) -> bool:
@@ -241,7 +266,7 @@ def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class _PartCosts:
     """The costs of the model's parts.
 
     Attributes:
@@ -249,7 +274,7 @@ class _Ways:
             whose memory is short.
         weights: the parts with their weights alone, as small as they can be.
         once: bytes that a rank has for a while in a pass.
-        micro_batches: of a step; ``hidden_bytes`` that a stage hands on for each.
+        micro_batches: of a step, 0 where nothing is trained; ``hidden_bytes`` that a stage hands on for each.
     """
 
     ways: list[Layers]
@@ -259,26 +284,26 @@ class _Ways:
     hidden_bytes: int
 
 
-def _ways(config: TrainConfig, divided: Divided, mesh: Mesh, accelerator: Accelerator) -> _Ways:
+def _part_costs(config: TrainConfig, divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> _PartCosts:
     forms: list[Form] = [_form(divided, mesh, accelerator)]
+    computes, more, word = (on_cpu, ON_CPU, 4) if accelerator.kind == "cpu" else (on_gpu, 1.0, 2)
     if accelerator.kind == "cpu" and is_quantized(divided.model):
         forms.append("packed")
     models = [weights_of(divided, form, accelerator) for form in forms]
     work, batches = _work(config, divided, models[0], mesh, accelerator)
     blocks = blocks_of(divided.config)
-    of = None if blocks is None else partial(on_cpu if accelerator.kind == "cpu" else on_gpu, blocks)
-    more, again = ON_CPU if accelerator.kind == "cpu" else 1.0, accelerator.runs_natively(config.compile)
-    found = [layers_of(model, work, of, more=more, again=again) for model in models]
+    of = None if blocks is None else partial(computes, blocks)
+    found = [layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile)) for model in models]
     weights, _ = layers_of(models[-1], None, None)
-    once, hidden = found[0][1], 0
-    if divided.work is not None and work is not None and blocks is not None:
-        hidden = work.tokens * blocks.dims * (4 if accelerator.cpu_native else 2)
-        if accelerator.kind == "cpu":
-            once += kept_of_unequal(float(divided.work.mean()), float(divided.work.max()), found[0][0])
-    return _Ways([layers for layers, _ in found], weights, once, batches, hidden)
+    once, hidden, lengths = found[0][1], 0, divided.work
+    if work is not None and blocks is not None:
+        hidden = work.tokens * blocks.dims * word
+        if accelerator.kind == "cpu" and lengths is not None:
+            once += kept_of_unequal(float(lengths.mean()), float(lengths.max()), found[0][0])
+    return _PartCosts([layers for layers, _ in found], weights, once, batches, hidden)
 
 
-def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:
+def _form(divided: DividedModel, mesh: Mesh, accelerator: Accelerator) -> Form:
     """The form in which a rank holds quantised weights where its memory is not short."""
     if accelerator.kind == "cpu":
         return "dense" if divided.for_answers else "codes"
@@ -287,11 +312,11 @@ def _form(divided: Divided, mesh: Mesh, accelerator: Accelerator) -> Form:
 
 
 def _work(
-    config: TrainConfig, divided: Divided, model: Model, mesh: Mesh, accelerator: Accelerator
+    config: TrainConfig, divided: DividedModel, model: Model, mesh: Mesh, accelerator: Accelerator
 ) -> tuple[Work | None, int]:
-    """The work of one micro-batch of this model, and how many of them a step has; ``None`` where nothing is trained."""
+    """The work of one micro-batch of this model, and how many of them a step has; none where nothing is trained."""
     if divided.work is None:
-        return None, 1
+        return None, 0
     longest = int(divided.work.max())
     tokens = micro_batch_tokens(config, divided.work, mesh) or longest
     rows = max(1, config.batch_size // mesh.data_size)
@@ -305,12 +330,12 @@ def _work(
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=True,
-        masters=accelerator.kind == "cuda" and config.master_weights and in_half(divided.model),
+        masters=has_masters(config, divided.model, accelerator),
     )
     return work, batches
 
 
-def weights_of(divided: Divided, form: Form, accelerator: Accelerator) -> Model:
+def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> Model:
     """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
@@ -348,7 +373,7 @@ def _multiplied(module: nn.Module, active: int | None) -> float:
     return numbers
 
 
-def _widths(divided: Divided) -> tuple[int, int] | None:
+def _widths(divided: DividedModel) -> tuple[int, int] | None:
     """The widths of the largest matrix of a block; ``None`` where they are not known."""
     blocks = blocks_of(divided.config)
     return None if blocks is None else (blocks.dims, blocks.mlp_dims)

@@ -30,7 +30,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import alive
-from allhands.run.training_memory import WRITING_BYTES, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
@@ -105,10 +105,7 @@ def estimated_bytes(
         return None
     model: Any = loaded.model
     trained, word = _bytes(model.trainable_parameters()), 2 if in_half(model) else 4
-    through = blocks.layers - len(native.before_training(model))
-    if stages:
-        through = _trained_through(model, stages)
-        blocks = replace(blocks, layers=sum(stage.blocks.stop - stage.blocks.first for stage in stages))
+    blocks, through, has_head = _own_part(model, blocks, stages)
     work = Work(
         method=config.fine_tune_type,
         tokens=tokens,
@@ -119,16 +116,25 @@ def estimated_bytes(
         optimizer=config.optimizer,
         recomputed=config.grad_checkpoint,
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
-        masters=accelerator.kind == "cuda" and config.master_weights and in_half(model),
+        masters=has_masters(config, model, accelerator),
         packed=_packed(config, device.mesh, word),
         alive=_alive(config, device.mesh, cuts, len(stages), native=native_way),
-        has_head=not stages or any(stage.blocks.is_last for stage in stages),
+        has_head=has_head,
     )
     if not accelerator.cpu_native:
         return _of_rank(on_gpu(blocks, work), work, config, device.mesh).arrays
-    later = WRITING_BYTES if config.sample_prompts and device.mesh.data_rank == 0 else 0
     memory = _of_rank(on_cpu(blocks, work), work, config, device.mesh)
-    return later + of_process(memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory())
+    return _writing_bytes(config, device.mesh) + of_process(
+        memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory()
+    )
+
+
+def _own_part(model: Any, blocks: Blocks, stages: Sequence[Stage]) -> tuple[Blocks, int, bool]:
+    """A rank's blocks, how many of them gradients go back through, and whether it has the head."""
+    if not stages:
+        return blocks, blocks.layers - len(native.before_training(model)), True
+    own = replace(blocks, layers=sum(len(stage.blocks.places) for stage in stages))
+    return own, _trained_through(model, stages), any(stage.blocks.is_last for stage in stages)
 
 
 def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
@@ -230,6 +236,16 @@ def held_by(sizing: Sizing, room: int, longest: int, needs: Callable[[Sizing], i
     while (needed := needs(sizing)) is not None and needed > room and sizing.max_tokens > longest:
         sizing = replace(sizing, max_tokens=max(sizing.max_tokens // 2, longest))
     return sizing
+
+
+def has_masters(config: TrainConfig, model: Any, accelerator: Accelerator) -> bool:
+    """True if the optimizer keeps a copy of the weights in float32."""
+    return accelerator.kind == "cuda" and config.master_weights and in_half(model)
+
+
+def _writing_bytes(config: TrainConfig, mesh: Mesh) -> int:
+    """Bytes that a rank will need later, for what the model writes while it is trained."""
+    return WRITING_BYTES if config.sample_prompts and mesh.data_rank == 0 else 0
 
 
 def in_half(model: Any) -> bool:

@@ -44,12 +44,11 @@ def choices(
         "loss": chunked if split(model) else "over all logits (this architecture scales, caps or shifts them)",
     }
     if communicator.size > 1:
-        how = _how(None if config.backend == "auto" else config.backend)
         calls = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
         # In rounds the changes of weights travel, which are packed as gradients are.
         travels = "changes" if config.sync_every > 1 else "gradients"
         found |= {
-            "backend": f"{communicator.backend}, {communicator.size} ranks ({how})",
+            "backend": f"{communicator.backend}, {communicator.size} ranks ({_how(config.backend != 'auto')})",
             "all-reduce": f"{calls}, {communicator.told}" if isinstance(communicator, ByComputer) else calls,
             f"{travels} on the way": _carried(config, communicator, model),
             "optimizer": f"each rank updates about 1/{communicator.size}" if divided else "on every rank whole",

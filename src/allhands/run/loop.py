@@ -14,7 +14,7 @@ from typing import Literal
 import mlx.core as mx
 
 from allhands.checkpoints.copies import NUMBERS, Copies
-from allhands.checkpoints.saving import CopyError, SaveKind
+from allhands.checkpoints.saving import SaveKind, not_saved
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.data.loader import MicroBatch
@@ -120,23 +120,17 @@ class TrainLoop:
             raise
 
     def _train(self) -> RunEnded:
+        if ended := self._resumed_at_end():
+            return ended
         state, strategy = self.state, self.step.strategy
-        if validated := state.validation_due:
-            self._validate()
-            self._sample()
-        if self._out_of_patience() or state.iteration >= self.total:
-            # Resumed after its end: what is missing in this directory is written.
-            self._save("last" if validated else "same")
-            return self._ended("stopped early" if self._out_of_patience() else "finished")
         settled, stops = state.iteration, False
         while state.iteration < self.total:
             begun = time.perf_counter()
             result = self._update()
-            asked = bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
+            asked = self._asked_to_stop(result)
             early = asked and not stops and not self._waits_for_round(time.perf_counter() - begun)
             stops = asked or stops
-            ends = strategy.steps_left == 0 and (stops or self._is_due(settled))
-            if state.iteration == self.total or early or ends:
+            if early or self._round_ends(settled, stops=stops):
                 strategy.close_round()
             if strategy.in_round:  # what is due now is due at its end
                 self._tell_saved(wait=False)
@@ -149,24 +143,44 @@ class TrainLoop:
                 return self._ended("stopped early")
         return self._ended("finished")
 
+    def _resumed_at_end(self) -> RunEnded | None:
+        """Do what was still due when the run ended; tells if it has no more steps to take."""
+        if validated := self.state.validation_due:
+            self._validate()
+            self._sample()
+        if not self._out_of_patience() and self.state.iteration < self.total:
+            return None
+        self._save("last" if validated else "same")  # what is missing in this directory is written
+        return self._ended("stopped early" if self._out_of_patience() else "finished")
+
     def _settle(self, before: int) -> bool:
         """Validate, sample and save what is due since ``before`` batches; tells if patience is at its end too soon."""
         state, config, done = self.state, self.config, self.state.iteration == self.total
         samples = self._due(before, config.sample_every or config.steps_per_eval)
         stale = state.validation_due and self._validate()
+        goes_on = not (done or stale)
         if samples:
             self._sample()
         if stale or self._due(before, config.save_every):
             self._save("last")
-            if not (done or stale) and config.keep_last and self._any_rank(self.regroup_requested()):
+            if goes_on and config.keep_last and self._any_rank(self.regroup_requested()):
                 self._regroup()
-        if not (done or stale):
+        if goes_on:
             self._tell_saved(wait=False)
         return stale and not done
 
     def _due(self, before: int, every: int) -> bool:
         """True if the end, or a multiple of ``every`` batches, was reached since ``before`` of them."""
         return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
+
+    def _asked_to_stop(self, result: StepResult) -> bool:
+        """True if a rank was, on all of them alike."""
+        return bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
+
+    def _round_ends(self, settled: int, *, stops: bool) -> bool:
+        """True if the training ends here, or a round's last step was taken and something waits for that."""
+        ends = self.step.strategy.steps_left == 0 and (stops or self._is_due(settled))
+        return ends or self.state.iteration == self.total
 
     def _is_due(self, settled: int) -> bool:
         """True if something is due that needs the same weights on all ranks."""
@@ -197,7 +211,7 @@ class TrainLoop:
             self._tell_saved(wait=True)
         except StorageError as error:
             failed = True
-            self.sink.emit(Warned(self.state.step, _not_saved(error)))
+            self.sink.emit(Warned(self.state.step, not_saved(error)))
         failed = failed or bool(self.copies.trouble and not before)
         if not self._any_rank(failed):
             raise Regroup(f"stopped after step {self.state.step} to go on with other ranks")
@@ -457,8 +471,8 @@ class TrainLoop:
             self._warn(self.copies.note(outcomes, self.state.step))
             return reports
         failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
-        final = failures.pop() if wait and failures and outcomes[-1] is failures[-1] else None
-        self._warn([Warned(self.state.step, _not_saved(failure)) for failure in failures])
+        final = failures.pop() if wait and failures[-1:] == outcomes[-1:] != [] else None
+        self._warn([Warned(self.state.step, not_saved(failure)) for failure in failures])
         if final is not None:
             again = "then the same command with --resume goes on from the last checkpoint, if there is one"
             final.hint = f"{final.hint}; {again}"
@@ -491,9 +505,3 @@ class TrainLoop:
 def _crossed(before: int, after: int, every: int) -> bool:
     """True if a multiple of ``every`` was reached; with accumulation an update takes several batches."""
     return after // every > before // every
-
-
-def _not_saved(failure: AllhandsError) -> str:
-    adapter_alone = isinstance(failure, CopyError)
-    what = "the checkpoint is there, but not its adapter" if adapter_alone else "no checkpoint was written"
-    return f"{what} ({failure.where}: {failure.message}); training goes on"

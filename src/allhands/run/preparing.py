@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import psutil
@@ -66,7 +66,7 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.run.context import RunContext
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
-from allhands.run.dividing import Divided, split_agreed, stages_of
+from allhands.run.dividing import DividedModel, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
@@ -119,80 +119,139 @@ class LoadedRun:
         return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
+class _Opened(NamedTuple):
+    """The files of one rank, opened before it meets the others.
+
+    Attributes:
+        config: with what its tokenizer says, where a model is made.
+        checkpoint: to go on from, on rank 0.
+        made_data: makes ``data`` again, by another date.
+        notes: what a person should know.
+    """
+
+    config: TrainConfig
+    checkpoint: Checkpoint | None
+    made_data: Callable[..., Datasets]
+    data: Datasets
+    loaded: LoadedModel
+    notes: list[str]
+
+
 def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None) -> LoadedRun:
     """Load model and data, join the group and agree; go on from a checkpoint."""
     prepare_process()
     mesh, notes = surroundings.mesh, list(config.notes)
-    tested = start.parent if start is not None and not config.train else None
+    tested = _directory_tested(config, start)
     if tested is not None:
         config = as_written(config, tested)
     notes += _launching(config, mesh)
     accelerator = detect()
     kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
-    # The data first, because mistakes in them are frequent and a model takes long to load.
-    with _busy(surroundings):
-        fresh, tokenizer = pretraining(config), None
-        chat, trust = chat_of(config, tested), config.trust_remote_code
-        if fresh is not None:
-            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
-            config = fresh = fitted(fresh, tokenizer)
-        checkpoint, told = _checkpoint_of(config, surroundings, directory)
-        notes += told
-        sources = find_splits(config)
-        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
-        progress = _tell_progress(surroundings)
-        made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
-        data = made_data(moment=_moment(surroundings, tested, checkpoint))
-        notes += _date_told(data, surroundings)
-        if fresh is not None:
-            loaded = new_model(fresh, tokenizer, accelerator)
-        else:
-            compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
-            loaded = _loaded(config, tokenizer, accelerator, mesh, compared=compared)
+    opened = _opened(config, surroundings, directory, tested, accelerator)
+    config, checkpoint, data, loaded = opened.config, opened.checkpoint, opened.data, opened.loaded
     require_in_vocabulary(loaded, data.largest_token)
     model: Any = loaded.model
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
-    notes += [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
-    notes += unlearned(model, loaded.tokenizer, data, config) if config.train else []
-    notes += padding_told(model, data)
-    if start is not None and divides(config):
-        load_trained(model, start, new=fresh is not None, tested=tested is not None)
+    notes += opened.notes + _notes(loaded, data, config, trainable)
+    in_parts = divides(config)
+    if in_parts:
+        _start_from(start, model, config)
     if checkpoint is not None:
         notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
         notes += check_versions(checkpoint, versions())
-    facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
+    facts = RankFacts(config, loaded, data, start, equal=() if in_parts else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
-    if divides(config):
+    if in_parts:
         # Before the model is cut, because all ranks have a say in where.
-        communicator, data = _met(facts, surroundings, made_data)
-        divided = Divided(model, loaded.config, data.train.work if config.train and data.train is not None else None)
-        split, told = split_agreed(config, divided, mesh, accelerator, communicator, checkpoint and checkpoint.state)
-        notes, stages = notes + told, stages_of(model, split, mesh)
-        require_files(loaded.path, [stage.blocks for stage in stages])
+        communicator, data = _met(facts, surroundings, opened.made_data)
+        stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
+        notes += told
     with _busy(surroundings):
         read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
-    if start is not None and not stages:
-        load_trained(model, start, new=fresh is not None, tested=tested is not None)
+    if not in_parts:
+        _start_from(start, model, config)
     if config.isolate_documents:
         require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
         kernels = kernels.check_resumed(checkpoint.state)
     if communicator is None:
-        communicator, data = _met(facts, surroundings, made_data)
+        communicator, data = _met(facts, surroundings, opened.made_data)
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
-    restored = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    if restored is not None:
-        restored = kept_of(restored, model, surroundings.busy) if stages else restored
-        restore_weights(model, restored, surroundings.busy)
+    received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
+    restored = _restored(received, model, surroundings, in_parts=in_parts)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
     return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split)
+
+
+def _directory_tested(config: TrainConfig, start: Path | None) -> Path | None:
+    """The directory of an adapter that is only tested."""
+    return start.parent if start is not None and not config.train else None
+
+
+def _opened(
+    config: TrainConfig, surroundings: RunContext, directory: Path, tested: Path | None, accelerator: Accelerator
+) -> _Opened:
+    mesh, fresh, tokenizer = surroundings.mesh, pretraining(config), None
+    chat, trust = chat_of(config, tested), config.trust_remote_code
+    # The data first, because mistakes in them are frequent and a model takes long to load.
+    with _busy(surroundings):
+        if fresh is not None:
+            tokenizer = load_bare_tokenizer(fresh.tokenizer, trust_remote_code=trust, chat=chat)
+            config = fresh = fitted(fresh, tokenizer)
+        checkpoint, notes = _checkpoint_of(config, surroundings, directory)
+        sources = find_splits(config)
+        tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
+        progress = _tell_progress(surroundings)
+        made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
+        data = made_data(moment=_moment(surroundings, tested, checkpoint))
+        if fresh is not None:
+            loaded = new_model(fresh, tokenizer, accelerator)
+        else:
+            compared = checkpoint is not None or mesh.size > 1 or surroundings.attest is not None
+            loaded = _loaded(config, tokenizer, accelerator, mesh, compared=compared)
+    return _Opened(config, checkpoint, made_data, data, loaded, notes + _date_told(data, surroundings))
+
+
+def _notes(loaded: LoadedModel, data: Datasets, config: TrainConfig, trainable: Trainable) -> list[str]:
+    """Notes on what of the model and data has no effect on each other."""
+    notes = [f"no layer is called {key}: this adapter key has no effect" for key in trainable.unmatched]
+    notes += unlearned(loaded.model, loaded.tokenizer, data, config) if config.train else []
+    return notes + padding_told(loaded.model, data)
+
+
+def _start_from(start: Path | None, model: Any, config: TrainConfig) -> None:
+    if start is not None:
+        load_trained(model, start, new=pretraining(config) is not None, tested=not config.train)
+
+
+def _cut(
+    facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, checkpoint: Checkpoint | None
+) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
+    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about."""
+    config, loaded, trained = facts.config, facts.loaded, facts.data.train
+    work = trained.work if config.train and trained is not None else None
+    divided = DividedModel(loaded.model, loaded.config, work)
+    recorded = None if checkpoint is None else checkpoint.state
+    split, told = split_agreed(config, divided, mesh, accelerator, communicator, recorded)
+    stages = stages_of(loaded.model, split, mesh)
+    require_files(loaded.path, [stage.blocks for stage in stages])
+    return stages, split, told
+
+
+def _restored(received: Restored | None, model: Any, surroundings: RunContext, *, in_parts: bool) -> Restored | None:
+    """A checkpoint, or the part of it that this rank needs, whose weights the model has now."""
+    if received is None:
+        return None
+    own = kept_of(received, model, surroundings.busy) if in_parts else received
+    restore_weights(model, own, surroundings.busy)
+    return own
 
 
 def _checkpoint_of(

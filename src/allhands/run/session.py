@@ -194,11 +194,7 @@ class _Session:
         require_timed(balance, config, step.strategy)
         self._restore_optimizer(optimizer, step)
         sink.emit(self.outputs.started(total, state, largest))
-        positions = positions_of(self.ready.loaded.config)
-        notes = size_notes(config, windows, total / order.batches_per_epoch, positions)
-        if config.compress != "none" and self.mesh.size == 1:
-            notes.append(f"--compress {config.compress} has no effect: one rank exchanges nothing")
-        self.outputs.say([f"note: {note}" for note in notes])
+        self._say_notes(windows, total / order.batches_per_epoch)
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
             at = f"step {state.step} (iteration {state.iteration} of {total})"
@@ -242,6 +238,13 @@ class _Session:
             kind = "compiled" if compiled and not step.options.cpu_native else "computed, none of them compiled"
             self.outputs.say([f"shapes of micro-batches: {len(step.shapes)} {kind}"])
         return ended
+
+    def _say_notes(self, windows: Windows, epochs: float) -> None:
+        config, positions = self.config, positions_of(self.ready.loaded.config)
+        notes = size_notes(config, windows, epochs, positions)
+        if config.compress != "none" and self.mesh.size == 1:
+            notes.append(f"--compress {config.compress} has no effect: one rank exchanges nothing")
+        self.outputs.say([f"note: {note}" for note in notes])
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
         """The function by which the model writes, on all ranks that compute together with rank 0."""

@@ -19,21 +19,18 @@ _SHOWN = 3
 
 def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainConfig) -> list[str]:
     """A note on tokens of the training set that may be new, where the embedding is not trained."""
-    named: list[tuple[str, Any]] = list(model.named_modules())
-    tables = [name for name, module in named if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
-    trained = [name for name, _ in flatten(model.trainable_parameters())]
-    if not tables or "train" not in data.stored:
-        return []
-    # An adapter has its table under a name of its own: model.embed_tokens.embedding.
-    table = min((name.removesuffix(".embedding") for name in tables), key=len)
-    if any(name.startswith(f"{table}.") for name in trained):
+    table = _fixed_table(model)
+    if table is None or "train" not in data.stored:
         return []
     own = own_tokens(tokenizer, chosen=config.chat_template is not None)
     tokens = data.stored["train"].tokens.tokens[:_LOOKED_AT]
     found = [own[number] for number in _present(tokens, list(own))]
     if not found:
         return []
-    head = next((name for name, _ in named if name.rpartition(".")[2] in ("lm_head", "output", "embed_out")), None)
+    head = next(
+        (name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("lm_head", "output", "embed_out")),
+        None,
+    )
     keys = table + (f" and {head}" if head else "")
     way = f"add {keys} to the keys of --lora-parameters, or train in full (--fine-tune-type full)"
     if config.fine_tune_type == "full":
@@ -42,6 +39,16 @@ def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainCon
     what = {"lora": "LoRA on these keys", "dora": "DoRA on these keys"}.get(config.fine_tune_type, "this training")
     why = f"{what} leaves the rows of the embedding as they are"
     return [f"{shown}: not learned if new to the model, since {why}; {way}"]
+
+
+def _fixed_table(model: nn.Module) -> str | None:
+    """The name of an embedding that is not trained; ``None`` if it is, or there is none."""
+    named: list[tuple[str, Any]] = list(model.named_modules())
+    # An adapter has its table under a name of its own: model.embed_tokens.embedding.
+    tables = [name for name, module in named if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    table = min((name.removesuffix(".embedding") for name in tables), key=len, default=None)
+    trained = any(name.startswith(f"{table}.") for name, _ in flatten(model.trainable_parameters()))
+    return None if trained else table
 
 
 def _present(tokens: Any, wanted: list[int]) -> list[int]:

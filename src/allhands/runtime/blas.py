@@ -117,18 +117,24 @@ def preload_blas() -> BlasStatus:
     kernels = _kernels(handle)
     what = f"OpenBLAS ({kernels} kernels){_WAYS[way]}, {available_cores()} threads"
     reason = f"{what}; without native operations: {found}" if ours is None else f"{what}, native operations"
-    held_back: str | None = None
-    if not way and (asked := os.environ.get("OPENBLAS_CORETYPE")):
-        held_back = (
-            f"OPENBLAS_CORETYPE={asked} chooses how matrix products are computed, which may take twice as long as by "
-            "what this processor has: unset it unless something else here needs it"
-        )
+    return BlasStatus("fast", reason, library, ours, _held_back(found, way))
+
+
+def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
+    """What makes this process slower than the computer is; ``found``: native operations, or why there are none."""
+    from allhands.runtime.native import library as native
+
     if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
-        held_back = (
+        return (
             f"native operations could not be made ({found}): training may take twice as long, and computes other last "
             "bits than with them; see to that and start again"
         )
-    return BlasStatus("fast", reason, library, ours, held_back)
+    if not way and (asked := os.environ.get("OPENBLAS_CORETYPE")):
+        return (
+            f"OPENBLAS_CORETYPE={asked} chooses how matrix products are computed, which may take twice as long as by "
+            "what this processor has: unset it unless something else here needs it"
+        )
+    return None
 
 
 def _kernels(handle: ctypes.CDLL) -> str:

@@ -229,6 +229,10 @@ class Callers:
             self._callers[connection] = caller
             self._selector.register(connection, selectors.EVENT_READ)
 
+    def _dropped(self, caller: Caller) -> tuple[None] | None:
+        self.drop(caller)
+        return (None,) if caller.proved else None
+
     def _hear(self, caller: Caller) -> tuple[bytes | None] | None:
         """The caller's line, once it is whole; no line where it was believed and is none of us any more."""
         try:
@@ -239,16 +243,14 @@ class Callers:
             heard = b""
         caller.said += heard
         if (caller.proved and not caller.asked) or not heard or len(caller.said) > self._most_bytes:
-            self.drop(caller)
-            return (None,) if caller.proved else None
+            return self._dropped(caller)
         if not caller.theirs and not self._take_number(caller):
             return None
         if b"\n" not in caller.said:
             return None
         line, _, more = bytes(caller.said).partition(b"\n")
         if more:
-            self.drop(caller)
-            return (None,) if caller.proved else None
+            return self._dropped(caller)
         caller.said.clear()
         return (line,)
 

@@ -63,10 +63,8 @@ class Guard:
         if len(origins) > 1 or (origins and not self.admits(origins[0], hosts[0])):
             told = f"pages of {origins[0][:100]!r} may not ask: start the server with --allow-origin to let them"
             return Refusal(403, told, "origin_not_allowed")
-        # Browsers name no origin where a page loads pictures and scripts; a link that somebody follows is no page's.
-        site, mode = found.get("sec-fetch-site", [""])[0], found.get("sec-fetch-mode", [""])[0]
-        followed = mode == "navigate" and method in _SAFE
-        if not origins and site in ("cross-site", "same-site") and not followed and "*" not in self.origins:
+        # Browsers name no origin where a page loads pictures and scripts.
+        if not (origins or "*" in self.origins) and _is_for_other_site(method, found):
             return Refusal(403, "pages of other sites may not ask", "origin_not_allowed")
         return None
 
@@ -128,6 +126,12 @@ def origin_of(text: str) -> str:
     return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _PORTS.get(scheme) else "")
 
 
+def _is_for_other_site(method: str, headers: dict[str, list[str]]) -> bool:
+    """True if a page of another site loads something; a link that somebody follows is no page's."""
+    site, mode = headers.get("sec-fetch-site", [""])[0], headers.get("sec-fetch-mode", [""])[0]
+    return site in ("cross-site", "same-site") and not (mode == "navigate" and method in _SAFE)
+
+
 def _by_name(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, value in headers:
@@ -185,10 +189,8 @@ def listen(
         ConfigError: the address cannot be had, or ``token`` or one of ``origins`` is none.
     """
     allowed = frozenset(origin_of(one.strip()) for given in origins for one in given.split(",") if one.strip())
-    if token is not None and len(token) < LEAST_TOKEN:
-        raise ConfigError("a token of fewer than 8 characters can be guessed", where="--token", hint="leave it out")
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError("a token is made of ASCII letters, digits and signs", where="--token", hint="leave it out")
+    if token is not None:
+        _check_token(token)
     listener = _bound(host, port)
     bound, number = listener.getsockname()[:2]
     is_open = not _is_loopback(bound)
@@ -201,6 +203,16 @@ def listen(
     guard = Guard(frozenset(hosts), allowed, secrets.token_urlsafe(18) if made else token)
     place = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}"
     return Listening(listener, place, guard, is_open, made)
+
+
+def _check_token(token: str) -> None:
+    problem = ""
+    if len(token) < LEAST_TOKEN:
+        problem = "a token of fewer than 8 characters can be guessed"
+    elif not (token.isascii() and token.isprintable() and " " not in token):
+        problem = "a token is made of ASCII letters, digits and signs"
+    if problem:
+        raise ConfigError(problem, where="--token", hint="leave it out")
 
 
 def _addresses() -> list[str]:

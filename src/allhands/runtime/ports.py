@@ -53,7 +53,7 @@ def cannot_listen(error: Exception, address: str, port: int, settings: PortSetti
         error: what binding the port, or looking for the address, has raised.
     """
     given, words = settings or PortSettings(), _words(error)
-    number = error.errno if isinstance(error, OSError) else None
+    number = getattr(error, "errno", None)
     if isinstance(error, OverflowError):
         return PortTrouble("a port is a number from 0 to 65535", f"choose {given.port}")
     if isinstance(error, socket.gaierror | UnicodeError):

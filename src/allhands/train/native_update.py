@@ -81,15 +81,15 @@ class NativeUpdate:
     def _update(
         self, group: list[Named], weights: dict[str, mx.array], numbers: Array, shrunk: float, *, expected: bool
     ) -> None:
-        names, arrays = [name for name, _ in group], [array for _, array in group]
-        olds = [weights.pop(name) for name in names]
+        names, arrays = zip(*group, strict=True)
+        olds = list(map(weights.pop, names))
         homes = [part_of(self._optimizer.state, name) for name in names]
         read = [arrays, olds, *([home[kind] for home in homes] for kind in ("m", "v"))]
         mx.eval(read)
         made = [[new(*old.shape) for old in olds] for _ in range(1 if expected else 3)]
-        views = [floats(array) for array in chain(*read)] + [view for _, view in chain(*made)]
+        views = [*map(floats, chain(*read)), *(view for _, view in chain(*made))]
         where = _Where(views[: len(group)])
-        kept = np.array([shrunk if self._optimizer.decays(old) else 1.0 for old in olds], dtype=np.float32)
+        kept = np.where([self._optimizer.decays(old) for old in olds], shrunk, 1.0).astype(np.float32)
         call("allhands_adam", ctypes.c_int(expected), *where.arguments, pointers(views), at(kept), at(numbers))
         self._model.update(unflatten(list(zip(names, (weight for weight, _ in made[0]), strict=True))))
         if not expected:

@@ -73,20 +73,20 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     """
     peak, given = config.learning_rate, config.warmup_steps
     warmup = min(total_updates // 20, 1000) if given is None else given
-    chosen = config.lr_schedule
-    if chosen is not None and chosen.arguments is not None:
+    chosen = config.lr_schedule or LrSchedule.model_validate({"name": "constant"})
+    if chosen.arguments is not None:
         return _given(chosen, chosen.warmup or warmup, total_updates)
-    warmup = warmup or (chosen.warmup if chosen else 0)
+    warmup = warmup or chosen.warmup
     if warmup >= total_updates and warmup:
         raise ConfigError(
             f"the warm-up of {warmup} updates is not shorter than the training of {total_updates}",
             where="--warmup-steps",
             hint="shorten it or train longer",
         )
-    main = _named(chosen.name if chosen else "constant", peak, total_updates - warmup)
+    main = _named(chosen.name, peak, total_updates - warmup)
     if not warmup:
         return main
-    start = max(chosen.warmup_init if chosen else 0.0, peak / (warmup + 1))
+    start = max(chosen.warmup_init, peak / (warmup + 1))
     rest = main if callable(main) else lambda _: mx.array(peak)
     return optim.join_schedules([optim.linear_schedule(start, peak, warmup), rest], [warmup])
 

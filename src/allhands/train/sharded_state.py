@@ -89,15 +89,20 @@ def load_left_out(
     for name, (_, *shape) in wanted.items():
         size = math.prod(shape)
         found[name] = stored[name].read(Flat(rank * size, (rank + 1) * size)).reshape(shape)
-    if leaves is None:
-        names = [name for name, _ in flatten(model.trainable_parameters())]
-        strategy.left = [found.get(name) for name in names]
-    else:
-        strategy.left = [
-            kept if kept is None else chunk.joined([found[place.name] for place in chunk.places])
-            for chunk, kept in zip(leaves.chunks, strategy.left, strict=True)
-        ]
+    strategy.left = _in_place(model, leaves, strategy.left, found)
     return ""
+
+
+def _in_place(
+    model: nn.Module, leaves: FlatParams | None, left: Sequence[Left], named: Mapping[str, mx.array]
+) -> list[Left]:
+    """The reverse of :func:`_by_name`; ``left``: as it is now."""
+    if leaves is None:
+        return [named.get(name) for name, _ in flatten(model.trainable_parameters())]
+    return [
+        kept if kept is None else chunk.joined([named[place.name] for place in chunk.places])
+        for chunk, kept in zip(leaves.chunks, left, strict=True)
+    ]
 
 
 def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:

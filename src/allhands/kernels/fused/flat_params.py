@@ -7,11 +7,11 @@ as well, so that nothing has to be put together for their product. The model hol
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -97,7 +97,7 @@ def _aligned(count: int) -> int:
 def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
     """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to ``ends[-1]``."""
     pieces: list[mx.array] = []
-    for array, (start, end) in zip(arrays, pairwise(ends), strict=True):
+    for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True):
         pieces.append(array.reshape(-1))
         if array.size < end - start:
             pieces.append(mx.zeros((end - start - array.size,), dtype=array.dtype))
@@ -331,7 +331,7 @@ class _Packed:
     def of(places: Sequence[_Place], products: Sequence[Product], *, apart: bool) -> _Packed | None:
         """``None`` if something else is trained than adapters of one scale, or an adapter drops something."""
         layers = [layer for product in products for layer in product.layers if isinstance(layer, LoRALinear)]
-        known = {(id(layer), key) for layer in layers for key in ("lora_a", "lora_b")}
+        known = {*itertools.product(map(id, layers), ("lora_a", "lora_b"))}
         if {(id(place.module), place.key) for place in places} != known or any(map(drops, layers)):
             return None
         types = {product.dtype for product in products if product.adapted}
