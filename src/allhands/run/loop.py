@@ -174,7 +174,6 @@ class TrainLoop:
         return self.state.iteration == self.total or _crossed(before, self.state.iteration, every)
 
     def _asked_to_stop(self, result: StepResult) -> bool:
-        """True if a rank was, on all of them alike."""
         return bool(result.stop_votes or (self.communicator.size == 1 and self.stop_requested()))
 
     def _round_ends(self, settled: int, *, stops: bool) -> bool:
@@ -212,8 +211,7 @@ class TrainLoop:
         except StorageError as error:
             failed = True
             self.sink.emit(Warned(self.state.step, not_saved(error)))
-        failed = failed or bool(self.copies.trouble and not before)
-        if not self._any_rank(failed):
+        if not self._any_rank(failed or bool(self.copies.trouble and not before)):
             raise Regroup(f"stopped after step {self.state.step} to go on with other ranks")
 
     # --- the end before the end ----------------------------------------------------------------------
@@ -286,12 +284,8 @@ class TrainLoop:
         tells = reports and end < self.total and not self._pauses(end)
         # As many numbers in each step: a ring adds up in parts of a message, so its length decides about last bits.
         peaks = self._extra() if tells else [0.0] * (_PEAKS + NUMBERS)
-        result = self.step(
-            micro_batches,
-            stop=self.stop_requested,
-            upcoming=partial(self._load_ahead, end),
-            extra=[*pace, *peaks],
-        )
+        upcoming = partial(self._load_ahead, end)
+        result = self.step(micro_batches, stop=self.stop_requested, upcoming=upcoming, extra=[*pace, *peaks])
         limit_cache(self.config.clear_cache_threshold)
         state.step, state.iteration = state.step + 1, end
         state.trained_tokens += result.num_targets
@@ -496,9 +490,8 @@ class TrainLoop:
         self.sink.emit(self._ended(reason))
 
     def _ended(self, reason: EndReason) -> RunEnded:
-        state = self.state
+        state, took_s = self.state, time.perf_counter() - self.state.began
         best = state.best_loss if math.isfinite(state.best_loss) else None
-        took_s = time.perf_counter() - state.began
         return RunEnded(state.step, reason, took_s, state.best_step, best, iteration=state.iteration)
 
 
