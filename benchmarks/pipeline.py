@@ -151,7 +151,7 @@ def formula(width: int, weights: int, blocks: range, noted: dict[str, Any]) -> i
 def expectation(width: int, weights: int, blocks: range, noted: dict[str, Any]) -> int:
     """Bytes of a rank's peak as allhands expects it of a model of as many blocks."""
     from allhands.parallel.costs import Work
-    from allhands.run.training_memory import Blocks, on_cpu
+    from allhands.run.training_memory import DecoderShape, on_cpu
 
     trained = 4 * len(blocks) * RANK * (2 * width + width + width // 2)
     work = Work(
@@ -163,7 +163,7 @@ def expectation(width: int, weights: int, blocks: range, noted: dict[str, Any]) 
         optimizer="adam",
         accumulated=True,
     )
-    expected = on_cpu(Blocks(len(blocks), width, 2 * width, width, width // 2, 0), work)
+    expected = on_cpu(DecoderShape(len(blocks), width, 2 * width, width, width // 2, 0), work)
     return expected.arrays + 4 * 2 * noted["tokens"] * width * noted["alive"]
 
 

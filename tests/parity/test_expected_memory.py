@@ -15,7 +15,7 @@ from allhands.kernels import native
 from allhands.observe.monitor import read_samples
 from allhands.parallel.costs import Memory
 from allhands.run.expecting import held_by, scarce
-from allhands.run.training_memory import Blocks, Work, blocks_of, of_process, on_cpu
+from allhands.run.training_memory import DecoderShape, Work, blocks_of, of_process, on_cpu
 from allhands.runtime.sizing import Sizing
 
 SHAPE = (
@@ -33,7 +33,7 @@ SHAPE = (
     "256",
 )
 SIZES = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
-BLOCKS = Blocks(layers=6, dims=256, mlp_dims=768, queries=256, keys=128, vocabulary=1000)
+BLOCKS = DecoderShape(layers=6, dims=256, mlp_dims=768, queries=256, keys=128, vocabulary=1000)
 WORK = Work("lora", 1024, 6, 30_000_000, 1_000_000, "adamw")
 
 needs_native = pytest.mark.skipif(not native.available(), reason="no C compiler, or not a Linux CPU")
@@ -145,22 +145,22 @@ def test_other_families(place: Path, tmp_path: Path, more: tuple[str, ...]) -> N
     [
         (
             {"vocab_size": 10, "num_local_experts": 8, "num_experts_per_tok": 2},
-            Blocks(6, 256, 768, 256, 256, 10, experts=8, active=2),
+            DecoderShape(6, 256, 768, 256, 256, 10, experts=8, active=2),
         ),
         (
             {"vocab_size": 10, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
-            Blocks(6, 256, 64, 256, 256, 10, experts=16, active=4),
+            DecoderShape(6, 256, 64, 256, 256, 10, experts=16, active=4),
         ),
         ({"vocab_size": 10, "num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 2}, None),
         ({"vocab_size": 10, "n_routed_experts": 16, "num_experts_per_tok": 4}, None),
-        ({"vocab_size": 10}, Blocks(6, 256, 768, 256, 256, 10)),
-        ({"vocab_size": 10, "num_key_value_heads": 1, "head_dim": 32}, Blocks(6, 256, 768, 128, 32, 10)),
+        ({"vocab_size": 10}, DecoderShape(6, 256, 768, 256, 256, 10)),
+        ({"vocab_size": 10, "num_key_value_heads": 1, "head_dim": 32}, DecoderShape(6, 256, 768, 128, 32, 10)),
         ({}, None),
         ({"vocab_size": 10, "num_local_experts": 8}, None),
         ({"vocab_size": "many"}, None),
     ],
 )
-def test_the_widths_of_a_model(more: dict[str, Any], found: Blocks | None) -> None:
+def test_the_widths_of_a_model(more: dict[str, Any], found: DecoderShape | None) -> None:
     assert blocks_of({**SIZES, **more}) == found
 
 

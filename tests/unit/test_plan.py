@@ -24,16 +24,16 @@ from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel, enough, fitted, laws, predict
 from allhands.plan.strategies import Setting, Way, all_ways
 from allhands.run.model_sizes import adapter_weights, all_weights, flops_per_token
-from allhands.run.training_memory import Blocks, Work, on_cpu, on_gpu
+from allhands.run.training_memory import DecoderShape, Work, on_cpu, on_gpu
 
 # A step of 1 s: 0.1 s of it are serial; 8 rows of 100 tokens; 80 MB to be exchanged.
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
 FREE = Link("free", float("inf"), 0.0)
-MIXTURE = Blocks(30, 576, 1536, 576, 192, 50257, experts=8, active=2)
-LLAMA = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
-SMALLER = Blocks(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304)
-MIXTRAL = Blocks(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
-SMOL = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
+MIXTURE = DecoderShape(30, 576, 1536, 576, 192, 50257, experts=8, active=2)
+LLAMA = DecoderShape(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=128256)
+SMALLER = DecoderShape(layers=16, dims=2048, mlp_dims=8192, queries=2048, keys=512, vocabulary=50304)
+MIXTRAL = DecoderShape(32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2)
+SMOL = DecoderShape(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
 
 
 # --- links and devices --------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_where_another_computer_saves_little() -> None:
 
 
 def strategies(
-    work: Work, blocks: Blocks, ranks: int, bucket_bytes: int, *, quantised: bool = False, divides: bool = True
+    work: Work, blocks: DecoderShape, ranks: int, bucket_bytes: int, *, quantised: bool = False, divides: bool = True
 ) -> list[Way]:
     """All ways on one GPU and on so many equal ones."""
     setting = Setting(
@@ -208,7 +208,7 @@ def test_a_rank_computes_its_share_in_micro_batches_no_larger_than_before() -> N
         (LLAMA, Work("lora", 8192, 16, 2_494_000_000, 22_544_384, "adamw", recomputed=True), 5.95),
     ],
 )
-def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: Blocks, work: Work, gigabytes: float) -> None:
+def test_what_was_measured_on_a_gpu_with_nothing_ahead(blocks: DecoderShape, work: Work, gigabytes: float) -> None:
     """Of benchmarks/gpu.py's works on an H200: the peak of MLX's memory in the first step."""
     assert on_gpu(blocks, work).arrays / 1e9 == pytest.approx(gigabytes, rel=0.05)
 

@@ -18,10 +18,10 @@ from allhands.plan.kept import keep_plan, read_plan
 from allhands.plan.links import link_of
 from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel
-from allhands.run.training_memory import Blocks, Work, on_gpu
+from allhands.run.training_memory import DecoderShape, Work, on_gpu
 
 # 1.44 billion weights with float32 copies: 64 rows of 2048 in micro-batches of 8, as on an RTX 4090.
-LLAMA = Blocks(layers=24, dims=2048, mlp_dims=5632, queries=2048, keys=1024, vocabulary=151_680)
+LLAMA = DecoderShape(layers=24, dims=2048, mlp_dims=5632, queries=2048, keys=1024, vocabulary=151_680)
 WORK = Work(
     *("full", 16_384, 24, 2_890_000_000, 2_890_000_000, "adamw"),
     masters=True,

@@ -18,10 +18,10 @@ from allhands.plan.links import link_of
 from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel
 from allhands.run.model_sizes import forms_on_cpu
-from allhands.run.training_memory import Blocks, Work, on_gpu
+from allhands.run.training_memory import DecoderShape, Work, on_gpu
 
 # 70 billion weights in 4 bits, LoRA of rank 8 in all blocks, 8 rows of 1,024 in micro-batches of one.
-LARGE = Blocks(layers=80, dims=8192, mlp_dims=28672, queries=8192, keys=1024, vocabulary=128_256)
+LARGE = DecoderShape(layers=80, dims=8192, mlp_dims=28672, queries=8192, keys=1024, vocabulary=128_256)
 WORK = Work("lora", 1024, 80, 39_700_000_000, 410_000_000, "adamw", batch_tokens=8192, row_tokens=1024)
 
 

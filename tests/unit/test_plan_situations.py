@@ -21,9 +21,9 @@ from allhands.plan.job import Job
 from allhands.plan.links import link_of
 from allhands.plan.outlook import Outlook, look_ahead
 from allhands.plan.speed import StepModel, enough, predict
-from allhands.run.training_memory import Blocks, Work, on_gpu
+from allhands.run.training_memory import DecoderShape, Work, on_gpu
 
-MISTRAL = Blocks(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
+MISTRAL = DecoderShape(layers=32, dims=4096, mlp_dims=14336, queries=4096, keys=1024, vocabulary=32768)
 LORA_BYTES = 20_000_000
 PAIR = ("M1 Pro 32GB", "M1 Pro 16GB")
 

@@ -23,10 +23,10 @@ from allhands.plan.links import link_of
 from allhands.plan.outlook import look_ahead
 from allhands.plan.speed import StepModel
 from allhands.run.model_sizes import forward_share
-from allhands.run.training_memory import Blocks, on_cpu
+from allhands.run.training_memory import DecoderShape, on_cpu
 
 STEP = StepModel(0.1, 800.0, 0.9 / 800, 8, 80_000_000, 32_000_000)
-BLOCKS = Blocks(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
+BLOCKS = DecoderShape(layers=30, dims=576, mlp_dims=1536, queries=576, keys=192, vocabulary=49152)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from allhands.run.model_sizes import (
     left_to_adam,
     linears,
 )
-from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.run.training_memory import WRITING_BYTES, DecoderShape, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import detect, device_memory, sizing_of
 from allhands.runtime.blas import available_cores
 
@@ -64,7 +64,7 @@ class _Model:
         forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
     """
 
-    blocks: Blocks | None
+    blocks: DecoderShape | None
     weights_bytes: int
     word: int
     bits: int = 0
@@ -218,7 +218,7 @@ class _Facts:
             return 1.0
         return self._flops(self.blocks, recomputed=True) / self._flops(self.blocks, recomputed=False)
 
-    def _flops(self, blocks: Blocks, *, recomputed: bool) -> float:
+    def _flops(self, blocks: DecoderShape, *, recomputed: bool) -> float:
         return flops_per_token(blocks, self.config.fine_tune_type, self.layers, recomputed=recomputed)
 
     def _started(self) -> tuple[int, float] | None:
@@ -415,12 +415,12 @@ def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
     shape = find_shape(fresh.shape, numbers)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mixed = shape.experts, shape.experts_per_token
-    blocks = Blocks(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
+    blocks = DecoderShape(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
     word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
     return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied)
 
 
-def _trained_layers(config: TrainConfig, blocks: Blocks) -> int:
+def _trained_layers(config: TrainConfig, blocks: DecoderShape) -> int:
     asked = resolve_layers(blocks.layers, config)
     return blocks.layers if asked < 0 else asked
 

@@ -17,7 +17,7 @@ from allhands.model.load import load_bare_tokenizer, load_tokenizer
 from allhands.plan.speed import StepModel
 from allhands.run.datasets import Datasets, chat_of, find_splits, open_data
 from allhands.run.model_sizes import forward_share
-from allhands.run.training_memory import Blocks
+from allhands.run.training_memory import DecoderShape
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def open_splits(config: TrainConfig, *names: str) -> Datasets:
     return open_data(config, {name: found[name] for name in names or found}, tokenizer)
 
 
-def seconds_of(rows: ValidRows, step: StepModel, config: TrainConfig, blocks: Blocks | None, layers: int) -> float:
+def seconds_of(
+    rows: ValidRows, step: StepModel, config: TrainConfig, blocks: DecoderShape | None, layers: int
+) -> float:
     """Return the seconds of one validation on one computer: a forward pass, a part of a training step's time.
 
     Args:

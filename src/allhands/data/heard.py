@@ -47,7 +47,7 @@ _SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """Something that a conversation says.
 
     Attributes:
@@ -81,7 +81,7 @@ class Marked:
 
     messages: list[Message]
     tools: list[Any] | None
-    parts: list[Part]
+    parts: list[AnswerPart]
     key: bytes
 
 
@@ -98,13 +98,13 @@ class _Marker:
     """Writes markers and remembers what they stand for."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self._ids: dict[str, str] = {}
 
     def _word(self, kind: Kind, index: int, text: str) -> str:
         if len(self.parts) >= _MANY:
             return text
-        self.parts.append(Part(kind, index, text))
+        self.parts.append(AnswerPart(kind, index, text))
         return f"Zq{len(self.parts) - 1}qZ"
 
     def _spaced(self, kind: Kind, index: int, text: str) -> str:
@@ -192,7 +192,7 @@ class _Marker:
         if isinstance(value, str):
             return self._spaced("argument", index, value)
         if isinstance(value, int | float) and len(self.parts) < _MANY:
-            self.parts.append(Part("argument", index, str(value)))
+            self.parts.append(AnswerPart("argument", index, str(value)))
             number = _NUMBER + len(self.parts) - 1
             return number if isinstance(value, int) else number + 0.5
         return []
@@ -215,7 +215,7 @@ def lost_markers(text: str, marked: Marked) -> frozenset[int]:
 # --- the real text -----------------------------------------------------------------------------------
 
 
-def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[Part]:
+def lost_parts(text: str, parts: Sequence[AnswerPart], lost: Collection[int]) -> list[AnswerPart]:
     """Parts that the rendered conversation lacks, given the numbers of those that a rendering of its form lacks."""
     return [
         part
@@ -224,7 +224,7 @@ def lost_parts(text: str, parts: Sequence[Part], lost: Collection[int]) -> list[
     ]
 
 
-def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
+def _is_there(text: str, part: AnswerPart, parts: Sequence[AnswerPart]) -> bool:
     """Return True if a part's words are in a text as often as messages say them."""
     words = part.text.strip()
     if part.kind in ("call", "argument", "tool", "name") or len(words) < _SURE:
@@ -232,7 +232,7 @@ def _is_there(text: str, part: Part, parts: Sequence[Part]) -> bool:
     return text.count(words) >= sum(words in other.text for other in parts)
 
 
-def is_missing(text: str, part: Part) -> bool:
+def is_missing(text: str, part: AnswerPart) -> bool:
     """Return True if some of a part's words are not in the text, though the template writes words of its place."""
     words = part.text.strip()
     if part.kind not in ("system", "question", "answer", "reasoning", "result") or _written(words, text):
@@ -339,8 +339,8 @@ def words_of(code: str, sample: str | None = None) -> tuple[str, str]:
 
 
 def unheard(
-    lost: Sequence[Part],
-    parts: Sequence[Part],
+    lost: Sequence[AnswerPart],
+    parts: Sequence[AnswerPart],
     messages: Sequence[Message],
     trained: Collection[int],
     *,
@@ -383,7 +383,11 @@ def _sample(text: str) -> str:
 
 
 def _code(
-    part: Part, lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
+    part: AnswerPart,
+    lost: Sequence[AnswerPart],
+    parts: Sequence[AnswerPart],
+    messages: Sequence[Message],
+    trained: Collection[int],
 ) -> str | None:
     """The code for a lost part; None where another part of it says it already."""
     if part.kind == "reasoning":
@@ -397,7 +401,7 @@ def _code(
 
 
 def _code_of_reasoning(
-    lost: Sequence[Part], parts: Sequence[Part], messages: Sequence[Message], trained: Collection[int]
+    lost: Sequence[AnswerPart], parts: Sequence[AnswerPart], messages: Sequence[Message], trained: Collection[int]
 ) -> str:
     """Tell the loss of earlier answers' thinking, which is usual in generation, from a larger one."""
     wanted = {part.index for part in parts if part.kind == "reasoning" and part.index in trained}

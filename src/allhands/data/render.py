@@ -29,7 +29,7 @@ from allhands.data.dates import StoppedClock, asks_date
 from allhands.data.encoding import Draft, Encoded, Encoder, Tokenizer, mask_of
 from allhands.data.explained import Explained, token_texts
 from allhands.data.forms import Form, other_forms
-from allhands.data.heard import Marked, Part, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
+from allhands.data.heard import AnswerPart, Marked, Unheard, lost_markers, lost_parts, mark, unheard, unread, words_of
 from allhands.data.messages import INSTRUCTION_ROLES, merged_system
 from allhands.data.records import Message, Record, as_turns
 from allhands.data.templates import MERGE, NAMED, OPTION
@@ -265,8 +265,8 @@ class Written:
     messages: list[Message]
     tools: list[Any] | None
     text: str
-    parts: list[Part]
-    lost: list[Part]
+    parts: list[AnswerPart]
+    lost: list[AnswerPart]
     keeps_words: bool
 
 

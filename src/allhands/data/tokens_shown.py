@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenisedText:
     """A text in tokens.
 
     Attributes:
@@ -49,8 +49,8 @@ def load_tokenizer_file(directory: Path) -> Tokenizer:
         raise ModelError(f"the tokenizer cannot be read: {error}", where=str(file), hint=hint) from error
 
 
-def cut(tokenizer: Tokenizer, text: str) -> Cut:
-    """Cut a text, without the special tokens that are put around it for a model.
+def cut(tokenizer: Tokenizer, text: str) -> TokenisedText:
+    """TokenisedText a text, without the special tokens that are put around it for a model.
 
     Raises:
         ConfigError: it is not Unicode.
@@ -67,7 +67,7 @@ def cut(tokenizer: Tokenizer, text: str) -> Cut:
         token if token in special or not in_bytes else _readable(bytes(bytes_of_letters()[letter] for letter in token))
         for token in encoded.tokens
     ]
-    return Cut(list(encoded.ids), pieces, num_bytes)
+    return TokenisedText(list(encoded.ids), pieces, num_bytes)
 
 
 def _readable(raw: bytes) -> str:

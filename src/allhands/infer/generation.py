@@ -26,7 +26,7 @@ from mlx_lm.server import (
     SamplingArguments,
 )
 
-from allhands.data.heard import Part, lost_markers, mark
+from allhands.data.heard import AnswerPart, lost_markers, mark
 from allhands.data.messages import INSTRUCTION_ROLES
 from allhands.data.render import ChatTemplate
 from allhands.data.templates import MERGE, OPTION
@@ -232,7 +232,7 @@ class Generator(ResponseGenerator):
         if not self.provider.tokenizer.has_tool_calling:
             raise Refused("calls of tools that this model writes cannot be read here", code=code, param="tools")
 
-    def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[Part] | None:
+    def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[AnswerPart] | None:
         """Return the parts of a conversation that the template leaves out; ``None`` if it rejects it."""
         if self.provider.template is None:
             return []

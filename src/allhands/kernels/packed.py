@@ -85,7 +85,7 @@ class PackedProduct:
         return out
 
 
-class _Packed(native_products.CodedLayer):
+class _PackedLayer(native_products.CodedLayer):
     """Common methods of the packed forms."""
 
     coded: PackedProduct | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -118,7 +118,7 @@ def _by_blocks_back(layer: Any, cotangent: mx.array) -> mx.array:
     return sum(parts, mx.zeros(()))
 
 
-class PackedLinear(_Packed, nn.QuantizedLinear):
+class PackedLinear(_PackedLayer, nn.QuantizedLinear):
     """A frozen quantised linear layer that stays packed: a form of :class:`mlx.nn.QuantizedLinear`."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -126,7 +126,7 @@ class PackedLinear(_Packed, nn.QuantizedLinear):
         return y + self.bias if "bias" in self else y
 
 
-class PackedEmbedding(_Packed, nn.QuantizedEmbedding):
+class PackedEmbedding(_PackedLayer, nn.QuantizedEmbedding):
     """A quantised table of tokens that stays packed: a form of :class:`mlx.nn.QuantizedEmbedding`."""
 
     def __call__(self, x: mx.array) -> mx.array:

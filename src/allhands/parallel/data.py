@@ -37,7 +37,7 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import squares_of, sum_of_squares
-from allhands.parallel.passes import Pass, Passes
+from allhands.parallel.passes import Computed, Passes
 from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
 
 # Of steps that overlap the second, which no longer compiles, and then one of so many does nothing ahead, to see what
@@ -58,7 +58,7 @@ class Ahead:
 
     batch: MicroBatch
     weights: list[mx.array]
-    computed: Pass
+    computed: Computed
     pending: PendingReduce | None
 
 
@@ -106,21 +106,21 @@ class DataParallel(Strategy):
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         ahead, self.ahead = self.ahead, None
-        computed, pending, used = list[Pass](), None, False
+        computed, pending, used = list[Computed](), None, False
         # Not if somebody has set weights since.
         fits = ahead is not None and bool(micro_batches) and ahead.batch is micro_batches[0]
         if ahead is not None and fits and passes.flat is not None and ahead.weights is passes.flat.weights():
             computed, pending, used = [ahead.computed], ahead.pending, True
         del ahead
 
-        def run(batch: MicroBatch) -> Pass:
+        def run(batch: MicroBatch) -> Computed:
             return computed.pop() if computed else self._run(passes, batch)
 
         lazy_end = not self._exchanging.cpu_native and (self._exchanging.size == 1 or self.overlaps)
         mine = passes.accumulate(micro_batches, run, lazy_end=lazy_end)
         return replace(mine, pending=pending, ahead=used)
 
-    def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
+    def _run(self, passes: Passes, batch: MicroBatch) -> Computed:
         return passes.run(batch)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
@@ -193,7 +193,7 @@ class DataParallel(Strategy):
         """True if the exchange of the next step's gradients starts with its first pass; alike on all ranks."""
         return False
 
-    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Pass, PendingReduce | None]:
+    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Computed, PendingReduce | None]:
         """The next step's first pass, with its exchange if that starts ``early``."""
         return passes.run(batch), None
 
@@ -238,14 +238,14 @@ class OverlappedData(DataParallel):
         size, codec = self._exchanging.size, self._exchanging.codec
         self._apart = TravellingLookups.of(passes.model, passes.flat, size, passes.objective, passes.computing, codec)
 
-    def _run(self, passes: Passes, batch: MicroBatch) -> Pass:
+    def _run(self, passes: Passes, batch: MicroBatch) -> Computed:
         return passes.run(batch, self._apart if batch.sole else None)
 
     def _starts_early(self, micro_batches: Sequence[MicroBatch]) -> bool:
         # Only what all ranks know may decide on an exchange: others may have compiled other shapes.
         return len(micro_batches) == 1 and micro_batches[0].sole
 
-    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Pass, PendingReduce | None]:
+    def _hand_out(self, passes: Passes, batch: MicroBatch, *, early: bool) -> tuple[Computed, PendingReduce | None]:
         if not early:
             return super()._hand_out(passes, batch, early=early)
         computed = self._run(passes, batch)

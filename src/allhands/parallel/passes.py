@@ -25,7 +25,7 @@ from allhands.runtime.accelerator import device_memory
 
 
 @dataclass(frozen=True)
-class Pass:
+class Computed:
     """One micro-batch's sums and gradients, lazy or computed; ``lookups`` are apart where they travel by themselves."""
 
     sums: mx.array
@@ -75,17 +75,17 @@ class Passes:
         self.computing.heartbeat("first" if traced and batch.shape not in self.shapes else "compute")
         self.shapes.add(batch.shape)
 
-    def run(self, batch: MicroBatch, apart: TravellingLookups | None = None) -> Pass:
+    def run(self, batch: MicroBatch, apart: TravellingLookups | None = None) -> Computed:
         """One pass; with ``apart`` what look-ups contribute is not in the gradients, where that fits the batch."""
         arguments = self.arguments(batch)
         if apart is None or not apart.fits(batch):
-            return Pass(*self._gradient(*arguments))
-        return Pass(*apart(batch, arguments))
+            return Computed(*self._gradient(*arguments))
+        return Computed(*apart(batch, arguments))
 
     def accumulate(
         self,
         micro_batches: Sequence[MicroBatch],
-        run: Callable[[MicroBatch], Pass],
+        run: Callable[[MicroBatch], Computed],
         *,
         lazy_end: bool,
     ) -> Gradients:

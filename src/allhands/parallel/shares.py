@@ -47,7 +47,7 @@ _NUMBERS = 3  # that a rank tells of its step
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """One step of one rank: tokens of its passes, their seconds, those of its update, and its part of all ranks' speed.
 
     Parts are compared from step to step: short rows are slower for every rank.
@@ -82,7 +82,7 @@ class Speed:
         return (tokens + self.update) / self.part
 
 
-def speed_of(samples: Sequence[Sample], noise: float) -> Speed:
+def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
     """The medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
     part, update = (_median(sorted(each)) for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True))
     return Speed(part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update)
@@ -237,7 +237,7 @@ class Balance:
         self.own: tuple[float, ...] = (0.0,) * _NUMBERS  # of this rank's last step
         # Replaced as a whole, because another thread reads it.
         self._plan: tuple[_Entry, ...] = ((begin, tuple(weights), ()),)
-        self._samples = [deque[Sample](maxlen=_KEPT) for _ in weights]
+        self._samples = [deque[StepSample](maxlen=_KEPT) for _ in weights]
         self._jumps = [deque[float](maxlen=_LONG) for _ in weights]
         self._longest = deque[float](maxlen=_KEPT)  # seconds of the slowest rank's passes in each step
         self._step_tokens = deque[float](maxlen=_LONG)  # of all ranks
@@ -292,7 +292,7 @@ class Balance:
         """
         if len(numbers) != _NUMBERS * self.size:
             return None
-        found = [Sample(*numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
+        found = [StepSample(*numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
         if not self.moves or not any(_timed(sample) for sample in found):
             return None
         self._heard += 1
@@ -308,7 +308,7 @@ class Balance:
             self._try(end)
         return moved
 
-    def _take(self, found: Sequence[Sample]) -> None:
+    def _take(self, found: Sequence[StepSample]) -> None:
         """Remember a step's samples."""
         weights = self._plan[0][1]
         timed = [rank for rank, sample in enumerate(found) if _timed(sample)]
@@ -401,5 +401,5 @@ class Balance:
             self._plan = (*self._plan, (begin, weights, due), (begin + self._accumulation, weights, ()))
 
 
-def _timed(sample: Sample) -> bool:
+def _timed(sample: StepSample) -> bool:
     return 0 < sample.tokens < math.inf and 0 < sample.seconds < math.inf

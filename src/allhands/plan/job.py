@@ -9,7 +9,7 @@ from allhands.parallel.rounds import Rounds
 from allhands.plan.computers import Computer
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.speed import StepModel
-from allhands.run.training_memory import BACKEND_BYTES, Blocks, Memory, Work
+from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Work
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Job:
     link: ExchangeTimes | None
     computers: tuple[Computer, ...]
     numbers: tuple[int, ...]
-    blocks: Blocks | None
+    blocks: DecoderShape | None
     work: Work | None
-    of: Callable[[Blocks, Work], Memory]
+    of: Callable[[DecoderShape, Work], Memory]
     imagined: bool = False
     batch_rows: int = 0
     present_bytes: int = 0

@@ -28,7 +28,7 @@ from allhands.run.stage_costs import (
     on_the_way,
     small_enough,
 )
-from allhands.run.training_memory import Blocks
+from allhands.run.training_memory import DecoderShape
 
 _FLOAT, _HALF = 4, 2
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
@@ -123,7 +123,7 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
 
 
 def _split(
-    job: Job, blocks: Blocks, team: Sequence[Computer], cut: _Cut, hidden_bytes: int
+    job: Job, blocks: DecoderShape, team: Sequence[Computer], cut: _Cut, hidden_bytes: int
 ) -> tuple[Model, Layers, Split, float]:
     """The model in the fastest form of its weights that fits, its layers, their split, and a factor on times."""
     on_gpu, ranks = not job.present_bytes, len(team)
@@ -219,7 +219,7 @@ def _packed_takes(tokens: int) -> float:
     return 1.09 + 7.2 / tokens
 
 
-def model_of(blocks: Blocks, work: Work, *, tied: bool, form: tuple[float, float] | None = None) -> Model:
+def model_of(blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float, float] | None = None) -> Model:
     """The model's weights.
 
     Args:

@@ -30,7 +30,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import alive
-from allhands.run.training_memory import WRITING_BYTES, Blocks, Work, blocks_of, of_process, on_cpu, on_gpu
+from allhands.run.training_memory import WRITING_BYTES, DecoderShape, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
 from allhands.runtime.sizing import Sizing
@@ -129,7 +129,7 @@ def estimated_bytes(
     )
 
 
-def _own_part(model: Any, blocks: Blocks, stages: Sequence[Stage]) -> tuple[Blocks, int, bool]:
+def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tuple[DecoderShape, int, bool]:
     """A rank's blocks, how many of them gradients go back through, and whether it has the head."""
     if not stages:
         return blocks, blocks.layers - len(native.before_training(model)), True
@@ -138,7 +138,7 @@ def _own_part(model: Any, blocks: Blocks, stages: Sequence[Stage]) -> tuple[Bloc
 
 
 def _trained_through(model: Any, stages: Sequence[Stage]) -> int:
-    """Blocks of these stages through which gradients go back: from the first one that is trained."""
+    """DecoderShape of these stages through which gradients go back: from the first one that is trained."""
     count = 0
     for stage in stages:
         own = model.layers[stage.blocks.first : stage.blocks.stop]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from allhands.run.training_memory import Blocks, Method
+from allhands.run.training_memory import DecoderShape, Method
 
 # Linear layers of a block, as (inputs, outputs) of its widths, by the names that LoRA's keys have.
 _LINEARS = {
@@ -18,7 +18,7 @@ _LINEARS = {
 }
 
 
-def block_weights(blocks: Blocks, mlps: int = 1) -> int:
+def block_weights(blocks: DecoderShape, mlps: int = 1) -> int:
     """Weights of the matrices of one block with ``mlps`` times its MLP."""
     return sum(
         (mlps if name.startswith("mlp.") else 1) * getattr(blocks, a) * getattr(blocks, b)
@@ -26,14 +26,14 @@ def block_weights(blocks: Blocks, mlps: int = 1) -> int:
     )
 
 
-def all_weights(blocks: Blocks, *, tied: bool) -> int:
+def all_weights(blocks: DecoderShape, *, tied: bool) -> int:
     """Weights of all matrices."""
     routers = blocks.layers * blocks.experts * blocks.dims
     rows = (1 if tied else 2) * blocks.vocabulary * blocks.dims
     return blocks.layers * block_weights(blocks, blocks.experts or 1) + routers + rows
 
 
-def forms_on_cpu(blocks: Blocks, bits: int, group: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def forms_on_cpu(blocks: DecoderShape, bits: int, group: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Bytes of the quantised weights of a block, and of a table of tokens, as a CPU holds them in training.
 
     First as codes of one byte beside a dense table, then packed, as where memory is short; experts always are.
@@ -46,7 +46,7 @@ def forms_on_cpu(blocks: Blocks, bits: int, group: int) -> tuple[tuple[float, fl
     return (codes, 4.0 * table), (packed * (every - experts) + in_float, packed * table)
 
 
-def left_to_adam(blocks: Blocks, optimizer: str, trained_bytes: int, word: int) -> int:
+def left_to_adam(blocks: DecoderShape, optimizer: str, trained_bytes: int, word: int) -> int:
     """Bytes of a new model's weights that muon leaves to adamw: all but the matrices of the blocks.
 
     Args:
@@ -56,12 +56,12 @@ def left_to_adam(blocks: Blocks, optimizer: str, trained_bytes: int, word: int) 
     return max(0, trained_bytes - word * hidden) if optimizer == "muon" else 0
 
 
-def linears(blocks: Blocks) -> list[str]:
+def linears(blocks: DecoderShape) -> list[str]:
     """The linear layers of a block by the names that a key of LoRA has; of a mixture those of all experts."""
     return [name.replace("mlp.", "switch_mlp.") if blocks.experts else name for name in _LINEARS]
 
 
-def adapter_weights(blocks: Blocks, layers: int, rank: int, keys: Collection[str] | None) -> int:
+def adapter_weights(blocks: DecoderShape, layers: int, rank: int, keys: Collection[str] | None) -> int:
     """Numbers of LoRA's factors in the last ``layers`` blocks."""
     numbers = (blocks.dims + blocks.experts) if blocks.experts and keys is None else 0  # of the router
     for (name, (a, b)), inner in zip(_LINEARS.items(), linears(blocks), strict=True):
@@ -71,7 +71,7 @@ def adapter_weights(blocks: Blocks, layers: int, rank: int, keys: Collection[str
     return layers * rank * numbers
 
 
-def flops_per_token(blocks: Blocks, method: Method, layers: int, *, recomputed: bool) -> float:
+def flops_per_token(blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool) -> float:
     """Products and sums of a token's passes, attention's own left out: 2 a weight forward, as many for each gradient.
 
     Args:
@@ -85,10 +85,10 @@ def flops_per_token(blocks: Blocks, method: Method, layers: int, *, recomputed: 
     return forward + backward + (2.0 * layers * block if recomputed else 0.0)
 
 
-def forward_share(blocks: Blocks, method: Method, layers: int, *, recomputed: bool) -> float:
+def forward_share(blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool) -> float:
     """The part of :func:`flops_per_token` that a validation has, too."""
     return _forward(blocks) / flops_per_token(blocks, method, layers, recomputed=recomputed)
 
 
-def _forward(blocks: Blocks) -> float:
+def _forward(blocks: DecoderShape) -> float:
     return 2.0 * (blocks.layers * block_weights(blocks, blocks.active or 1) + blocks.vocabulary * blocks.dims)

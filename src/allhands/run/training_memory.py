@@ -36,7 +36,7 @@ _UNEVEN = ("n_routed_experts", "mlp_only_layers", "first_k_dense_replace", "shar
 
 
 @dataclass(frozen=True)
-class Blocks:
+class DecoderShape:
     """Widths of a decoder of equal blocks, each of attention and a gated MLP, or several of which some are chosen.
 
     Attributes:
@@ -55,7 +55,7 @@ class Blocks:
     active: int = 0
 
 
-def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
+def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
     """The widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
     if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
         return None
@@ -70,10 +70,10 @@ def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
         mlp_dims = int(inner or config["intermediate_size"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return Blocks(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
+    return DecoderShape(layers, dims, mlp_dims, heads * width, key_heads * width, vocabulary, experts, active)
 
 
-def on_cpu(blocks: Blocks, work: Work) -> Memory:
+def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
     """What a step takes on a Linux CPU with the native operations, in float32."""
     values = work.tokens * _FLOAT
     kept, passing = _of_a_block(blocks, work.method)
@@ -106,7 +106,7 @@ def on_cpu(blocks: Blocks, work: Work) -> Memory:
     )
 
 
-def on_gpu(blocks: Blocks, work: Work) -> Memory:
+def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
     """What a step takes on a GPU with nothing ahead, in half precision.
 
     The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``); SwiGLU's output is
@@ -144,7 +144,7 @@ def on_gpu(blocks: Blocks, work: Work) -> Memory:
     )
 
 
-def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
+def _of_a_block(blocks: DecoderShape, method: Method) -> tuple[float, float]:
     """Values for a token that one block keeps, and that it has for a while in its backward pass."""
     parts = (blocks.dims, blocks.mlp_dims, blocks.queries, blocks.keys)
     if method == "dora":  # by MLX's own operations, of which every result is kept
@@ -157,12 +157,12 @@ def _of_a_block(blocks: Blocks, method: Method) -> tuple[float, float]:
     return _dot(parts, (10.0, 3.0, 2.0, 2.0)), _dot(parts, (2.4, 3.0, 0.0, 0.0))
 
 
-def _mixed(blocks: Blocks) -> tuple[int, ...]:
+def _mixed(blocks: DecoderShape) -> tuple[int, ...]:
     """Widths of a block with experts, for one token: each expert that computes it has its own."""
     return blocks.dims, blocks.active * blocks.mlp_dims, blocks.active * blocks.dims, blocks.keys
 
 
-def _gradients(blocks: Blocks, work: Work) -> int:
+def _gradients(blocks: DecoderShape, work: Work) -> int:
     """Bytes of gradients in the backward pass."""
     # Experts' are copied once.
     share = 1.4 if blocks.experts and work.method == "full" else 1.0
