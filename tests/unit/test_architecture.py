@@ -182,6 +182,8 @@ def test_no_global_is_changed_and_no_foreign_module_patched() -> None:
                     assert dotted(target) in allowed, f"{module}:{target.lineno} sets {dotted(target)}"
 
 
+_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert, ast.comprehension)
+
 # --- sizes -------------------------------------------------------------------------------------------
 
 
@@ -197,7 +199,20 @@ def test_files_and_functions_fit_on_the_desk() -> None:
                 assert node.end_lineno is not None
                 lengths.append(node.end_lineno - node.lineno + 1)
                 assert lengths[-1] <= 80, f"{module}: {node.name} has {lengths[-1]} lines"
+                assert _branches(node) <= 12, f"{module}: {node.name} has {_branches(node)} ways through it"
     assert sorted(lengths)[len(lengths) // 2] <= 14
+
+
+def _branches(function: ast.AST) -> int:
+    """McCabe's complexity, in which each "and" and "or" counts as well; of nested functions their own."""
+    total, left = 1, list(ast.iter_child_nodes(function))
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        total += isinstance(node, _BRANCHES) + (len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0)
+        left += ast.iter_child_nodes(node)
+    return total
 
 
 def test_public_functions_and_classes_say_what_they_do() -> None:
