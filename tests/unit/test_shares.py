@@ -22,8 +22,8 @@ from allhands.parallel.shares import (
     Balance,
     Moved,
     RowSeconds,
-    Sample,
     Speed,
+    StepSample,
     better_weights,
     even_weights,
     fluid_seconds,
@@ -246,7 +246,7 @@ def test_given_shares_stay() -> None:
 
 def test_a_change_must_be_worth_more_than_its_noise() -> None:
     def better(errors: float) -> Any:
-        speeds = [speed_of([Sample(1.0, 1.0, part=part)] * 9, errors) for part in (0.55, 0.45)]
+        speeds = [speed_of([StepSample(1.0, 1.0, part=part)] * 9, errors) for part in (0.55, 0.45)]
         return better_weights((1.0, 1.0), speeds, 0.02, 1.0, fluid_seconds(1.0))
 
     assert better(0.0) == (0.55, 0.45)
@@ -254,8 +254,8 @@ def test_a_change_must_be_worth_more_than_its_noise() -> None:
 
 
 def test_a_median_is_not_moved_by_an_outlier() -> None:
-    assert speed_of([Sample(1.0, 1.0, part=part) for part in (1.0, 1.0, 9.0)], 0.0).part == 1.0
-    assert Sample(300.0, 2.0).speed == 150.0
+    assert speed_of([StepSample(1.0, 1.0, part=part) for part in (1.0, 1.0, 9.0)], 0.0).part == 1.0
+    assert StepSample(300.0, 2.0).speed == 150.0
 
 
 # --- shares of rows ---------------------------------------------------------------------------------------
