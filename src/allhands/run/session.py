@@ -110,7 +110,7 @@ def run_finetune(
         ready = prepare(config, surroundings, directory, start)
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
-        return _Run(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
+        return _RankRun(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
 
 
 def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
@@ -128,7 +128,7 @@ def _observed(surroundings: RunContext, observer: ProcessSampler) -> RunContext:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RankRun:
     """One rank's run, everything loaded and agreed."""
 
     config: TrainConfig
