@@ -79,8 +79,10 @@ def check_computers(config: TrainConfig, asked: AskedComputers) -> None:
     if not devices:
         _check_ranks(config)
     several = config.num_ranks > 1
-    values = {"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile}
-    values["-n"] = "several" * (several and not config.hostfile)
+    values = {
+        **{"--link": asked.link, "--hosts": config.hosts, "--hostfile": config.hostfile},
+        "-n": several and not config.hostfile,
+    }
     given = [flag for flag, value in values.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other", where=given[-1], hint="give one of them")

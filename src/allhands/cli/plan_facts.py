@@ -402,7 +402,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
 
 
 def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """How a model's configuration says that its weights are quantised; empty if they are not."""
+    """Return the part of a model's configuration about quantised weights; empty if they are not."""
     found = values.get("quantization") or values.get("quantization_config")
     return found if isinstance(found, dict) else {}
 

@@ -353,7 +353,7 @@ class Attempt:
         return self._fault("memory" if memory else "killed", end.rank, 128 - end.code, what, since)
 
     def _said(self, rank: int) -> Mapping[str, Any]:
-        """What a rank has written down of its error, if anything."""
+        """Return the content of a rank's error file; empty if it wrote none."""
         return self._ranks.error(rank) or {}
 
     def _lost_host(self, host: str, since: float) -> Fault:

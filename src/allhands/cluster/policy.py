@@ -180,7 +180,7 @@ def _after_fault(history: Sequence[Past], fault: Fault, limits: RestartLimits) -
 
 
 def _lasting(fault: Fault) -> str | None:
-    """What is to blame that no restart changes, if anything is."""
+    """Return the cause, if it is one that no restart can change."""
     return (fault.explanation and _LASTING.get(fault.exit_code)) or _COMMAND.get(fault.exit_code)
 
 

@@ -465,7 +465,7 @@ class TrainLoop:
             self._warn(self.copies.note(outcomes, self.state.step))
             return reports
         failures = [outcome for outcome in outcomes if isinstance(outcome, AllhandsError)]
-        final = failures.pop() if wait and failures[-1:] == outcomes[-1:] != [] else None
+        final = failures.pop() if wait and isinstance(next(reversed(outcomes), None), AllhandsError) else None
         self._warn([Warned(self.state.step, not_saved(failure)) for failure in failures])
         if final is not None:
             again = "then the same command with --resume goes on from the last checkpoint, if there is one"

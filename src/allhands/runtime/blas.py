@@ -121,7 +121,7 @@ def preload_blas() -> BlasStatus:
 
 
 def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
-    """What makes this process slower than the computer is; ``found``: native operations, or why there are none."""
+    """The reason why this process computes slowly, if any; ``found``: native operations, or why there are none."""
     from allhands.runtime.native import library as native
 
     if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
