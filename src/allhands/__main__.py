@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Importing takes a moment: until it is over, Ctrl-C ends this process without a traceback.
+# Importing and making ready take a moment: until main can answer Ctrl-C, it ends this process without a traceback.
 _INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from allhands.io.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words  # noqa: E402
@@ -31,7 +31,6 @@ _LOADS = frozenset(
 
 def run() -> None:
     """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
-    signal.signal(signal.SIGINT, _INTERRUPT)
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _WRITING:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -44,7 +43,10 @@ def run() -> None:
     if arguments and arguments[0] in _WORK and "--help" not in arguments:
         sys.stdout = keep_going(sys.stdout)
     try:
+        signal.signal(signal.SIGINT, _INTERRUPT)
         main()
+    except KeyboardInterrupt:  # at main's very first or last step
+        sys.exit(128 + signal.SIGINT)
     finally:
         tell_lost_words()
 
