@@ -6,11 +6,15 @@ fast BLAS, which MLX finds if it is imported afterwards; a command loads that on
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from allhands.runtime.command import end_by_interrupt, is_command
 
-from allhands.runtime.blas import is_command, preload_blas
-from allhands.runtime.versions import __version__
+end_by_interrupt()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from allhands.runtime.blas import preload_blas  # noqa: E402
+from allhands.runtime.versions import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from allhands.api import finetune, pretrain

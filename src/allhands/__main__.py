@@ -4,15 +4,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Importing and making ready take a moment: until main can answer Ctrl-C, it ends this process without a traceback.
-_INTERRUPT = signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-from allhands.io.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words  # noqa: E402
+from allhands.io.terminal import keep_going, open_closed_streams, stream_of, tell_lost_words
 
 open_closed_streams()  # before anything else gets their numbers
 
 from allhands.cli.main import main  # noqa: E402
 from allhands.runtime.blas import preload_blas  # noqa: E402
+from allhands.runtime.command import interrupt_raises  # noqa: E402
 from allhands.runtime.jit_cache import prepare_process  # noqa: E402
 from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 
@@ -30,7 +28,7 @@ _LOADS = frozenset(
 
 
 def run() -> None:
-    """Run the command line, in which Ctrl-C is an exception again; so is SIGTERM where files are half written."""
+    """Run the command line, which answers Ctrl-C from then on; and SIGTERM where files are half written."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _WRITING:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -43,7 +41,7 @@ def run() -> None:
     if arguments and arguments[0] in _WORK and "--help" not in arguments:
         sys.stdout = keep_going(sys.stdout)
     try:
-        signal.signal(signal.SIGINT, _INTERRUPT)
+        interrupt_raises()
         main()
     except KeyboardInterrupt:  # at main's very first or last step
         sys.exit(128 + signal.SIGINT)

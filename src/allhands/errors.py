@@ -97,6 +97,12 @@ class Regroup(AllhandsError):
     exit_code = 75
 
 
+def without_import(error: BaseException) -> BaseException:
+    """Return the interrupt for the ImportError that a C extension makes of it; any other error as it is."""
+    cause = error.__cause__
+    return cause if isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt) else error
+
+
 def error_named(name: str) -> type[AllhandsError] | None:
     """The class of errors of that name; ``None``: there is none."""
     found = globals().get(name)

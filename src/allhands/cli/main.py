@@ -11,7 +11,7 @@ from typing import Any
 from allhands.cli import commands
 from allhands.cli.parser import App, UnknownCommand, with_auto_resume
 from allhands.config.aliases import canonical_flag, instead_of_command, instead_of_flag
-from allhands.errors import AllhandsError, ConfigError, in_our_words
+from allhands.errors import AllhandsError, ConfigError, in_our_words, without_import
 from allhands.io.paths import check_variables
 from allhands.io.terminal import tell
 
@@ -67,9 +67,12 @@ def main(arguments: list[str] | None = None) -> None:
         _silence_output()
         code = 0
     except Exception as error:
-        code = _exit_of(error)
+        interrupted = isinstance(without_import(error), KeyboardInterrupt)
+        code = _INTERRUPTED if interrupted else _exit_of(error)
         if code is None:
             raise
+        if interrupted:
+            _tell_interrupted(arguments)
     sys.exit(code)
 
 

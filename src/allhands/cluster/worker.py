@@ -37,7 +37,7 @@ from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
-from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError
+from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError, without_import
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
@@ -196,7 +196,7 @@ class WorkerContext:
         A message is for one place: under our supervisor, which reads the error file and speaks for all ranks, a
         rank writes it to its own log; under another launcher the first rank to fail prints it.
         """
-        known = as_allhands_error(error)
+        known = as_allhands_error(without_import(error))
         code = self._exit_code(known)
         try:
             try:

@@ -33,7 +33,6 @@ PREFIX = "scipy_"
 _WAYS = ("", " and our AVX-512", " and AMX")
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a person's function
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,6 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         return Path.home() / "Library" / "Caches" / "allhands"
     chosen = environ.get("XDG_CACHE_HOME")
     return (Path(os.path.expanduser(chosen)) if chosen else Path.home() / ".cache") / "allhands"
-
-
-def is_command() -> bool:
-    """True if this process is a command of allhands, or one of its helpers, and no program of a person's.
-
-    A command knows whether it will compute; a program may, as soon as it has imported allhands.
-    """
-    program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # while Python looks for the module
-        following = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
-        module = following[0] if following else ""
-        return module.partition(".")[0] == "allhands" and module != _CALLS_A_PROGRAM
-    path = Path(program)
-    own = Path(__file__).parents[1] in path.parents and path.stem != _CALLS_A_PROGRAM.rpartition(".")[2]
-    return own or path.name == "allhands"
 
 
 @cache

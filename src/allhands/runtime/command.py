@@ -1,0 +1,51 @@
+"""What this process is: the command ``allhands``, one of its helpers, or a program of a person's.
+
+It is imported before everything else, so it needs only what Python itself has loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_COMMAND = "allhands"
+_CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a person's function
+
+
+def is_command() -> bool:
+    """True if this process is a command of allhands, or one of its helpers, and no program of a person's.
+
+    A command knows whether it will compute; a program may, as soon as it has imported allhands.
+    """
+    return _module() not in (None, _CALLS_A_PROGRAM)
+
+
+def end_by_interrupt() -> None:
+    """Let Ctrl-C end the command without a traceback, until :func:`interrupt_raises`. Elsewhere it changes nothing.
+
+    A command that ignores Ctrl-C, as one in the background of a script does, goes on to ignore it.
+    """
+    if _module() == _COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupt_raises() -> None:
+    """Undo :func:`end_by_interrupt`: Ctrl-C raises ``KeyboardInterrupt`` again."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _module() -> str | None:
+    """The module of allhands that Python runs as this process, or ``None`` if it runs something else."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # while Python looks for the module
+        following = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
+        module = following[0] if following else ""
+    elif os.path.basename(program) == _COMMAND:
+        module = _COMMAND
+    else:
+        source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        module = os.path.splitext(os.path.relpath(program or os.sep, source))[0].replace(os.sep, ".")
+    module = module.removesuffix(".__main__")
+    return module if module.partition(".")[0] == _COMMAND else None
