@@ -364,8 +364,8 @@ def test_version_names_what_determines_the_numbers(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(("verb", "more", "code"), [("train", ["--train"], 3), ("pretrain", ["--tokenizer", "no"], 4)])
 @pytest.mark.parametrize("after", [(), ("--iters", "2")])
-def test_resume_needs_no_value(verb: str, more: list[str], code: int, after: tuple[str, ...]) -> None:
-    done = run_allhands(verb, "--data", "no-data", *more, "--resume", *after)
+def test_resume_needs_no_value(tmp_path: Path, verb: str, more: list[str], code: int, after: tuple[str, ...]) -> None:
+    done = run_allhands(verb, "--data", "no-data", *more, "--resume", *after, cwd=tmp_path)
     assert (done.returncode, "argument" in done.stderr) == (code, False), done.stderr
 
 
