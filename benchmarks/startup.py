@@ -68,9 +68,9 @@ import sys
 sys.argv = ["allhands"]
 import allhands.cli.train
 from allhands.runtime.blas import preload_blas
-from allhands.runtime.without_torch import leave_torch_out
+from allhands.runtime.transformers_start import prepare_transformers
 preload_blas()
-leave_torch_out()
+prepare_transformers()
 import allhands.run.session
 """
 
