@@ -68,9 +68,9 @@ import sys
 sys.argv = ["allhands"]
 import allhands.cli.train
 from allhands.runtime.blas import preload_blas
-from allhands.runtime.transformers_start import prepare_transformers
+from allhands.runtime.without_torch import leave_torch_out
 preload_blas()
-prepare_transformers()
+leave_torch_out()
 import allhands.run.session
 """
 

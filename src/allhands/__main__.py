@@ -12,7 +12,7 @@ from allhands.cli.main import main  # noqa: E402
 from allhands.runtime.blas import preload_blas  # noqa: E402
 from allhands.runtime.command import interrupt_raises  # noqa: E402
 from allhands.runtime.jit_cache import prepare_process  # noqa: E402
-from allhands.runtime.transformers_start import prepare_transformers  # noqa: E402
+from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 
 # They write files, and have no handlers of their own as training has.
 _WRITING = ("data", "model", "cluster", "tokenizer", "fuse", "export", "import")
@@ -35,7 +35,7 @@ def run() -> None:
     prepare_process()
     if loads_mlx(arguments):
         preload_blas()
-        prepare_transformers()
+        leave_torch_out()
     # What became of a command never depends on whether its messages could be written.
     sys.stdout, sys.stderr = stream_of(1, sys.stdout), keep_going(stream_of(2, sys.stderr))
     if arguments and arguments[0] in _WORK and "--help" not in arguments:

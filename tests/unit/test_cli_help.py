@@ -115,10 +115,7 @@ OWN = {
     ".errors",
 }
 OWN |= {".io", ".io.paths", ".io.terminal"}
-OWN |= {
-    ".runtime",
-    *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "versions", "transformers_start")),
-}
+OWN |= {".runtime", *(f".runtime.{name}" for name in ("blas", "command", "jit_cache", "versions", "without_torch"))}
 # What options are made from.
 OPTIONS = {
     ".cli.option_groups",

@@ -26,7 +26,7 @@ from allhands.errors import ConfigError, DataError
 from allhands.io.formatting import counted, format_duration, format_size
 from allhands.io.terminal import progress_console
 from allhands.runtime.blas import cache_dir
-from allhands.runtime.transformers_start import prepare_transformers
+from allhands.runtime.without_torch import leave_torch_out
 
 _SHOWN_FILES = 8
 
@@ -128,7 +128,7 @@ def _model_path(source: str) -> str:
     """A directory as it is named; anything else as the place in the cache where it is found by its name."""
     if source != "demo" and Path(os.path.expanduser(source)).is_dir():
         return source
-    prepare_transformers()
+    leave_torch_out()
     from allhands.model.sources import resolve
 
     return str(resolve(source, report=say).absolute())

@@ -14,7 +14,7 @@ from allhands.errors import ConfigError
 from allhands.io.files import write_whole
 from allhands.model.weight_files import LIST_FILE, names_by_file, needed, present
 from allhands.runtime.blas import cache_dir
-from allhands.runtime.transformers_start import prepare_transformers
+from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from allhands.cluster.hosts import Host
@@ -65,7 +65,7 @@ def _needs(
     model: Path, names: Mapping[str, list[str]], wanted: StagesWanted, hosts: Sequence[Host]
 ) -> dict[str, dict[str, list[str]]]:
     """For each host the files that its ranks' stages need, and the parts of the model for which each is needed."""
-    prepare_transformers()
+    leave_torch_out()
     from allhands.distributed.mesh import Mesh
     from allhands.model.load import build
     from allhands.model.stages import blocks_of_stages, check_cut

@@ -35,7 +35,7 @@ from allhands.observe.journal import EVENTS_FILE, Journal, read_events
 from allhands.runtime import faults
 from allhands.runtime.blas import available_cores, limit_cores, preload_blas
 from allhands.runtime.jit_cache import publish
-from allhands.runtime.transformers_start import prepare_transformers
+from allhands.runtime.without_torch import leave_torch_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -308,7 +308,7 @@ def _train_as_rank(config: TrainConfig, launch: Launch, worker: WorkerContext) -
     # Only now, because importing MLX fixes its BLAS threads and device.
     preload_blas()
     with collector_paused():
-        prepare_transformers()
+        leave_torch_out()
         from allhands.run.session import run_finetune
 
     # Where the lines of all ranks are shown they come from the logs: there rank 0's console ends, too.

@@ -1,0 +1,53 @@
+"""Commands do not wait for PyTorch, which transformers imports where it is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What follows the import of transformers: PyTorch is there for everybody else.
+AFTER = """
+from transformers import AutoTokenizer, is_torch_available
+import importlib.util, transformers
+print(is_torch_available(), importlib.util.find_spec("torch") is not None, transformers.__spec__.loader.path[-11:])
+import torch
+"""
+
+
+@pytest.fixture
+def with_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a PyTorch is installed that says so when it is imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    (tmp_path / "torch-2.9.0.dist-info").mkdir()
+    (tmp_path / "torch-2.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def ran(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_transformers_takes_it_for_not_installed_and_nobody_else_does(with_torch: dict[str, str]) -> None:
+    found = ran(with_torch, "-c", f"import allhands.runtime.without_torch as it; it.leave_torch_out(){AFTER}")
+    assert (found.stdout, found.stderr.strip()[-18:]) == ("False True __init__.py\n", "torch was imported")
+
+
+def test_programs_that_import_allhands_are_left_alone(with_torch: dict[str, str]) -> None:
+    found = ran(with_torch, "-c", f"import allhands{AFTER}")
+    assert (found.stdout, found.stderr.strip()[-18:]) == ("", "torch was imported")
+
+
+def test_commands_do_without_it(with_torch: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("Once upon a time there was a dragon. " * 50)
+    out = str(tmp_path / "tokenizer")
+    made = ran(with_torch, "-m", "allhands", "tokenizer", "train", "--data", str(tmp_path / "train.txt"), "--out", out)
+    assert made.returncode == 0, made.stderr
+    words = f"pretrain --data {tmp_path / 'train.txt'} --tokenizer {out} --shape llama --layers 1 --dims 16 --heads 2"
+    words += f" --mlp-dims 16 --block-size 16 --batch-size 2 --iters 1 --adapter-path {tmp_path / 'run'}"
+    trained = ran(with_torch, "-m", "allhands", *words.split())
+    assert (trained.returncode, trained.stderr) == (0, ""), trained.stderr
