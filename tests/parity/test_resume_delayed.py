@@ -47,14 +47,21 @@ def test_killed_and_resumed_is_never_killed(
 
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_stop_is_at_once_and_goes_on(at: int, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Bit by bit where a checkpoint or a validation was due; else one step's passes expect the sum, and no part."""
+    """Bit by bit, also where no checkpoint and no validation was due."""
     undisturbed = whole(2, flags, tmp_path)
     outcomes = start(2, flags, stop_at=at)
     assert all(isinstance(each, Interrupted) for each in outcomes), outcomes
     assert saved_steps(Path(flags["adapter_path"]))[-1] in (at, at + 1)
     run = finished(2, flags | {"resume": "auto"})
-    assert (everything(run) == undisturbed) == (at > 1)
+    assert everything(run) == undisturbed
     assert [report.step for report in read_metrics(run).valid][-1] == STEPS
+
+
+def test_checkpoints_and_validations_change_nothing(flags: dict[str, Any], tmp_path: Path) -> None:
+    often = {"save_every": 1, "steps_per_eval": 2, "adapter_path": str(tmp_path / "often")}
+    rarely = {"save_every": 100, "steps_per_eval": 100, "adapter_path": str(tmp_path / "rarely")}
+    one, other = (finished(2, flags | more) / "adapters.safetensors" for more in (often, rarely))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_another_number_of_ranks_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
@@ -73,6 +80,8 @@ def test_another_number_of_ranks_goes_on(flags: dict[str, Any], tmp_path: Path) 
     assert json.loads((last / "state.json").read_text())["step"] == STEPS
     late = {name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/late/")}
     assert len(late) == 1 + len(read_weights(run / "adapters.safetensors"))
+    own = {name for name in read_weights(last / "optimizer.safetensors") if name.startswith("outer/each-rank/late/")}
+    assert len(own) == len(late) + 1  # and the last norm
 
 
 def test_without_a_delay_again_and_back(flags: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class Exchanging:
         return self.communicator.size
 
 
-Expected = Callable[[Reduced, bool], Any]
+Expected = Callable[[Reduced, bool, float], Any]
 
 
 class Strategy:
@@ -107,6 +107,14 @@ class Strategy:
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
         """Take what :attr:`outer_state` was, with the same names."""
 
+    @property
+    def own_state(self) -> Mapping[str, mx.array]:
+        """State of this rank alone, by names; the shapes are the same on all ranks."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, mx.array]) -> None:
+        """Take what :attr:`own_state` was on as many ranks, after :meth:`load_outer_state`."""
+
     def place(self, leaves: FlatParams | None) -> Shards | None:
         """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
 
@@ -118,7 +126,8 @@ class Strategy:
         """Called once, before the first step, with the passes that it will be given.
 
         Args:
-            expected: gives the weights that an update by some sums, or by this rank's part of them, would make.
+            expected: gives the weights that an update by some sums, or by this rank's part of them, would make; for a
+                part it needs the norm of the last update's mean gradient (NaN: there was none).
         """
         raise NotImplementedError
 
@@ -142,8 +151,12 @@ class Strategy:
         """The updated flat weights, of what each rank has updated."""
         return parts
 
-    def after_update(self, step: int) -> None:
-        """Called on every rank when the model has the weights of ``step`` updates."""
+    def after_update(self, step: int, norm: float) -> None:
+        """Called on every rank when the model has the weights of ``step`` updates.
+
+        Args:
+            norm: of the last one's mean gradient.
+        """
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Hand out the next step's first pass, of weights that are still being computed, if this strategy can."""

@@ -37,6 +37,11 @@ def sharded_state(
         if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
             state = dict(_in_rows(state, strategy.communicator.rank, strategy.communicator.size))
         state |= {_OUTER + name: owned(array) for name, array in strategy.outer_state.items()}
+        communicator, own = strategy.communicator, strategy.own_state
+        state |= {
+            f"{_OUTER}{_ROWS}{name}": _row(owned(array), communicator.rank, communicator.size)
+            for name, array in own.items()
+        }
     found: dict[str, ShardedState] = {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
     if strategy is not None and (left := dict(_left_out(model, flat, strategy))):
         found[LEFT_FILE] = left
@@ -121,8 +126,13 @@ def _in_rows(state: ShardedState, rank: int, size: int) -> Iterator[tuple[str, O
         if not each.shape:
             yield name, each
             continue
-        row = Box((rank, *[0] * len(each.shape)), (1, *each.shape))
-        yield _ROWS + name, OwnedSlice((size, *each.shape), each.dtype, row, each.get()[None])
+        yield _ROWS + name, _row(each, rank, size)
+
+
+def _row(each: OwnedSlice, rank: int, size: int) -> OwnedSlice:
+    """A whole array of this rank as its row of an array that has one for each rank."""
+    place = Box((rank, *[0] * len(each.shape)), (1, *each.shape))
+    return OwnedSlice((size, *each.shape), each.dtype, place, each.get()[None])
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,15 @@ def _load_outer_state(strategy: Strategy, stored: Mapping[str, StoredArrayReader
     names = strategy.outer_state.keys()
     if names and all(_OUTER + name in stored for name in names):
         strategy.load_outer_state({name: stored[_OUTER + name].read() for name in names})
+    communicator = strategy.communicator
+    rows = {name: stored.get(f"{_OUTER}{_ROWS}{name}") for name in strategy.own_state}
+    own = {
+        name: _Rows(each, range(communicator.rank, communicator.rank + 1)).read()
+        for name, each in rows.items()
+        if each is not None and each.shape[0] == communicator.size
+    }
+    if own and len(own) == len(rows):
+        strategy.load_own_state(own)
 
 
 def _divided(flat: FlatState) -> Iterator[tuple[str, OwnedSlice]]:

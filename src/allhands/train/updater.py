@@ -76,50 +76,46 @@ class Updater(ABC):
         self._model = model
         self._optimizer = optimizer
         self._rules = rules
-        self._norm: mx.array | None = None  # of the last update's mean gradient
 
     def __call__(self, reduced: Reduced) -> Updated:
         """Take the update of a global batch; empties ``reduced.grads``."""
-        updated = self._update(reduced)
-        self._norm = updated.norm
-        return updated
+        return self._update(reduced)
 
     @abstractmethod
     def _update(self, reduced: Reduced) -> Updated:
         """Take the update."""
 
-    def expected(self, reduced: Reduced, part: bool) -> Any:
+    def expected(self, reduced: Reduced, part: bool, last_norm: float) -> Any:
         """The tree of trained weights that this update would make; nothing changes.
 
         Args:
             part: whether these are sums of a part of the batch, with their ``squares``.
+            last_norm: of the last update's mean gradient; NaN: there was none.
         """
         model, rules = self._model, self._rules
         self._rules = Rules(rules.max_grad_norm)
         try:
             with self._as_it_was():
                 if part:
-                    self._expect(reduced)
+                    self._expect(reduced, last_norm)
                 else:
                     self._update(reduced)
                 return model.trainable_parameters()
         finally:
             self._rules = rules
 
-    def _expect(self, part: Reduced) -> None:
+    def _expect(self, part: Reduced, last_norm: float) -> None:
         """Take the update that is expected of a part of its sums, of which ``squares`` are known.
 
         A part's mean gradient is noisier, and its norm larger. So it is clipped as much as the last sum was, and its
         squares, in Adam's second moment, count by the ratio of the norms: what ranks expect is what comes, on the
         average over them.
         """
-        most, last, optimizer = self._rules.max_grad_norm, self._norm, self._optimizer
+        most, optimizer = self._rules.max_grad_norm, self._optimizer
         assert part.squares is not None
         tokens = mx.maximum(divisor_of(part), 1.0)
         norm = mx.sqrt(part.squares) / tokens
-        if last is None:
-            last = norm
-        last = mx.where(mx.isfinite(last), last, norm)
+        last = mx.array(last_norm) if math.isfinite(last_norm) else norm
         factor = (1.0 if most is None else mx.minimum(most / (last + 1e-6), 1.0)) / tokens
         if isinstance(optimizer, KernelAdam):
             ratio = mx.minimum(last / mx.maximum(norm, 1e-30), 1.0)
