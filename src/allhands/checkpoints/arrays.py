@@ -53,12 +53,12 @@ def owned(array: mx.array, shape: Shape | None = None, region: Region | None = N
 
 
 def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
-    """The arrays of a tree by their dotted names, all of them whole."""
+    """Return the arrays of a tree by their dotted names, all of them whole."""
     return {name: owned(array) for name, array in flatten(tree)}
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The arrays of a tree with their dotted names, which stay what they are while training goes on."""
+    """Return the arrays of a tree with their dotted names, which stay what they are while training goes on."""
     return held(owned_tree(tree), on_device=False)
 
 
@@ -146,7 +146,7 @@ class StoredArrayReader(Protocol):
     def dtype(self) -> str: ...
 
     def read(self, region: Region | None = None) -> mx.array:
-        """The numbers of ``region``, by default all, in its shape; read when this is called.
+        """Return the numbers of ``region``, by default all, in its shape; read when this is called.
 
         What several ranks read together (see :func:`shared_arrays`) each reads in the same order, each its own region.
         """
@@ -224,7 +224,7 @@ class ReadArray:
 
 
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
-    """The arrays of a checkpoint's group, which is called like ``file``, by name.
+    """Return the arrays of a checkpoint's group, which is called like ``file``, by name.
 
     Raises:
         CheckpointError: its files cannot be read.
@@ -233,7 +233,7 @@ def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayRead
 
 
 def shared_arrays(communicator: Communicator, checkpoint: Checkpoint | None, file: str) -> dict[str, StoredArrayReader]:
-    """The same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
+    """Return the same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
     numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
     facts = hand_out_json(communicator, [(name, each.shape, each.dtype) for name, each in numbers.items()])
     return {name: SharedArray(communicator, tuple(shape), code, numbers.get(name)) for name, shape, code in facts}

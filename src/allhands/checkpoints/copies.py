@@ -67,7 +67,7 @@ class Copies:
         return [float(self._changes), float(self._step)]
 
     def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
-        """The warnings of rank 0 about the copies at ``step``; called on all ranks together.
+        """Return the warnings of rank 0 about the copies at ``step``; called on all ranks together.
 
         Args:
             told: :attr:`told` of every rank, one after the other.
@@ -89,7 +89,7 @@ class Copies:
         return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
 
     def settle(self, step: int) -> list[Warned]:
-        """The last word, when all has been written; called on all ranks together."""
+        """Return the last word, when all has been written; called on all ranks together."""
         if self.communicator.size == 1:
             return []
         return self.hear(numbers(self.communicator.all_gather(mx.array(self.told))), step, ends=True)

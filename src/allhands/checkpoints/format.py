@@ -42,7 +42,7 @@ class OwnedSlice:
     array: Any
 
     def get(self) -> Any:
-        """The numbers."""
+        """Return the numbers."""
         return self.array() if isinstance(self.array, Callable) else self.array
 
     @property
@@ -68,7 +68,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """Where a slice of an array lies: under ``key`` of a safetensors ``file``."""
+    """Place of a slice of an array: under ``key`` of a safetensors ``file``."""
 
     file: str
     key: str
@@ -133,18 +133,18 @@ def num_bytes_of(groups: Groups) -> int:
 
 
 def array_name(file: str, key: str) -> str:
-    """The name of an array in a checkpoint: its group, for which the file is called, and its own name."""
+    """Return the name of an array in a checkpoint: its group, for which the file is called, and its own name."""
     return f"{file.partition('.')[0]}.{key}"
 
 
 def file_of_rank(file: str, rank: int) -> str:
-    """The file with what a rank has of a group of arrays that ranks have divided among them."""
+    """Return the file with what a rank has of a group of arrays that ranks have divided among them."""
     stem, dot, suffix = file.partition(".")
     return f"{stem}-{rank}{dot}{suffix}"
 
 
 def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
-    """The arrays of which ``slices`` are parts, sorted by name.
+    """Return the arrays of which ``slices`` are parts, sorted by name.
 
     Raises:
         ValueError: parts of one array differ in its shape or type.
@@ -168,7 +168,7 @@ def dumped(values: Any) -> bytes:
 
 
 def manifest_text(body: Mapping[str, Any]) -> bytes:
-    """The manifest of ``body``: an array a line, and with a sum of its own."""
+    """Return the manifest of ``body``: an array a line, and with a sum of its own."""
     return _lines({**body, "sha256": hashlib.sha256(_lines(body)).hexdigest()})
 
 

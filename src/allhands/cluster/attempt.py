@@ -123,7 +123,7 @@ class Attempt:
             self._ranks.tell("regroup")
 
     def attested(self) -> Mapping[str, Any] | None:
-        """The agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
+        """Return the agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
         return self._ranks.attested()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def _stop_by(codes: set[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
+    """Return the end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

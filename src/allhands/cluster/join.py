@@ -70,7 +70,7 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
 
 
 def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> RunContext:
-    """What a training run is given as one rank of ``launch``, in contact with the supervisor, if there is one.
+    """Return the surroundings of a training run as one rank of ``launch``, in contact with the supervisor, if any.
 
     Raises:
         ConfigError: not one weight for each rank.
@@ -111,7 +111,7 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
 
 def _began(text: str) -> datetime:
-    """When the run began: as its supervisor has it, or now."""
+    """Return the time at which the run began: by its supervisor, or now."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).replace(tzinfo=None)
     return datetime.now()
@@ -197,12 +197,12 @@ def join_here() -> Communicator:
 
 
 def joined_here() -> Communicator | None:
-    """What :func:`join_here` has made, if it was called."""
+    """Return the result of :func:`join_here`, if it was called."""
     return join_here() if join_here.cache_info().currsize else None
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:
-    """How long other ranks and their names may take: ``timeout_s``, 15 minutes at least on a cloud.
+    """Return the patience for other ranks and their names: ``timeout_s``, at least 15 minutes on a cloud.
 
     ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. What is waited for is logged as a warning.
 

@@ -1,4 +1,4 @@
-"""Who takes part in the next attempt, and whether more could take part in this one."""
+"""Members of the next attempt, and computers that could join this one."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class HostfileMembers(Members):
         )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
-        """What to wait for, or to tell, where the newest checkpoint ever heard of is not at hand."""
+        """Decide what to wait for, or to tell, if the newest known checkpoint is not at hand."""
         with self._lock:
             heard = dict(self._heard)
         latest = max(heard.values(), default=0)
@@ -264,7 +264,7 @@ class HostfileMembers(Members):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read_again(self) -> bool:
-        """Whether the file has been changed, and is understood."""
+        """Return whether the file has been changed, and can be read."""
         stamp = self._look()
         if stamp is None or stamp == self._stamp:
             return False
@@ -281,7 +281,7 @@ class HostfileMembers(Members):
     # --- asking ---------------------------------------------------------------------------------------
 
     def _ask(self, hosts: Sequence[Host]) -> dict[str, SshTrouble]:
-        """What is the matter with those of ``hosts`` that do not answer, all asked at the same time.
+        """Return the troubles of those of ``hosts`` that do not answer, all asked at the same time.
 
         Raises:
             ConfigError: they cannot be asked like this.

@@ -1,4 +1,4 @@
-"""What the supervisor knows of a rank, wherever it runs: the words between it and those who start processes."""
+"""Facts about a rank for the supervisor, on any computer: the interface to those who start processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
+    """Specification of a start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
 
     Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env`` is added
     to the supervisor's environment. A rank that has not marked itself started after ``start_deadline_s``
@@ -107,7 +107,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time.
+    """Marks that a rank has set: it waits for others, has started, or was busy with preparations at that time.
 
     ``listening``: other ranks can connect to it.
     """
@@ -171,7 +171,7 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
         ...
 
     def kill(self) -> None:

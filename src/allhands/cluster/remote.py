@@ -200,11 +200,11 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:
-        """Whether the rank's command is stopped, as by SIGSTOP."""
+        """Return whether the rank's command is stopped, as by SIGSTOP."""
         return bool(self._report(rank).get("stopped", False))
 
     def kill(self) -> None:
@@ -295,7 +295,7 @@ class RemoteRanks:
             self._lock.notify_all()
 
     def _report(self, rank: int) -> Mapping[str, Any]:
-        """What the rank's computer knows of its end, or for a rank that lives, of its state now."""
+        """Return the computer's facts about the end of the rank, or about the present state of a rank that lives."""
         with self._lock:
             old = self._reports.get(rank)
             if rank in self._exits:
@@ -376,7 +376,7 @@ def check_devices(places: Sequence[Place]) -> None:
 
 
 def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
-    """What the agent of a computer is told: to start the ranks ``own`` of the job, and to listen on ``address``."""
+    """Return the orders for a computer's agent: start the ranks ``own`` of the job, and listen on ``address``."""
     host = place.host
     return {
         **_who(place.name, host),
@@ -400,7 +400,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
 
 
 def _who(name: str, host: Host | None) -> Frame:
-    """What every agent is told."""
+    """Return the facts that every agent receives."""
     forwarded = {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
     forwarded.pop("ALLHANDS_SSH", None)
     return {

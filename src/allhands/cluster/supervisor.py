@@ -50,7 +50,7 @@ _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR
 
 @dataclass(frozen=True)
 class SuperviseOptions:
-    """How a job is kept going.
+    """Options for keeping a job running.
 
     Attributes:
         max_restarts: after faults; regrouping does not count.
@@ -71,7 +71,7 @@ class SuperviseOptions:
 
 @dataclass(frozen=True)
 class SupervisorSeams:
-    """What tests put something else in the place of."""
+    """Parts that tests replace."""
 
     make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Attempt] = Attempt
     now: Callable[[], float] = time.monotonic
@@ -189,7 +189,7 @@ class _Job:
 
     @property
     def number(self) -> int:
-        """Of the attempt that runs or comes next."""
+        """Return the number of the attempt that runs or comes next."""
         return len(self.history) + 1
 
     def run(self) -> int:
@@ -270,14 +270,14 @@ class _Job:
         return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(f", {text}" for text in missing)
 
     def _hopeless(self, roster: Roster) -> bool:
-        """Whether it is certain that a first start will not have its ranks: a name is wrong, say, or a key is missing.
+        """Return whether a first start will certainly lack ranks: a name is wrong, for example, or a key is missing.
 
         Later on the same words may mean a name server that is away for a while.
         """
         return not self.history and roster.possible is not None and roster.possible < self._least(roster)
 
     def _tell_absent(self, roster: Roster) -> None:
-        """Who is missed at the first start; later a fault has said it."""
+        """Tell of missing computers at the first start; later a fault has told of them."""
         for name in () if self.history else roster.absent:
             text = f"starting without a computer that may come later: {_absence(name, roster)}"
             self._tell(SupervisorEvent("waiting", text, host=name))
@@ -409,13 +409,13 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
 
 
 def _absence(name: str, roster: Roster) -> str:
-    """That a computer does not answer, and why, as far as it is known."""
+    """Say that a computer does not answer, and why, as far as it is known."""
     trouble = roster.troubles.get(name)
     return f"{name} does not answer" + (f" ({trouble.reason})" if trouble and trouble.reason else "")
 
 
 def _hint(roster: Roster) -> str | None:
-    """What to do about one computer that is missing, first about one that will not come by itself."""
+    """Return the remedy for one missing computer, first for one that will not come without help."""
     troubles = [trouble for name in roster.absent if (trouble := roster.troubles.get(name))]
     return min(troubles, key=lambda trouble: not trouble.lasting).hint if troubles else None
 
@@ -431,7 +431,7 @@ def _unstarted(error: DistributedError, roster: Roster) -> Fault:
 
 
 def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
-    """That a seat is left out, because it does not fit (``fault``) or else because it fails again and again."""
+    """Tell that a seat is left out, because it does not fit (``fault``) or because it fails again and again."""
     if fault is None:
         return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
     text = f"{seat} is left out: {fault.message}"
@@ -450,7 +450,7 @@ def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ..
 
 
 def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
-    """Each seat with how many of its name come before."""
+    """Pair each seat with the number of earlier seats of the same name."""
     return [(seat, seats[:rank].count(seat)) for rank, seat in enumerate(seats)]
 
 

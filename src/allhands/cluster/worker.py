@@ -1,4 +1,4 @@
-"""What a worker process does at its very start and at its very end.
+"""Start and end of a worker process.
 
 A rank blocked inside a collective runs no Python signal handler and cannot be unblocked, so a thread
 watches instead: it sees signals through the wake-up descriptor and the death of the supervisor by polling,
@@ -149,7 +149,8 @@ class WorkerContext:
             return
 
     def regroup_requested(self) -> bool:
-        """Whether the supervisor wants the ranks to end at the next checkpoint, to start again as other ones.
+        """Return whether the supervisor wants the ranks to end at the next checkpoint and to start again with other
+        members.
 
         Cheap, because it looks at most five times a second; ranks may learn of it at different steps.
         """
@@ -408,7 +409,7 @@ def _keep_kernels() -> NoReturn:
 
 
 def as_message(error: AllhandsError, rank: int | None = None) -> str:
-    """What a person reads: that it comes from us, from which rank if that matters, what, where, what to do."""
+    """Return an error as a message of allhands: its rank if that matters, what is wrong, where, and what to do."""
     kind = "" if isinstance(error, Interrupted) else "error: "
     return f"allhands: {kind}{'' if rank is None else f'rank {rank}: '}{error}"
 

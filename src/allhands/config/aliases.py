@@ -89,6 +89,6 @@ def take_outdated(content: dict[str, Any]) -> list[str]:
 
 
 def canonical_flag(name: str) -> str:
-    """The flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
+    """Return the flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
     key = name.replace("-", "_")
     return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")

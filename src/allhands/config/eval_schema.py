@@ -32,5 +32,5 @@ class EvalConfig(TrainConfig):
 
 
 def evaluated_split(config: TrainConfig) -> str:
-    """The split that ``test`` is about."""
+    """Return the split that ``test`` is about."""
     return config.split if isinstance(config, EvalConfig) else "test"

@@ -99,7 +99,7 @@ class PretrainConfig(TrainConfig):
         if not self.data:
             raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
         if self.fine_tune_type != "full":
-            raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
+            raise ValueError("--fine-tune-type: a new model is always trained in full")
         if self.num_layers not in (None, -1):
             raise ValueError("--num-layers is for fine-tuning; the blocks of a new model are --layers")
         if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(call_default_factory=True):
@@ -111,7 +111,7 @@ class PretrainConfig(TrainConfig):
         return self
 
     def numbers(self) -> dict[str, Any]:
-        """The shape's numbers that were given."""
+        """Return the shape's numbers that were given."""
         return {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
 
 

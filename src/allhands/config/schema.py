@@ -420,7 +420,7 @@ class TrainConfig(_Strict):
         return self.iters or 1000
 
     def noted(self, notes: tuple[str, ...]) -> Self:
-        """The same with these notes."""
+        """Return the same with these notes."""
         found = self.model_copy()
         found._notes = notes
         return found

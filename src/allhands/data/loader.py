@@ -62,7 +62,7 @@ class MicroBatch:
         return rows, width, len(self.targets)
 
     def alone(self, row: int) -> MicroBatch:
-        """The example of one row by itself, as wide as it is here; padding of its length counts as its tokens."""
+        """Return one row as an example of its own, with its width here; padding of its length counts as its tokens."""
         width = self.inputs.shape[1]
         its = (self.positions // width == row) & (self.targets >= 0)
         return MicroBatch(
@@ -127,7 +127,7 @@ class Loader:
         return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
     def shares(self, iteration: int) -> list[Ints]:
-        """The examples of each rank in batch ``iteration``.
+        """Return the examples of each rank in batch ``iteration``.
 
         Batches of one update follow each other without an exchange: who had less of one gets more of the next.
         """

@@ -184,13 +184,13 @@ Build = Callable[[StoreWriter], TokenSetReport]
 
 
 def stores() -> Path:
-    """The directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
+    """Return the directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
     chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
     return Path(os.path.expanduser(chosen)) if chosen else cache_dir() / "tokens"
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
-    """The store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
+    """Return the store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
 
     Args:
         key: names everything that the tokens depend on; see :func:`store_key`.
@@ -242,7 +242,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def store_key(facts: Any) -> str:
-    """A name for everything that a store depends on, given as JSON values."""
+    """Return a name for everything that a store depends on, given as JSON values."""
     text = json.dumps([FORMAT, _code(), facts], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

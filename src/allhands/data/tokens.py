@@ -84,7 +84,7 @@ class TokenSet:
 
     @classmethod
     def of(cls, tokens: Array, mask: Bools, offsets: Ints) -> TokenSet:
-        """A set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
+        """Return a set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
         assert mask.shape == tokens.shape
         until = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
         counts = until[offsets[1:]] - until[offsets[:-1]]
@@ -97,7 +97,7 @@ class TokenSet:
 
     @classmethod
     def of_examples(cls, examples: Sequence[tuple[Array, Bools]]) -> TokenSet:
-        """A set in memory from (tokens, mask) of each example."""
+        """Return a set in memory from (tokens, mask) of each example."""
         lengths = [len(tokens) for tokens, _ in examples]
         tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for tokens, _ in examples)])
         mask = np.concatenate([np.zeros(0, dtype=np.bool_), *(mask for _, mask in examples)])

@@ -107,7 +107,7 @@ class ExchangeStream:
         return self._used
 
     def take(self, wanted: Any = None) -> mx.Stream:
-        """The stream for the next collective; ``wanted``: by name, else the one in use.
+        """Return the stream for the next collective; ``wanted``: by name, else the one in use.
 
         Raises:
             TwoStreamsError: another one is in use, or the one in use is another thread's.
@@ -146,14 +146,14 @@ class ExchangeStream:
 
 
 def resolved(stream: Any) -> mx.Stream:
-    """The stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
+    """Return the stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
     with mx.stream(stream):
         return mx.default_stream(getattr(stream, "device", stream))
 
 
 @cache
 def exchange_stream(device: DeviceKind) -> ExchangeStream:
-    """The one of this process."""
+    """Return the one of this process."""
     return ExchangeStream(device)
 
 
@@ -196,7 +196,7 @@ class MlxGroup:
         return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """The array that a rank sends; where the back-end has it."""
+        """Return the array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
 
@@ -205,7 +205,8 @@ class MlxGroup:
         self.exchange.sent_bytes += round((self.size - 1) * part * array.nbytes)
 
     def split(self, members: Sequence[int]) -> MlxGroup:
-        """The group of some ranks, in this order; called by all ranks together, each with those that it is among.
+        """Return the group of some ranks, in this order; called by all ranks together, each with those that it is
+        among.
 
         Raises:
             DistributedError: MLX's group is another one.
@@ -219,18 +220,18 @@ class MlxGroup:
 
 
 def _device_of(backend: str) -> DeviceKind:
-    """Where a back-end sends from. A person's own group is NCCL's where MLX would have chosen that."""
+    """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would have chosen NCCL."""
     chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
     return "gpu" if backend == "nccl" or chosen else "cpu"
 
 
 def of_group(group: Any) -> Communicator:
-    """The communicator over a group of ``mx.distributed`` that a person has made."""
+    """Return the communicator over a group of ``mx.distributed`` that a person has made."""
     return MlxGroup(group, _PERSONS) if group.size() > 1 else SingleProcess()
 
 
 def on_stream(communicator: Communicator, stream: Any) -> Communicator:
-    """The same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
+    """Return the same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
 
     Raises:
         TwoStreamsError: another one is in use: see :func:`moved_to`.
@@ -257,7 +258,7 @@ def finish_exchanges(communicator: Communicator) -> None:
 
 
 def moved_to(communicator: Communicator, stream: Any) -> Communicator:
-    """As :func:`on_stream`, after :func:`finish_exchanges`: from now on every group exchanges there."""
+    """Move all exchanges to a stream: :func:`on_stream` for every group from now on, after :func:`finish_exchanges`."""
     if stream is None:
         return communicator
     finish_exchanges(communicator)
@@ -265,7 +266,7 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """The same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
+    """Return the same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     if hostfile := os.environ.get("MLX_HOSTFILE"):
@@ -274,7 +275,7 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
-    """Something large comes while other things are computed, or is waited for: threads that sleep are woken seldom."""
+    """Expect a large array during other computations, or while waiting: sleeping threads are then woken less often."""
     world = getattr(communicator, "world", communicator)  # that exchanges for a group
     if isinstance(world, MlxGroup):
         receive_in_bulk(world.exchange.asleep, bulk)
@@ -368,7 +369,7 @@ def _check_first_gathering(communicator: Communicator) -> None:
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
-    """Where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
+    """Return the place where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
     if backend == "nccl":
         address, port = environ.get("NCCL_HOST_IP", ""), environ.get("NCCL_PORT", "")
     elif backend == "jaccl":

@@ -40,7 +40,7 @@ class GroupWithinWorld:
 
 
 def along(communicator: Communicator, mesh: Mesh, *axes: Axis, alike: bool | None = None) -> Communicator:
-    """The communicator of this rank's group along ``axes``; called by all ranks together, in the same order.
+    """Return the communicator of this rank's group along ``axes``; called by all ranks together, in the same order.
 
     Args:
         communicator: of all ranks of ``mesh``: it is returned itself where they are one group. Or of one process, which

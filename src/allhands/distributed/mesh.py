@@ -67,12 +67,12 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks to the person."""
+        """Return whether this rank writes files and prints messages."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of each batch this rank computes; ranks of one share differ on the other axes only.
+        """Return the number of this rank's share of each batch; ranks with the same share differ on other axes only.
 
         Rows are divided over ``data`` and over ``shard``: a fully sharded rank computes rows of its own with
         parameters that it gathers, while ranks along ``pipe``, ``tensor``, ``expert`` and ``context`` work together on
@@ -91,7 +91,7 @@ class Mesh:
         return self._sizes()[AXES.index(axis)]
 
     def coordinates(self, rank: int | None = None) -> Coordinates:
-        """The place of ``rank``; default: of this one."""
+        """Return the place of ``rank``; default: of this one."""
         left = self.rank if rank is None else rank
         if not 0 <= left < self.size:
             raise ConfigError(f"there is no rank {left} among {self.size}", where=_WHERE)
@@ -102,23 +102,25 @@ class Mesh:
         return Coordinates(*reversed(found))
 
     def rank_at(self, place: Coordinates) -> int:
-        """The rank whose coordinates these are."""
+        """Return the rank whose coordinates these are."""
         rank = 0
         for size, at in zip(self._sizes(), place, strict=True):
             rank = rank * size + at
         return rank
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
+        """Return the ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
         return self._group(self.coordinates(), axes)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups along ``axes``, each with its members; every rank is in one of them."""
+        """Return all groups along ``axes``, each with its members; every rank is in one of them."""
         others = [range(1 if axis in axes else size) for axis, size in zip(AXES, self._sizes(), strict=True)]
         return tuple(self._group(Coordinates(*place), axes) for place in product(*others))
 
     def neighbours(self, axis: Axis) -> tuple[int | None, int | None]:
-        """The ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its ends."""
+        """Return the ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its
+        ends.
+        """
         members = self.members(axis)
         at = members.index(self.rank)
         return members[at - 1] if at else None, members[at + 1] if at + 1 < len(members) else None

@@ -74,7 +74,7 @@ def packed_sum_over_ranks(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[mx.array], mx.array, list[Left]]:
-    """As :func:`sum_over_ranks`, of arrays that travel packed; a bucket is computed before the next one is begun.
+    """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is begun.
 
     Args:
         left: what packing has left out of each array in the last exchange; in this one, it is returned last.
@@ -91,7 +91,7 @@ def packed_sum_over_ranks(
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
-    """A count, or lazy counts, as two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36."""
+    """Split a count into two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36; may be lazy."""
     if isinstance(count, mx.array) and mx.issubdtype(count.dtype, mx.floating):
         count = count.astype(mx.float32)
     units = count // _COUNT_UNIT
@@ -99,7 +99,7 @@ def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.a
 
 
 def whole_count(units: float, rest: float) -> int:
-    """The count whose parts, or their sums, these are."""
+    """Return the count whose parts, or their sums, these are."""
     return int(units) * _COUNT_UNIT + int(rest)
 
 
@@ -153,7 +153,7 @@ def start_all_reduce(
     cuts: Collection[int] = (),
     packed: tuple[Packing, Sequence[Left]] | None = None,
 ) -> PendingReduce:
-    """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
+    """Start :func:`sum_over_ranks` during computation: a bucket is sent while the next one is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
     all ranks exchange them in the same order, whatever their graphs look like, and before the next one's arrays are:
@@ -286,7 +286,7 @@ def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]
 
 @contextmanager
 def together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
-    """As :func:`beside`, but ranks meet in between, and what is computed next waits for that.
+    """Do the same as :func:`beside`, but let the ranks meet in between; the next computation waits for that.
 
     A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
     kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
@@ -371,7 +371,7 @@ def buckets(
     tapering: bool = False,
     cuts: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
+    """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
 
     With ``tapering`` what would be the last bucket is several, also where it is the only one: nothing is computed any
     more beside the last of these. Before one of ``cuts`` half full is full.

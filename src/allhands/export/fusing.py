@@ -295,7 +295,7 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
                 f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
                 f"back as {read.get(name)}, not {expected.get(name)}",
                 where=str(out),
-                hint="free disk space and try again; if it happens again this is a defect: report it",
+                hint="free disk space and try again; if it happens again, this is a defect: report it",
             )
 
 

@@ -163,7 +163,7 @@ class _Fields(_Checked):
 
 
 def read_request(raw: bytes, path: str, served: Served) -> _Object:
-    """The body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
+    """Return the body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
 
     Raises:
         Refused: it is none that could be answered.
@@ -196,10 +196,10 @@ def _check_effects(given: _Object) -> None:
     for name, without_effect in _NOT_DONE.items():
         if (value := given.get(name)) is not None and value not in without_effect:
             told = f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
-            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
+            message = f"{name} {json.dumps(value)[:60]} is not supported{told}"
             raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
     if (form := given.get("response_format", {}).get("type", "text")) != "text":
-        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
+        message = f"response_format {json.dumps(form)[:60]} is not supported: answers are text"
         raise Refused(message, code="unsupported_value", param="response_format")
 
 

@@ -56,7 +56,7 @@ class Wire:
             self._socket.sendall(json.dumps(word).encode() + b"\n")
 
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next that was sent; ``None`` if nothing comes in this time.
+        """Return the next that was sent; ``None`` if nothing comes in this time.
 
         Raises:
             EOFError: the other end is closed.

@@ -53,12 +53,12 @@ class DocumentRow:
         return same & visible
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The keys and values of this pass are all there are."""
+        """Return the keys and values of this pass: there are no earlier ones."""
         return keys, values
 
 
 def caches_for(num_layers: int, documents: mx.array) -> list[Any]:
-    """The ``cache`` argument for a model of ``num_layers``, so that each place sees only its own document.
+    """Return the ``cache`` argument for a model of ``num_layers``, so that each place sees only its own document.
 
     Args:
         documents: (B, T) int32, the number of the document of each place.

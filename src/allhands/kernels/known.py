@@ -172,7 +172,7 @@ class Attention:
 
 
 def attention_of(module: Any) -> Attention | None:
-    """The sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
+    """Return the sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
     names = ATTENTION.get(name_of(module))
     if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
         return None
@@ -230,7 +230,8 @@ def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
 
 
 def head_of(model: Any) -> Any:
-    """The module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if unknown.
+    """Return the module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if
+    unknown.
 
     The module may be an embedding, a linear layer or something that is put around one of them.
     """

@@ -76,7 +76,7 @@ def is_native(model: nn.Module) -> bool:
 
 
 def before_training(model: Any) -> list[Any]:
-    """The blocks through which no gradient goes back: those before the first one that is trained.
+    """Return the blocks through which no gradient goes back: those before the first one that is trained.
 
     None of a model that is not known to run each block once, in order.
     """

@@ -45,7 +45,7 @@ class _Layer:
         multiply(x, self._weight(expert), right=True, into=into, add=False)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        """The gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
+        """Return the gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
         if grads:
             multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
         return multiply(cotangent, self._weight(expert))

@@ -29,7 +29,7 @@ class FrozenProduct(Protocol):
     """``x @ w.T`` for a weight that is not trained."""
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
-        """The product; with ``back`` ``x @ w``."""
+        """Return the product; with ``back`` ``x @ w``."""
         ...
 
 
@@ -120,12 +120,14 @@ class DenseProduct:
 
 
 def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
-    """The product, with its gradient in ``x``."""
+    """Return the product, with its gradient in ``x``."""
     return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
 
 
 def applied(layer: Any, product: FrozenProduct, x: mx.array) -> mx.array:
-    """The product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the layer."""
+    """Return the product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the
+    layer.
+    """
     return product.run(x) if forward_only(layer) else differentiable(product, x)
 
 
@@ -178,7 +180,7 @@ class CodedLayer:
     coded: FrozenProduct | None = None
 
     def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
-        """The native product for ``x``, alone or within the operation ``name``; ``None`` where MLX multiplies."""
+        """Return the native product for ``x``, alone or within the operation ``name``; ``None`` if MLX multiplies."""
         if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
             return None
         return self.coded

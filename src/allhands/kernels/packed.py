@@ -59,7 +59,7 @@ def rows_of(layer: Any, rows: Any) -> QuantizedRows:
 
 
 def blocks_of_rows(layer: Any) -> Iterator[tuple[int, QuantizedRows]]:
-    """A quantised layer's weight in parts, each with the number of its first row."""
+    """Yield a quantised layer's weight in parts, each with the number of its first row."""
     outputs, groups = layer.scales.shape
     step = max(_LEAST_ROWS, _BLOCK_VALUES // (groups * layer.group_size))
     for first in range(0, outputs, step):

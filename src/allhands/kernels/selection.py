@@ -40,7 +40,7 @@ QUANTISED = ("quantized_linear", "adapted_linear", "dequantize")
 
 
 def forms(name: str, kind: Kind, tokens: int) -> tuple[str, ...]:
-    """The forms of an operation on a kind of device, that of the rule first; none if it is no choice there."""
+    """Return the forms of an operation on a kind of device, that of the rule first; none if it is no choice there."""
     found = FORMS[name].get(kind, ())
     if name == "quantized_linear" and kind == "cuda" and tokens < DENSE_FROM_TOKENS:
         return tuple(reversed(found))
@@ -61,11 +61,11 @@ class KernelSelection:
         self.missing = frozenset(missing)
 
     def select(self, name: str, kind: Kind, tokens: int = 0) -> str:
-        """The form in which to compute an operation for so many tokens, one of :func:`forms`."""
+        """Return the form in which to compute an operation for so many tokens, one of :func:`forms`."""
         return self.explain(name, kind, tokens)[0] if self.requested else forms(name, kind, tokens)[0]
 
     def explain(self, name: str, kind: Kind, tokens: int = 0) -> tuple[str, str]:
-        """The form in which to compute an operation, and why."""
+        """Return the form in which to compute an operation, and why."""
         found = forms(name, kind, tokens)
         here = [form for form in found if form not in self.missing]
         for form in (self.requested.get(name), self.requested.get("")):

@@ -280,7 +280,9 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def dated_as(directory: Path) -> datetime | None:
-    """The moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says so."""
+    """Return the moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says
+    so.
+    """
     try:
         said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
         return datetime.fromisoformat(said).replace(tzinfo=None)

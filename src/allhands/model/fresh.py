@@ -59,7 +59,7 @@ def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig
 
 
 def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator) -> FreshModel:
-    """The model of ``config``, with first weights that follow from its seed.
+    """Return the model of ``config``, with first weights that follow from its seed.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
@@ -81,7 +81,7 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
 
 
 def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
-    """The shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
+    """Return the shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.

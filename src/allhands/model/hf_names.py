@@ -46,7 +46,7 @@ class Architecture:
     whole: bool = True
 
     def checkpoint_name(self, name: str) -> str:
-        """The name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
+        """Return the name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
         return _renamed(name, self.renames)
 
     def checkpoint(self, weights: Weights, config: Json) -> Weights:
@@ -71,7 +71,9 @@ class Architecture:
         return value
 
     def module_name(self, module: str) -> str | None:
-        """The module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has none."""
+        """Return the module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has
+        none.
+        """
         if self.others is not None and re.search(_JOINED, module):
             return None
         theirs = _renamed(self.checkpoint_name(f"{module}.weight"), self.modules)

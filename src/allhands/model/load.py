@@ -144,7 +144,7 @@ def read_weights(model: nn.Module) -> None:
 
 
 def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False) -> tuple[nn.Module, Json]:
-    """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
+    """Return the model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
 
     ``partly``: files may be missing that the list of the model's files has.
     """
@@ -246,7 +246,7 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
 
 
 def overflow(name: str, where: str, hint: str) -> ModelError:
-    """The error of a weight that float16 cannot hold; ``hint``: what can."""
+    """Return the error of a weight that float16 cannot hold; ``hint``: what can."""
     largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
     return ModelError(f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint)
 

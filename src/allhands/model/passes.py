@@ -133,7 +133,7 @@ def _quantized_form(_model: Any, context: PassContext) -> str:
     if context.form == "packed":
         return "{} quantised layers stay packed, decoded by blocks while they multiply: memory is short"
     how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
-    return f"{{}} quantised layers held {how}: a CPU multiplies no packed codes fast"
+    return f"{{}} quantised layers held {how}: a CPU multiplies packed codes slowly"
 
 
 def _hold_in_float32(model: Any, _: PassContext) -> int:
@@ -189,7 +189,7 @@ PASSES = (
             else None
         ),
         lambda model, _: make_deterministic(model),
-        "{} trained embeddings add their rows' gradients in order, so that equal runs end alike",
+        "{} trained embeddings add their rows' gradients in order, so that equal runs have equal results",
     ),
     # Likewise; and a layer that drops something is left alone by the passes below, which look for that.
     Pass(
@@ -209,7 +209,7 @@ PASSES = (
         "float32",
         lambda c: None if c.kind == "cpu" else "a GPU computes in the weights' own type",
         _hold_in_float32,
-        "the whole model: a CPU computes no shorter type faster",
+        "the whole model: shorter types are not faster on a CPU",
     ),
     # Before the native pass, whose feed-forward blocks are further forms of these.
     Pass(

@@ -82,7 +82,7 @@ class PeftBase:
         return other_way(self.architecture)
 
     def names(self, module: str) -> list[str]:
-        """The modules of transformers that are this module of mlx_lm's: one, or one for each expert.
+        """Return the modules of transformers that are this module of mlx_lm's: one, or one for each expert.
 
         Raises:
             ModelError: there is no such module, or none in transformers is the same.

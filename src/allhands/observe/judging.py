@@ -160,8 +160,8 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += "no validation was below the first, so no step's weights are better (there is no best/). "
     # What is learnt by heart is no matter of a rate that is much too high.
     if len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before:
-        text += "The training data are learnt, and what is validated is not: fewer steps, a lower learning rate or "
-        text += "more data."
+        text += "The model learns the training data, but not the validation data: use fewer steps, a lower "
+        text += "learning rate or more data."
     else:
         text += course.slower
     yield Judgement("worse", "bad" if last > before * (1 + HARDLY) else "warning", text)

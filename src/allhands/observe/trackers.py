@@ -103,7 +103,7 @@ class TrackerSink:
 
 
 def tracked_values(event: Event) -> dict[str, float]:
-    """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
+    """Return the numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
 
     They are sent under the number of steps, which are optimizer updates. An iteration is a batch, of which a step may
     take several.

@@ -52,11 +52,11 @@ class Work:
     has_head: bool = True
 
     def divided(self, ranks: int) -> Work:
-        """The work of each of so many ranks with an equal share of the batch."""
+        """Return the work of each of so many ranks with an equal share of the batch."""
         return self.share(1 / ranks)
 
     def share(self, part_of_batch: float) -> Work:
-        """The work of a rank with such a part of the batch."""
+        """Return the work of a rank with such a part of the batch."""
         whole = self.batch_tokens or self.tokens
         part = max(1, int(whole * part_of_batch + 1e-6))
         # What is summed for another reason than the size of the batch still is.
@@ -100,7 +100,9 @@ class Memory:
 
 
 def with_left_out(memory: Memory, work: Work) -> Memory:
-    """The work of one of several ranks, with the rest that it keeps because packing has left it out of gradients."""
+    """Return the work of one of several ranks, with the rest that it keeps because packing has left it out of
+    gradients.
+    """
     if work.packed is None:
         return memory
     return replace(memory, optimizer=memory.optimizer + work.packed.left_bytes(work.trained_bytes))
@@ -142,7 +144,7 @@ class PackedGradients:
     item_bytes: int = _FLOAT
 
     def traffic(self, gradient_bytes: int, ranks: int) -> Traffic:
-        """The traffic of a step of so many ranks, whose gradients would be so many bytes as they are."""
+        """Return the traffic of a step of so many ranks, whose gradients would be so many bytes as they are."""
         packed = self.codec.packed_bytes(gradient_bytes // self.item_bytes)
         if self.codec.route(self.backend, ranks, self.item_bytes) == "gather":
             return Traffic(gathered=ranks * packed)
@@ -161,13 +163,13 @@ class Costs(Protocol):
     """The costs of a strategy, without loading anything."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
-        """A rank's, of what it would hold if it had everything."""
+        """Return a rank's, of what it would hold if it had everything."""
         ...
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        """The traffic of a step.
+        """Return the traffic of a step.
 
         Args:
             gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.
@@ -190,7 +192,7 @@ class DataCosts:
 
 
 class DividedOptimizerCosts:
-    """Each rank has one of ``ranks`` parts of the optimizer's state, and of what is renewed in the update."""
+    """Costs of a sharded optimizer: each rank has one of ``ranks`` parts of its state and of the updated arrays."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         update = memory.update - memory.renewed * (ranks - 1) // ranks
@@ -238,7 +240,7 @@ class DelayedCosts(DataCosts):
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Each rank has some of the blocks, and hands on hidden states: no gradient of weights travels.
+    """Costs of a pipeline: each rank has some of the blocks and sends hidden states; no gradient of weights is sent.
 
     Attributes:
         micro_batches: of a step.
@@ -261,7 +263,7 @@ class PipelineCosts:
         return Traffic(handed_on=self.micro_batches * self.hidden_bytes)
 
     def bubble(self, ranks: int) -> float:
-        """The part of a step in which a rank waits, if stages take equally long."""
+        """Return the part of a step in which a rank waits, if stages take equally long."""
         return (ranks - 1) / (self.micro_batches + ranks - 1)
 
     def step_s(self, stage_s: Sequence[float], message_s: float) -> float:

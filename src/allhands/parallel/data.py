@@ -212,7 +212,7 @@ class DataParallel(Strategy):
 
 
 class OverlappedData(DataParallel):
-    """As :class:`DataParallel`, with the exchange beside the passes: for NCCL, which sends from the GPU.
+    """:class:`DataParallel` with the exchange during the passes: for NCCL, which sends from the GPU.
 
     With the other back-ends the host sends and receives, and a GPU that waits for it may be taken for dead.
     """
@@ -322,7 +322,7 @@ class _Exposed:
         return self._steps % _LOOK_EVERY == 1
 
     def share(self, seen: float | None) -> float:
-        """The share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
+        """Return the share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
         self._steps += 1
         if seen is not None:
             self._share = seen

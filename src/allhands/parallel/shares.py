@@ -83,13 +83,13 @@ class Speed:
 
 
 def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
-    """The medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
+    """Return the medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
     part, update = (_median(sorted(each)) for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True))
     return Speed(part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update)
 
 
 def noise_of(jumps: Sequence[float]) -> float:
-    """The relative deviation of a step from its neighbours, by the jumps from each to the next.
+    """Return the relative deviation of a step from its neighbours, by the jumps from each to the next.
 
     A rank that has become slower makes one jump, and no noise.
     """
@@ -173,7 +173,7 @@ class RowSeconds:
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """The same proportions with sum 1, rounded to what a person may read; none becomes 0.
+    """Return the same proportions with sum 1, rounded to what a person may read; none becomes 0.
 
     What this has made stays as it is, although rounding may have left its sum beside 1.
     """
@@ -246,7 +246,7 @@ class Balance:
         self._heard = 0
 
     def to_json(self, iteration: int) -> dict[str, Any]:
-        """The shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
+        """Return the shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
         _, weights, _ = self._entry(iteration)
         later = [[begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration]
         return {"weights": list(weights), "later": later}
@@ -264,7 +264,7 @@ class Balance:
         return len(self._samples)
 
     def cut(self, iteration: int) -> Cut:
-        """The division of batch ``iteration``."""
+        """Return the division of batch ``iteration``."""
         _, weights, some = self._entry(iteration)
         return Cut(weights, some, iteration - (iteration - self._begin) % self._accumulation)
 
@@ -273,11 +273,11 @@ class Balance:
         return next((entry for entry in reversed(plan) if entry[0] <= iteration), plan[0])
 
     def weights(self, iteration: int) -> tuple[float, ...]:
-        """The shares of batch ``iteration``, as weights."""
+        """Return the shares of batch ``iteration``, as weights."""
         return self.cut(iteration).weights
 
     def shares(self, iteration: int) -> tuple[float, ...]:
-        """The ranks' parts of batch ``iteration``, which add up to 1; empty for one rank."""
+        """Return the ranks' parts of batch ``iteration``, which add up to 1; empty for one rank."""
         weights = self.weights(iteration)
         return normalised(weights) if len(weights) > 1 else ()
 
@@ -375,7 +375,7 @@ class Balance:
         return _KEPT
 
     def _measured(self, most: int, least: int) -> list[Speed] | None:
-        """Each rank's speed by its last steps; ``None`` while one that has rows has not been measured so often.
+        """Return each rank's speed by its last steps; ``None`` while a rank with rows has too few measurements.
 
         A rank without rows has the speed of its last trial, and one that has never had any that of its share.
         """

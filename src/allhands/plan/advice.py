@@ -1,4 +1,4 @@
-"""Whether to distribute a training, as a chart of questions: the path that is taken, and what it leads to."""
+"""Advice on distributing a training, as a chart of questions: the path that is taken, and its end."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Offer:
     weights: tuple[float, ...] = ()
 
     def fast(self, at: Situation) -> str:
-        """How fast they are, in words."""
+        """Describe the speed of the computers."""
         return f"{as_fast(self.speed_up)} on {at.several(self.machines)}"
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the chart asks for; times in seconds.
+    """Facts that the chart asks for; times in seconds.
 
     Attributes:
         again: whether such a training is needed more than once.
@@ -119,17 +119,17 @@ class Situation:
 
     @property
     def long(self) -> bool:
-        """Whether one computer takes an hour or more."""
+        """Return whether one computer takes an hour or more."""
         return self.alone_s >= HOUR_S
 
     @property
     def saved_s(self) -> float:
-        """What several computers save of one's time."""
+        """Return the time that several computers save."""
         return max(0.0, self.alone_s - self.offer.training_s) if self.offer else 0.0
 
     @property
     def pays(self) -> bool:
-        """Whether several computers save enough to be worth the trouble."""
+        """Return whether several computers save enough time to be worth the trouble."""
         return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
 
     @property
@@ -156,7 +156,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Advice:
-    """Where the path leads.
+    """Advice at the end of the path.
 
     Attributes:
         path: questions in the order in which they were asked.
@@ -190,7 +190,9 @@ class _Walk:
         self._path: list[Question] = []
 
     def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
-        """Whether it is so; ``but`` or ``besides`` is why the path does not go where a "no" or "yes" usually leads."""
+        """Record a question and return its answer; ``but`` or ``besides`` explains an unusual branch after "no" or
+        "yes".
+        """
         answer = f"no{f', but {but}' if but else ''}" if not yes else f"yes{f', and {besides}' if besides else ''}"
         self._path.append(Question(text, answer, why))
         return yes
@@ -208,7 +210,7 @@ def advise(at: Situation) -> Advice:
 
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
-    """Where one machine is done before several are felt; ``None``: the questions go on."""
+    """End where one machine is done before several are worth it; ``None``: the questions go on."""
     sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else "no other computer is named"
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
@@ -218,12 +220,14 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
         return walk.end("one machine", "stay on one machine, and let it run", f"{sooner}: setting up may take as long")
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        return walk.end("one machine", "stay on one machine", f"it is done within the hour; {sooner}: that is not felt")
+        return walk.end(
+            "one machine", "stay on one machine", f"it is done within the hour; {sooner}: too little to matter"
+        )
     return None
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
-    """Where one machine does not hold it as it is asked for; ``None``: it does, or would, and several save much."""
+    """End where one machine cannot hold the training as requested; ``None``: it can, or would and several save much."""
     not_so = "" if at.fits_one else "not "
     if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
         return None
@@ -235,7 +239,7 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _helped(at: Situation, walk: _Walk) -> Advice:
-    """Where one machine would do, and the question is what others save."""
+    """Go on where one machine would do, and the question is what others save."""
     there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
     if at.offer is None:
         walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
@@ -256,7 +260,7 @@ def _why_no_others(at: Situation) -> tuple[str, ...]:
 
 
 def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    """Where several computers save less than is worth the trouble."""
+    """End where several computers save too little."""
     waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
         one_row = "a batch of one row cannot be divided: --batch-size 2 or more can" if at.rows == 1 else ""
@@ -277,7 +281,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"{offer.fast(at)}: the link eats the rest",
+        f"{offer.fast(at)}: the link takes the rest",
         "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])),
         "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
         "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
@@ -316,14 +320,14 @@ def _weights_told(offer: Offer) -> str:
 
 
 def as_fast(times: float) -> str:
-    """A speed-up in words, of which one far below 1 says how many times slower it is."""
+    """Return a speed-up in words, of which one far below 1 says how many times slower it is."""
     if times >= 0.1:
         return f"{times:.2f} times as fast"
     return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    """Where one machine does not hold it as it is asked for: smaller, on several for their memory, or nowhere here."""
+    """End where one machine cannot hold the training: smaller, on several for their memory, or nowhere here."""
     rounded = "only with weights in 4 bits, which are rounded" if at.fits_smaller else "none of them is enough"
     if walk.ask(SMALLER, bool(at.smaller), at.smaller or rounded):
         slow = f"{at.offer.fast(at)}: not worth the trouble" if at.offer is not None and not at.pays else ""

@@ -14,7 +14,7 @@ from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Wo
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour costs; ``None`` where nobody said."""
+    """Costs of an hour; ``None`` where they are not known."""
 
     per_hour: float | None = None
     watts: float | None = None
@@ -121,12 +121,12 @@ class Job:
 
     @property
     def mixed(self) -> bool:
-        """Whether its computers are of several kinds."""
+        """Return whether the computers are of several kinds."""
         return len({each.name for each in self.computers}) > 1
 
     @property
     def takes_stages(self) -> bool:
-        """Whether the ranks can be a pipeline's: not in one memory, nor with what no pipeline does."""
+        """Return whether the ranks can be a pipeline: not in one memory, nor with options that no pipeline has."""
         packs = self.work is not None and self.work.packed is not None
         return not self.shares and self.rounds is None and not packs
 

@@ -115,7 +115,7 @@ class Outlook:
 
 
 def _plain(way: Way) -> dict[str, Any]:
-    """Each rank's bytes only where they differ."""
+    """Return each rank's bytes only if they differ."""
     values = asdict(way)
     return values if len(set(way.by_rank)) > 1 else {**values, "by_rank": ()}
 

@@ -1,4 +1,4 @@
-"""How long a step takes on any number of computers, from how long it takes on one: Amdahl's law and its neighbours.
+"""Time of a step on any number of computers, from its time on one: Amdahl's law and its neighbours.
 
 A step is a part that does not get shorter (the update, the program itself), a part that is divided among the ranks (the
 passes), and the exchange. On one computer only the first two are there, and two batch sizes tell them apart.
@@ -52,7 +52,7 @@ class StepModel:
 
     @property
     def alone_s(self) -> float:
-        """Of a step on one computer."""
+        """Return the time of a step on one computer."""
         return self.serial_s + self.tokens * self.token_s
 
     @property
@@ -102,7 +102,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Of all gradients, call by call; where there is one in several steps, its part of a step."""
+    """Return the time to exchange all gradients, call by call; with rare exchanges, the part of one step."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
     everything += _call_s(model, link, ranks, rest) if rest else 0.0
@@ -110,13 +110,13 @@ def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
-    """Of one call, with so much of the gradients."""
+    """Return the time of one call, with so much of the gradients."""
     packed = model.packed
     return link.seconds(gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks)
 
 
 def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
-    """A step on computers of these speeds, 1 being that of the one that was measured.
+    """Return a step on computers of these speeds, 1 being that of the one that was measured.
 
     Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for. More ranks than
     one computer has ``room`` for take turns on its cores, in all that they compute; 0: each has cores of its own.

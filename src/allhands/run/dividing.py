@@ -336,7 +336,7 @@ def _work(
 
 
 def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> Model:
-    """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
+    """Return the weights of a model, even if not read yet, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
     # Experts of a block that compute a token; None where that is not told.

@@ -229,9 +229,7 @@ class GradientCheck:
             told, problem = self._told(model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks))
         if problem:
             self._is_complete = False
-            self.notes.append(
-                f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
-            )
+            self.notes.append(f"mlx_lm's own model cannot compute this gradient, so there is no comparison: {problem}")
         return told
 
     def _draws(self, model: nn.Module, row: _Row, seconds: float) -> Iterator[_Told]:
@@ -283,7 +281,7 @@ class GradientCheck:
             return _passed(value / row.trained, gradient)
 
     def compare(self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None) -> GradientVerdict:
-        """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
+        """Compare our gradient, by the model with its passes and its kernel selection, with mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
@@ -395,7 +393,7 @@ _SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint
 def memory_of(
     config: TrainConfig, model: Mapping[str, Any], accelerator: Accelerator, kernels: KernelForms, longest: int
 ) -> Path:
-    """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
+    """Return the file that records a passed check of this kind of step on this device, for rows up to ``longest``."""
     facts = {
         "format": _FORMAT,
         "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
@@ -438,7 +436,7 @@ def start_check(
     data: Datasets,
     say: Callable[[str], None],
 ) -> Callable[[DropoutKeys | None], list[str]] | None:
-    """The check before the first step of a training: made once for each kind of step, and remembered.
+    """Return the check before the first step of a training: made once for each kind of step, and remembered.
 
     Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours with it, tells what a
     person should know, and raises ModelError where they differ; ``None`` where no check is wanted or needed.

@@ -51,7 +51,7 @@ class PassCost:
 
     @classmethod
     def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool) -> PassCost:
-        """The cost for ``model``; not ``bounded``: as much memory as there may be."""
+        """Return the cost for ``model``; not ``bounded``: as much memory as there may be."""
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
         layers = list(getattr(model, "layers", ()))
@@ -75,7 +75,7 @@ class PassCost:
         return 8.0 * (blocks * self.per_block + self.beside) <= _EXACT_SHARE * self.memory
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
-        """The number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
+        """Return the number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
         while True:
             trained = min(tokens, TRAINED)
             left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)

@@ -77,7 +77,7 @@ class KernelForms:
 def kernel_forms(
     accelerator: Accelerator, environ: Mapping[str, str] = os.environ, *, cpu_native: bool = True
 ) -> KernelForms:
-    """The forms of this rank, for steps that are ``cpu_native`` or not.
+    """Return the forms of this rank, for steps that are ``cpu_native`` or not.
 
     Raises:
         ConfigError: ``ALLHANDS_KERNELS`` asks for what there is not.

@@ -1,4 +1,4 @@
-"""Where a rank's lines, numbers and pictures go, and who else may write there."""
+"""Destinations of a rank's lines, numbers and pictures, and the lock against other writers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """The copies of the run's checkpoints, and of this rank's own the newest step."""
+    """Return the copies of the run's checkpoints, and of this rank's own the newest step."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -46,7 +46,7 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """The event that begins ``total`` batches; the largest has that shape."""
+        """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest one."""
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)
@@ -153,7 +153,7 @@ class Outputs:
 
 
 def _log_of(file: Path | None) -> TextIO | None:
-    """Where this rank's lines go besides the console, if that can be written: nothing depends on it."""
+    """Return the log for this rank's lines besides the console, if it can be written: nothing depends on it."""
     if file is None:
         return None
     try:

@@ -47,7 +47,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """The mesh with an axis of stages.
+    """Return the mesh with an axis of stages.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines.
@@ -60,7 +60,7 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
-    """The connections of this rank's stages; called on all ranks together.
+    """Return the connections of this rank's stages; called on all ranks together.
 
     Raises:
         ConfigError: the back-end cannot connect them.
@@ -84,7 +84,7 @@ def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> i
 
 
 def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) -> Restored:
-    """The part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
+    """Return the part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
 
     Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in the same order, and
     others' arrays pass by.

@@ -1,4 +1,4 @@
-"""Where a training run stands, as JSON values and back."""
+"""Progress of a training run, as JSON values and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReportWindow:
         self.further = tuple(map(sum, zip(before, result.further, strict=True)))
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """The further metrics of ``objective`` for these sums, besides the mean loss."""
+        """Return the further metrics of ``objective`` for these sums, besides the mean loss."""
         if len(self.further) != len(objective.further):  # nothing was counted
             return {}
         return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(objective)
@@ -56,7 +56,7 @@ class ReportWindow:
 
 @dataclass
 class LoopState:
-    """Where a run stands. Data order and dropout are functions of ``iteration``, so nothing else is random.
+    """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is random.
 
     Attributes:
         step: optimizer updates done, those left out for not being finite included.
@@ -94,7 +94,7 @@ class LoopState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoopState:
-        """The state that :meth:`to_json` wrote, among other keys.
+        """Return the state that :meth:`to_json` wrote, among other keys.
 
         Raises:
             CheckpointError: a key is missing.

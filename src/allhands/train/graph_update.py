@@ -78,7 +78,7 @@ class GraphUpdate:
         return list(sums) if self.flat is None else self.flat.leaves.named([array for _, array in sums])
 
     def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
-        """The reverse of :meth:`named`, of a tree of gradients."""
+        """Return the reverse of :meth:`named`, of a tree of gradients."""
         found = flatten(gradients)
         if self.flat is None:
             return found
@@ -135,7 +135,7 @@ class GraphUpdate:
         return norm
 
     def arrays(self) -> Any:
-        """The arrays that an update has to wait for."""
+        """Return the arrays that an update has to wait for."""
         if self.flat is not None:
             return [self.flat.weights(), self.flat.state()]
         return [self._model.trainable_parameters(), self._optimizer.state]
@@ -244,19 +244,19 @@ class FlatState:
         return self.leaves.joined({place.name: array for place, array in zip(self._places, arrays, strict=True)})
 
     def weights(self) -> list[mx.array]:
-        """All trained weights, also where somebody else has set them since."""
+        """Return all trained weights, also where somebody else has set them since."""
         present = [place.array for place in self._places]
         if any(one is not other for one, other in zip(present, self._views, strict=True)):
             self._weights, self._views = self._join(present), present
         return self._weights
 
     def parts(self) -> list[mx.array]:
-        """The parts of :meth:`weights` that this rank updates."""
+        """Return the parts of :meth:`weights` that this rank updates."""
         weights, shards = self.weights(), self.shards
         return weights if shards is None else [shards.part(i, whole) for i, whole in enumerate(weights)]
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state with a chunk's number where names of weights would be."""
+        """Return the optimizer's state with a chunk's number where names of weights would be."""
         return {**self._state, **self._others()}
 
     def forget(self) -> None:

@@ -28,7 +28,7 @@ _TOGETHER = 1 << 20
 
 
 def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate | None:
-    """The update of ``model`` by ``optimizer``, where it can be had for these here."""
+    """Return the update of ``model`` by ``optimizer``, where it can be had for these here."""
     if not available() or not isinstance(optimizer, KernelAdam) or optimizer.masters:
         return None
     single = all(array.dtype == mx.float32 for _, array in flatten(model.trainable_parameters()))
@@ -44,7 +44,7 @@ class NativeUpdate:
         self._optimizer = optimizer
 
     def norm(self, sums: Sequence[Named]) -> float:
-        """The square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
+        """Return the square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
         mx.eval([array for _, array in sums])
         total = 0.0
         for group in _groups(sums):

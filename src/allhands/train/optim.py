@@ -32,7 +32,7 @@ _CLASSES: dict[str, Callable[..., Optimizer]] = {
 
 
 def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = False) -> optim.Optimizer:
-    """The optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
+    """Return the optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
 
     Args:
         half: whether something that is trained is in half precision.
@@ -108,7 +108,7 @@ def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
 
 
 def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
-    """The number of batches of the whole training.
+    """Return the number of batches of the whole training.
 
     Raises:
         ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.

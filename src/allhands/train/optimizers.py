@@ -36,7 +36,7 @@ class Optimizer(optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """As in MLX; brought up to date first, where that was put off."""
+        """Return the state as in MLX; a postponed update of it is made first."""
         show, self._show = self._show, None
         if show is not None:
             show()
@@ -128,7 +128,8 @@ class KernelAdam(_Exact, optim.Adam):
     def apply_where(
         self, sums: tuple[mx.array, mx.array, mx.array], max_norm: float | None, gradients: Any, weights: Any
     ) -> tuple[Any, mx.array]:
-        """The weights after the update by the mean of ``gradients``, and its norm before clipping to ``max_norm``.
+        """Return the weights after the update by the mean of ``gradients``, and its norm before clipping to
+        ``max_norm``.
 
         If that or the loss is not finite, the weights are as they were. The optimizer's state follows. Where the
         kernel does not fit, MLX's own operations compute the same.

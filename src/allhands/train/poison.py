@@ -36,7 +36,7 @@ class Blame:
     otherwise: str = ""
 
     def named(self, what: str) -> str:
-        """The examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
+        """Return the examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
         if not self.examples:
             return ""
         numbers = ", ".join(str(example + 1) for example in self.examples)

@@ -63,7 +63,7 @@ class StepResult:
 
 
 def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0) -> StepResult:
-    """The result of a step with these sums over ranks, which may be followed by what is no result of it."""
+    """Return the result of a step with these sums over ranks, which may be followed by what is no result of it."""
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -89,19 +89,19 @@ class Totals(NamedTuple):
     further: tuple[float, ...]
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """The further metrics of ``objective``, besides the mean loss."""
+        """Return the further metrics of ``objective``, besides the mean loss."""
         counted = {"loss": self.loss, "targets": self.num_targets, "tokens": self.num_tokens}
         return objective.metrics({**counted, **dict(zip(objective.further, self.further, strict=True))})
 
 
 def own_numbers(sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool) -> list[float | mx.array]:
-    """The numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
+    """Return the numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
     loss, *further = sums
     return [loss, *count_parts(counts["targets"]), *count_parts(counts["tokens"]), float(stop), *further]
 
 
 def totals_of(values: Sequence[float], num_further: int) -> Totals:
-    """The sums over ranks of :func:`own_numbers`, which others may follow."""
+    """Return the sums over ranks of :func:`own_numbers`, which others may follow."""
     return Totals(
         values[0],
         whole_count(*values[_TARGETS:_TOKENS]),
@@ -122,6 +122,6 @@ def divisor_of(reduced: Reduced) -> mx.array:
 
 
 def not_finite(result: StepResult) -> str:
-    """The number that is not finite, in words; empty if all is well."""
+    """Return the number that is not finite, in words; empty if all is well."""
     values = {"loss": result.loss_sum, "gradient": result.grad_norm}
     return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")

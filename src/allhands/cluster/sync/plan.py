@@ -32,7 +32,7 @@ class Root:
     at: str
 
     def on(self, host: Host) -> dict[str, Any]:
-        """The root as the host is told it, to make a path of it."""
+        """Return the root as the host is told it, to make a path of it."""
         found: dict[str, Any] = {"base": self.base, "at": self.at}
         if self.base == "cwd":
             found |= {"cwd": host.cwd or os.getcwd(), "required": host.cwd is not None}
@@ -163,7 +163,7 @@ def _alike(files: Sequence[FoundFile]) -> list[str]:
 
 
 def environment_of(host: Host) -> dict[str, str]:
-    """The variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
+    """Return the variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
     here = {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
     chosen: Mapping[str, str] = host.envs
     return here | {name: chosen[name] for name in _PLACES if name in chosen}

@@ -13,7 +13,7 @@ Topology = Literal["tree", "chain", "star"]
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How files are copied.
+    """Options for copying files.
 
     Attributes:
         topology: ``tree``: every host that has everything sends to one that waits; ``chain``: each host gets them

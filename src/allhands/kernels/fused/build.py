@@ -23,7 +23,7 @@ _DIGEST_BYTES = 32
 
 
 def built(source: str, capability: tuple[int, int]) -> bytes:
-    """The machine code of ``source`` for GPUs of a compute ``capability``, such as (9, 0).
+    """Return the machine code of ``source`` for GPUs of a compute ``capability``, such as (9, 0).
 
     Raises:
         RuntimeError: there is no NVRTC, or it does not accept the source.

@@ -79,7 +79,7 @@ _look_up_apart = with_vjp(_rows_apart, _gradient_apart)
 
 
 def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False) -> mx.array:
-    """The sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
+    """Return the sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
 
     ``onto``: added to ``table`` itself, which is nobody else's then.
     """

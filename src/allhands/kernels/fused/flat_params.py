@@ -143,7 +143,7 @@ class FlatParams:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
-        """The number of the chunk that is the table of ``module``, an embedding, and nothing else."""
+        """Return the number of the chunk that is the table of ``module``, an embedding, and nothing else."""
         return next((number for number in self.tables if self.chunks[number].places[0].module is module), None)
 
     @property
@@ -196,7 +196,7 @@ class FlatParams:
         ]
 
     def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
-        """The reverse of :meth:`named`."""
+        """Return the reverse of :meth:`named`."""
         return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
 
 
@@ -293,7 +293,7 @@ def _by_kind(places: Sequence[_Place], *, apart: bool) -> list[list[_Place]]:
 
 
 def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_Place]]:
-    """Each group by itself, or its arrays where they are of several kinds; small groups together, first."""
+    """Return each large group, or its arrays if they are of several kinds; small groups come first, together."""
     # Norms and biases together: each would cost launches of its own for a few thousand numbers.
     small: list[_Place] = []
     parts: list[list[_Place]] = []

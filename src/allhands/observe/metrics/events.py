@@ -233,7 +233,7 @@ UNKNOWN: Mapping[str, Any] = {
 
 
 def encode_event(event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> str:
-    """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
+    """Return the event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
 
     ``more`` are numbers of other names, which :func:`decode_event` leaves out. ``without`` are names of
     :data:`UNKNOWN` that are not written.
@@ -260,7 +260,7 @@ def _plain(value: object) -> object:
 
 
 def decode_event(line: str) -> Event | None:
-    """The event of one line, or None if the line is torn, malformed or of an unknown kind."""
+    """Return the event of one line, or None if the line is torn, malformed or of an unknown kind."""
     try:
         record = json.loads(line)
         kind = record.pop("event")

@@ -119,7 +119,7 @@ class ProcessSampler:
             self._identity = replace(self._identity, **{name: estimated_bytes})
 
     def resident(self) -> int:
-        """The memory of this process now, in bytes."""
+        """Return the memory of this process now, in bytes."""
         return self._process.memory_info().rss
 
     def write_to(self, file: Path, run: str | None = None) -> None:
