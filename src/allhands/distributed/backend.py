@@ -1,9 +1,9 @@
 """The only module that touches ``mx.distributed``: connect, check, communicate.
 
-MLX's back-ends fail quietly: ``init()`` gives a group of one when it finds no peers, the ring waits for
-ever for a peer that never comes, an operation that a back-end lacks throws in the middle of a run, and two collectives
-on two streams mix their bytes. So the group's size is compared with what the launcher promised, what each back-end can
-do is one table (:mod:`allhands.distributed.capabilities`), and a process has one stream for all that it exchanges.
+MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring waits for ever for a
+peer that never comes, a missing operation throws in the middle of a run, and two collectives on two streams mix their
+bytes. So the group's size is compared with the launcher's number, one table has the capabilities of each back-end
+(:mod:`allhands.distributed.capabilities`), and a process has one stream for all exchanges.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Communicator(Protocol):
     def backend(self) -> str: ...
 
     def all_sum(self, array: mx.array) -> mx.array:
-        """Element-wise sum over ranks; every rank must pass the same shape and dtype."""
+        """Return the element-wise sum over ranks; every rank must pass the same shape and dtype."""
         ...
 
     def all_gather(self, array: mx.array) -> mx.array:
-        """Ranks' arrays joined along the first axis."""
+        """Return the arrays of all ranks joined along the first axis."""
         ...
 
 
@@ -73,15 +73,15 @@ class TwoStreamsError(DistributedError):
 
 
 class ExchangeStream:
-    """The one stream of a device over which this process exchanges anything, with whatever group.
+    """The only stream of a device for all exchanges of this process, with any group.
 
-    Two collectives on two streams of a ring run at once and take each other's bytes: the sums are wrong, and nothing
-    says so. MPI, as MLX starts it, allows one thread only, and a stream of the CPU is a thread. So the first stream
-    that is used stays the one, whatever MLX's default is later, until :meth:`release`.
+    Two collectives on two streams of a ring run at once and read each other's bytes: the sums are wrong, without an
+    error. MPI, as MLX starts it, allows only one thread, and a stream of the CPU is a thread. So the first stream stays
+    in use until :meth:`release`, even if MLX's default changes.
 
     Attributes:
-        sent_bytes: that this process has been asked to send so far, over all groups.
-        asleep: sockets whose threads sleep until something comes.
+        sent_bytes: bytes that this process had to send so far, over all groups.
+        asleep: sockets whose threads sleep until data arrive.
     """
 
     def __init__(self, device: DeviceKind) -> None:
@@ -94,7 +94,7 @@ class ExchangeStream:
         self.asleep: list[int] = []
 
     def restart(self, *, apart: bool) -> None:
-        """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
+        """Start again in this thread; ``apart``: on another stream than the device's computations."""
         if not apart or self._thread not in (0, threading.get_ident()):
             self.home = None
         if apart and self.home is None:
@@ -128,14 +128,14 @@ class ExchangeStream:
         return stream
 
     def release(self) -> None:
-        """Wait for everything that was handed out on the stream in use, after which another one may be."""
+        """Wait for all queued work on the stream in use; then another stream may be used."""
         if self._used is not None:
             mx.synchronize(self._used)
         self._used = None
 
     @contextmanager
     def lent(self) -> Generator[None]:
-        """Within the block another stream may be used, for what is computed before the block ends."""
+        """Allow another stream within the block, for work that is computed before the block ends."""
         before, thread = self._used, self._thread
         self.release()
         try:
@@ -153,7 +153,7 @@ def resolved(stream: Any) -> mx.Stream:
 
 @cache
 def exchange_stream(device: DeviceKind) -> ExchangeStream:
-    """Return the one of this process."""
+    """Return the exchange stream of this process."""
     return ExchangeStream(device)
 
 
@@ -248,10 +248,10 @@ def sent_bytes(communicator: Communicator) -> int:
 
 
 def finish_exchanges(communicator: Communicator) -> None:
-    """Wait for all that was handed out to be exchanged; then another stream, or thread, may exchange.
+    """Wait for all queued exchanges; then another stream, or thread, may exchange.
 
-    The caller has evaluated every collective of before, and calls no function that was compiled with one in it: on the
-    stream of before they would meet those of the new one.
+    The caller has evaluated every earlier collective, and calls no compiled function with a collective in it: on the
+    earlier stream they would mix with those of the new one.
     """
     if isinstance(communicator, MlxGroup):
         communicator.exchange.release()
@@ -290,7 +290,7 @@ def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManag
 
 
 def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
-    """This rank's equal part of the sum over ranks of ``array``, whose first axis the number of ranks divides."""
+    """Return this rank's equal part of the sum of ``array`` over ranks; the number of ranks divides its first axis."""
     if communicator.size > 1 and array.shape[0] % communicator.size:
         raise ValueError(f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}")
     if isinstance(communicator, MlxGroup) and communicator.scatters:
@@ -317,10 +317,9 @@ def connect(
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds for which a ring's neighbours, or the first rank, are waited for; without a ``watch`` a
-            minute at most.
-        watch: knows when all ranks listen, and sees to it that they come.
-        tried: whether all ranks are known to reach the first one.
+        timeout_s: seconds to wait for a ring's neighbours, or for the first rank; without a ``watch`` a minute at most.
+        watch: knows when all ranks listen, and waits for them.
+        tried: True if all ranks are known to reach the first one.
 
     Raises:
         ConfigError: this MLX is built without the back-end.

@@ -1,4 +1,4 @@
-"""The mesh of ranks: who this process is among the others, along named axes. Plain numbers, no device."""
+"""Mesh of ranks: this process's place among the others along named axes. Plain numbers, no device."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Coordinates(NamedTuple):
 class Mesh:
     """The processes of a run, ordered along named axes, and this one's place.
 
-    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* what
-    is kept of parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
-    ``context`` the places of a row. Rank numbers count the last axis first, like the indices of a C array. Without
-    sizes all ranks are on ``data``.
+    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* the
+    stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
+    ``context`` the token positions of a row. Rank numbers increase along the last axis first, like the indices of a C
+    array. Without sizes all ranks are on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
         size: number of processes, the product of the axes.
         local_rank: number of this process on its host.
         local_size: processes on this host.
-        weights: relative speed of each data rank, by which its share of a batch is cut; empty: all are alike.
-        data: size of that axis, as the following are of theirs; ``None``: the ranks that the others leave.
+        weights: relative speed of each data rank, which gives its share of a batch; empty: all are equal.
+        data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks that the others leave.
 
     Raises:
         ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not one a data rank.
@@ -83,11 +83,11 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """The number of shares of a batch: the size of ``data`` times that of ``shard``."""
+        """Number of shares of a batch: the size of ``data`` times that of ``shard``."""
         return self.size_of("data") * self.shard
 
     def size_of(self, axis: Axis) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self._sizes()[AXES.index(axis)]
 
     def coordinates(self, rank: int | None = None) -> Coordinates:

@@ -29,7 +29,7 @@ _COUNT_UNIT = 1 << 12
 
 
 def bucket_bytes_for(backend: str, megabytes: float | None) -> int:
-    """Size of an all-reduce call: what was asked for, else what is best for the back-end."""
+    """Return the size of an all-reduce call: the requested one, else the best one for the back-end."""
     if megabytes is not None:
         return int(megabytes * 1e6)
     return _NCCL_BUCKET_BYTES if backend == "nccl" else BUCKET_BYTES
@@ -45,11 +45,11 @@ def sum_over_ranks(
     """Add ``arrays`` and ``scalars`` element-wise over all ranks.
 
     Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call costs
-    a round of latency; the scalars (loss, token count, flags) travel in the first float32 bucket for nothing.
+    a round of latency. The scalars (loss, token count, flags) are part of the first float32 bucket, at no cost.
 
     Args:
         arrays: the same shapes and dtypes in the same order on every rank.
-        scalars: exact as float32; of counts, which may be larger than 2**24, :func:`count_parts`.
+        scalars: numbers that are exact as float32; counts may be larger than 2**24, so pass their :func:`count_parts`.
 
     Returns:
         The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
@@ -77,7 +77,7 @@ def packed_sum_over_ranks(
     """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is begun.
 
     Args:
-        left: what packing has left out of each array in the last exchange; in this one, it is returned last.
+        left: rounding error of each array in the last exchange; the error of this exchange is returned last.
     """
     sums, new, totals = list(arrays), list(left), _as_array(scalars)
     beside: mx.array | None = totals
@@ -104,7 +104,7 @@ def whole_count(units: float, rest: float) -> int:
 
 
 def lazy_count(parts: mx.array) -> mx.array:
-    """() float32, of two sums of :func:`count_parts`: rounded once, whatever the ranks' own counts are."""
+    """Return the () float32 count of two sums of :func:`count_parts`: rounded once, whatever the ranks' counts are."""
     return parts[0] * _COUNT_UNIT + parts[1]
 
 
@@ -113,10 +113,10 @@ class Lookups:
     """The contribution of the look-ups of a table to its gradient.
 
     Attributes:
-        index: of the table among the arrays.
-        rows: (N, D) gradients, as many on every rank; of all of them once they are exchanged.
+        index: index of the table among the arrays.
+        rows: (N, D) gradients, the same number on every rank; after the exchange those of all ranks.
         ids: (N,) int32, the rows of the table to which they belong.
-        besides: whether the table's array is a gradient as well; else nobody looks at it.
+        besides: True if the table's array is a gradient as well; else the array is not read.
     """
 
     index: int
@@ -130,10 +130,10 @@ class PendingReduce:
     """Sums over ranks that are on their way.
 
     Attributes:
-        arrays: as :func:`sum_over_ranks` gives them; of what is divided this rank's part.
-        computed: arrays that are there once everything of this rank's is computed.
-        lookups: of all ranks, still to be added.
-        left: what packing has left out of each array of this rank's, where they travel packed.
+        arrays: as :func:`sum_over_ranks` returns them; of sharded arrays this rank's part.
+        computed: arrays that are computed when all passes of this rank are.
+        lookups: those of all ranks, still to be added.
+        left: rounding error of each array of this rank, if they are packed.
     """
 
     arrays: list[mx.array]
@@ -359,7 +359,7 @@ def _take_apart(total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[in
 
 
 def barrier(communicator: Communicator) -> None:
-    """Return when every rank has come here."""
+    """Wait until every rank has called it."""
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
@@ -402,12 +402,12 @@ def _cut_where_full(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The form in which gradients travel.
+    """Options of an exchange of gradients.
 
     Attributes:
-        bucket_bytes: arrays are laid end to end up to about so many bytes a call; 0 or less: each by itself.
-        dtype: of the gradients on the way; ``None``: as they are added up.
-        stream: of MLX, for the sums; ``None``: the one that the back-end prefers.
+        bucket_bytes: approximate bytes of a call, in which arrays are laid end to end; 0 or less: one array per call.
+        dtype: of the exchanged gradients; ``None``: that of the sums.
+        stream: MLX stream of the sums; ``None``: the one that the back-end prefers.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -416,7 +416,7 @@ class Exchange:
 
 
 def mean_of_ranks(communicator: Communicator, grads: Any, exchange: Exchange) -> Any:
-    """Tree of the plain means over ranks, as ``mlx.nn.average_gradients`` has it."""
+    """Return the tree of plain means over ranks, as ``mlx.nn.average_gradients`` does."""
     flat = flatten(grads)
     if communicator.size == 1 or not flat:
         return grads
@@ -436,12 +436,12 @@ def mean_of_tokens(
     reduction: Literal["mean", "sum"],
     exchange: Exchange,
 ) -> Any:
-    """Tree of gradients of the mean over all ranks' tokens.
+    """Return the tree of gradients of the mean over all ranks' tokens.
 
     Args:
         grads: of this rank's loss.
         num_tokens: trained tokens on this rank; may be 0, then ``grads`` do not matter.
-        reduction: whether that loss is the mean over its tokens or their sum.
+        reduction: ``"mean"`` or ``"sum"``: that loss as a function of its tokens.
     """
     communicator = on_stream(communicator, exchange.stream)
     parts = count_parts(num_tokens)

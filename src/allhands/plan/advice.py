@@ -36,12 +36,12 @@ class Offer:
     """Several computers on which the training fits.
 
     Attributes:
-        names: which they are.
-        training_s: of the whole training; ``speed_up`` against one computer that has all its cores.
-        exposed: the part of a step that is waiting for the exchange.
+        names: names of the computers.
+        training_s: seconds of the whole training; ``speed_up`` against one computer that has all its cores.
+        exposed: the part of a step in which ranks wait for the exchange.
         accumulated: the speed-up if four batches' gradients are exchanged as one.
-        flags: with which it is started there; ``more`` those that save memory.
-        weights: for ``--rank-weights``; empty where the computers are equal.
+        flags: flags that start it there; ``more`` those that save memory.
+        weights: for ``--rank-weights``; empty if the computers are equal.
     """
 
     machines: int
@@ -64,25 +64,26 @@ class Situation:
     """Facts that the chart asks for; times in seconds.
 
     Attributes:
-        again: whether such a training is needed more than once.
-        alone_s: of the whole training on one computer.
-        fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
-        offer: the number of computers that is worth taking, if any is, else the best of several; ``None`` where it fits
-            on no several computers, or there are no others; ``rounded`` the same with weights in 4 bits.
-        larger: the number of computers that gains most where four batches' gradients are exchanged as one; ``None``:
+        again: True if such a training is needed more than once.
+        alone_s: seconds of the whole training on one computer.
+        fits_one: True if it fits one computer as requested; ``fits_smaller``: flags with which it fits, and which
+            change no result.
+        offer: the number of computers worth taking, if any is, else the best of several; ``None`` if it does not fit
+            several computers, or there are no others; ``rounded``: the same with weights in 4 bits.
+        larger: the number of computers that gains most if four batches' gradients are exchanged as one; ``None``:
             that of ``offer``.
-        machines: that there are, or could be.
-        enough: computers beyond which each further one saves less than 5 %.
-        together: whether the machines are processes of one.
-        imagined: whether the others are only imagined.
-        faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
-        one: the computer that is meant by one machine, where they differ.
+        machines: number of computers that there are, or could be.
+        enough: number of computers beyond which each further one saves less than 5 %.
+        together: True if the machines are processes of one computer.
+        imagined: True if the others are only imagined.
+        faster: a faster link in place of this one; ``adapters``: True if only small adapters are trained and exchanged.
+        one: the computer that "one machine" means, if they differ.
         unable: computers that cannot hold their share, each with its figures.
-        packed: whether gradients travel in fewer bytes already.
-        rows: of a batch; 0 if not known.
-        kind: of processor.
-        doubt: why nothing should be concluded; empty if all is well.
-        pipeline: several computers among which the model's blocks are divided, where it fits no single one.
+        packed: True if gradients are already sent in fewer bytes.
+        rows: rows of a batch; 0 if not known.
+        kind: kind of processor.
+        doubt: reason not to conclude anything; empty if there is none.
+        pipeline: several computers with the model's blocks divided among them, if it fits no single one.
     """
 
     again: bool
@@ -108,7 +109,7 @@ class Situation:
 
     @property
     def smaller(self) -> str:
-        """The flags with which it fits one; weights in 4 bits are another model, where several hold this one."""
+        """The flags with which it fits one; not weights in 4 bits, another model, if several hold this one."""
         return "" if self.pipeline is not None and QUANTISE in self.fits_smaller else self.fits_smaller
 
     @property
@@ -144,7 +145,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Question:
-    """A station of the chart, and what was found there.
+    """A question of the chart, with its answer.
 
     ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long", "yes, and long").
     """
@@ -160,8 +161,8 @@ class Advice:
 
     Attributes:
         path: questions in the order in which they were asked.
-        title: what to do, in a few words; ``reasons`` why, a sentence each.
-        machines: on so many.
+        title: the advice in a few words; ``reasons`` for it, a sentence each.
+        machines: number of computers that it advises.
     """
 
     path: tuple[Question, ...]
