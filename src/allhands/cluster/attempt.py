@@ -1,7 +1,7 @@
 """One attempt of a job: start all ranks once, watch them until the last one has ended, and find the cause of a failure.
 
-MLX notices a dead peer late or never, and a stopped one not at all, so a process outside the ranks watches them. The
-first rank that fails, or stops making progress, is the cause; the others are ended, and no process is left behind.
+MLX notices a dead peer late or never, and does not notice a stopped one. So a process outside the ranks watches them.
+The first rank that fails or stops making progress is the cause. The others are ended, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
     ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
-    received: the first SIGINT or SIGTERM is passed on, the second ends the ranks at once; SIGUSR1, a scheduler's
-    warning, counts as a SIGTERM that leaves the first word to the person. ``reaper`` is told of every process.
-    ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
-    started and watched, and the ranks that wait for others have more time.
+    received. The first SIGINT or SIGTERM is passed on, and the second one ends the ranks at once. SIGUSR1, a
+    scheduler's warning, counts as a SIGTERM, but a person's first signal after it still counts as the first. ``reaper``
+    is told of every process. ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only
+    that part of the ranks is started and watched, and ranks that wait for others have more time.
     """
 
     _ranks: RankProcesses

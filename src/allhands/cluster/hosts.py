@@ -1,6 +1,7 @@
-"""The computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
+"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
 
-A hostfile may come from elsewhere, so what it says is either a plain name, address, number or variable, or refused.
+A hostfile may come from elsewhere. So it may have plain names, addresses, numbers and variables, and all else is
+refused.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Host:
     """One computer.
 
     Attributes:
-        name: as people read it.
-        ssh: what to give to ssh, such as ``"user@node1"``; ``None`` for this computer.
+        name: name for people.
+        ssh: argument for ssh, such as ``"user@node1"``; ``None`` for this computer.
         ips: its addresses; empty: its name is looked up.
-        slots: the most ranks that it gets.
+        slots: highest number of its ranks.
         python: the interpreter that has allhands there; ``None``: this one's path.
-        cwd: the directory to work in; ``None``: this one's, or :func:`below_home`, whichever is there.
+        cwd: its working directory; ``None``: this one's, or :func:`below_home`, whichever exists.
         envs: further variables of its ranks.
-        rdma: what JACCL calls its devices, one a host of the file.
+        rdma: JACCL's names of its devices, one for each host of the file.
     """
 
     name: str

@@ -61,7 +61,7 @@ _UNCONNECTED_S = 30.0  # until it is said that the group does not come together
 
 
 def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
-    """This rank's place among the others, which are equally fast unless ``weights`` says otherwise.
+    """Return this rank's place among the others, which count as equally fast without ``weights``.
 
     Raises:
         ConfigError: not one weight for each data rank.
@@ -118,19 +118,19 @@ def _began(text: str) -> datetime:
 
 
 def take_device(launch: Launch) -> None:
-    """Restrict this process to its own GPU, where that is left to us; too late once MLX has asked for a device."""
+    """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked for a device."""
     os.environ.update(launch.exports)
 
 
 def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
-    Where the ranks have to find each other first, that has a time of its own, see :func:`patience_for`. The group
+    If the ranks have to find each other first, that has its own time limit, see :func:`patience_for`. The group
     counts as formed when a first sum over all ranks is right.
 
     Args:
-        deadline_outside: whether our supervisor, if there is one, ends ranks that do not start, but for those that wait
-            for others at work: then this one waits as long as it lives.
+        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start, except those that wait
+            for others at work: then this rank waits without a limit.
 
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
@@ -176,7 +176,7 @@ class _Supervisor:
 
 @cache
 def join_here() -> Communicator:
-    """This process's one connection to its group, made at the first call; see :func:`join_group`.
+    """Return this process's only connection to its group, made at the first call; see :func:`join_group`.
 
     Raises:
         DistributedError: as there.
@@ -202,9 +202,9 @@ def joined_here() -> Communicator | None:
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:
-    """Return the patience for other ranks and their names: ``timeout_s``, at least 15 minutes on a cloud.
+    """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on a cloud.
 
-    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. What is waited for is logged as a warning.
+    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. Warnings in the log say what the rank waits for.
 
     Raises:
         DistributedError: the variable is no time.
@@ -229,8 +229,8 @@ def patience_for(launch: Launch, timeout_s: float) -> Patience:
 def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, None]:
     """End this process with a message unless the block is left within ``seconds``.
 
-    MLX's ring waits for its peers holding Python's lock: no thread and no signal handler of this process
-    would run. So another process keeps the time. Under our own supervisor that is the supervisor.
+    MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler of this process
+    runs. So another process keeps the time; under our own supervisor it is the supervisor.
     """
     if launch.size == 1 or "ALLHANDS_SUPERVISOR_PID" in os.environ:
         yield

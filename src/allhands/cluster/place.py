@@ -1,4 +1,4 @@
-"""The one description of a launch: a process's place in its group, and its platform's paths and deadlines.
+"""Description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
 :mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and :mod:`allhands.cluster.platforms` translate the
 variables and files of each launcher into it.

@@ -1,7 +1,7 @@
 """Decision after an attempt has ended: finish; start again, with which ranks and after which pause; or give up, and
 why.
 
-Pure: a judgement on facts. :mod:`allhands.cluster.supervisor` carries it out.
+The decision is a pure function of facts. :mod:`allhands.cluster.supervisor` carries it out.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Past:
     """An attempt that is over.
 
     Attributes:
-        seats: by rank, what its faults are put down to: its computer, or its slot where there is only one.
-        apart: whether the seats are computers.
-        edition: how often a person had changed the list of computers: that forgives what was before.
-        ran_s: how long it lasted.
+        seats: by rank, the place to which its faults are attributed: its computer, or its slot if there is only one.
+        apart: True if the seats are computers.
+        edition: number of changes that a person made to the list of computers; a change clears earlier faults.
+        ran_s: seconds that it lasted.
     """
 
     outcome: Outcome
@@ -87,14 +87,14 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RunDone:
-    """The job is over, by its own end or a person's wish."""
+    """The job is over, by its own end or at a person's request."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job has failed; ``reason`` says why it is not started again, if that was allowed at all."""
+    """The job has failed; ``reason`` says why it is not restarted, if restarts were allowed."""
 
     reason: str | None
     code: int
@@ -105,10 +105,10 @@ class Restart:
     """Start again after ``pause_s`` seconds.
 
     Attributes:
-        reason: why, or what the pause is for.
+        reason: reason of the restart, or of the pause.
         exclude: seats to leave out from now on.
         slack: factor on the deadlines for progress.
-        fault: whether a fault is the cause, which counts against the budget; a computer that does not fit is none.
+        fault: True if a fault is the cause, which counts against the budget; a computer that does not fit is no fault.
     """
 
     pause_s: float

@@ -1,4 +1,4 @@
-"""Ranks on several computers: one agent on each, started over ssh, seen by the supervisor as if they were here."""
+"""Ranks on several computers: an agent on each, started over ssh; the supervisor treats them like local ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays empty.
 
-    What an agent, ssh or a login shell says goes to ``log_dir/host-NAME.log``.
+    The output of an agent, of ssh or of a login shell goes to ``log_dir/host-NAME.log``.
 
     Raises:
         ConfigError: MPI, or the places do not hold the ranks.
@@ -174,7 +174,7 @@ class RemoteRanks:
         return ", ".join(found)
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return what the ranks have agreed on, as rank 0 tells it; ``None``: they have not yet."""
+        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet."""
         return self._attested
 
     def host(self, rank: int) -> str:
@@ -456,7 +456,7 @@ def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Sta
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
 
-    A person's own program may do with less than what the ranks of a training have to have in common.
+    The ranks of a person's own program need less in common than those of a training.
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN

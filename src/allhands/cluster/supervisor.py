@@ -1,7 +1,8 @@
-"""The supervisor: starts the ranks of a job, again and again if need be, and answers for their end.
+"""Supervisor: it starts the ranks of a job, restarts them after faults, and reports their end.
 
-One start is an :class:`~allhands.cluster.attempt.Attempt`; :mod:`~allhands.cluster.policy` judges how it ended;
-:mod:`~allhands.cluster.membership` knows who can take part in the next. Here the one is led to the other.
+One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` judges its end, and
+:mod:`~allhands.cluster.membership` finds the members of the next attempt. This module leads from one attempt to the
+next.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class SuperviseOptions:
     """Options for keeping a job running.
 
     Attributes:
-        max_restarts: after faults; regrouping does not count.
-        min_ranks: go on with no fewer; ``None``: all.
+        max_restarts: most restarts after faults; regrouping does not count.
+        min_ranks: fewest ranks to go on with; ``None``: all.
         run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
-        wait_s: how long computers that are needed are waited for.
-        try_out: looks whether newcomers fit before the running ranks are stopped; ``None``: all are believed to.
-        resize: adapts what depends on the number of ranks, such as ``cores_per_rank``.
+        wait_s: seconds to wait for computers that are needed.
+        try_out: checks that newcomers fit before the running ranks are stopped; ``None``: no check.
+        resize: adapts values that depend on the number of ranks, such as ``cores_per_rank``.
     """
 
     max_restarts: int = 0
@@ -91,15 +92,15 @@ def supervise(
 
     A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process are passed on once,
     the ranks save and end, and the code is 130 or 143; the second one, or ``stop_grace_s``, kills the ranks.
-    A ring that found its ports taken is started again with others. Call it in the main thread: elsewhere signals
-    are not caught.
+    A ring whose ports are taken is started again with other ports. Call it in the main thread: in another thread
+    signals are not caught.
 
     Args:
-        spec: what to start; ranks, places and weights are those of the first attempt, if everybody takes part.
-        events: called in this thread with everything that a person may want to know.
+        spec: specification of the start; its ranks, places and weights are those of an attempt with all members.
+        events: called in this thread with all events for a person.
         options: restarts; the default is none.
-        members: who takes part; the default is this computer with all ranks.
-        journal: gets all events too.
+        members: the members of an attempt; the default is this computer with all ranks.
+        journal: also gets all events.
         seams: for tests.
 
     Raises:
@@ -124,9 +125,9 @@ class Workroom:
     """The means of a process that starts ranks; make it with :func:`workroom`.
 
     Attributes:
-        signals: those that have asked this process to end, and are to be heeded.
-        private: a directory of this user alone, removed at the end.
-        reaper: clears up if this process is killed.
+        signals: received signals that ask this process to end.
+        private: a directory that only this user can read, removed at the end.
+        reaper: cleans up if this process is killed.
     """
 
     signals: deque[int]
@@ -136,9 +137,9 @@ class Workroom:
 
 @contextlib.contextmanager
 def workroom() -> Generator[Workroom, None, None]:
-    """Catch signals, and have what is started removed with this process, until the block is left.
+    """Catch signals within the block, and end all started processes when this process ends.
 
-    Call it in the main thread: elsewhere signals are not caught.
+    Call it in the main thread: in another thread signals are not caught.
     """
     usual = tempfile.gettempdir()
     root = usual if len(usual) <= _LONGEST_ROOT else "/tmp"
@@ -193,7 +194,7 @@ class _Job:
         return len(self.history) + 1
 
     def run(self) -> int:
-        """Attempt after attempt, to the end."""
+        """Run attempt after attempt until the job ends."""
         clear_logs(self.spec.log_dir)
         with ProcessSampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
             sampler.write_to(monitor_file(self.spec.log_dir, "orchestrator"))

@@ -1,8 +1,8 @@
 """Tokenised examples as flat arrays, in memory or mapped from a file, and the two ways to train on them.
 
-:class:`TokenSet` holds the arrays. What a run trains on is either its examples one by one (:class:`TokenSet`
-itself) or, for pre-training, the documents joined and cut into rows of equal length (:class:`PackedRows`).
-Both are read through :class:`Windows`, so nothing behind them knows the difference.
+:class:`TokenSet` holds the arrays. A run trains on its examples one by one (:class:`TokenSet` itself) or, in
+pre-training, on the documents joined and cut into rows of equal length (:class:`PackedRows`). Both are read through
+:class:`Windows`, so other code does not depend on the difference.
 """
 
 from __future__ import annotations
@@ -167,14 +167,14 @@ class PackedRows:
     ``stream`` is the tokens of all documents, each with its end-of-text token. Every token but the first of the
     stream is a target once. The last row is what remains and may be shorter.
 
-    That is the first epoch. In each further one the stream, joined to a ring, begins elsewhere (:meth:`shift`), so that
-    no row comes back as it was: rows that do are learned by heart sooner than the text is.
+    This is so in the first epoch. In each further epoch the stream, joined to a ring, begins at another place
+    (:meth:`shift`), so that no row is repeated: a model memorises repeated rows sooner than the text.
 
     Attributes:
         source: the documents.
         block: inputs a row.
-        isolate: whether documents are kept apart: a row's window carries document numbers, and the first
-            token of a document, which nothing of the document predicts, is no target.
+        isolate: True if documents are kept apart: a row's window has document numbers, and the first token of a
+            document is no target, because nothing of the document predicts it.
     """
 
     source: TokenSet

@@ -1,15 +1,15 @@
 """Shares of a batch in proportion to the ranks' measured speeds.
 
-Each rank times its own passes; the numbers travel with those that ranks add up in each step anyway. Every rank puts the
-same numbers into the same functions of plain Python, and so comes to the same shares without asking. New shares hold
-from a step that nobody has loaded or handed out yet.
+Each rank times its own passes; the numbers are sent with others that ranks add up in each step anyway. Every rank puts
+the same numbers into the same functions of plain Python, and so computes the same shares without further messages. New
+shares apply from a step that no rank has loaded or queued yet.
 
-A rank's passes take longer with more tokens, its update does not. Shares are such that both together take every rank
-the same time.
+A rank's passes take longer with more tokens, but its update does not. Shares are chosen so that both together take the
+same time on every rank.
 
-A change must be worth it: the slowest rank's time of the next batches, as whole rows can be divided, must become
-shorter by more than noise explains (:func:`better_weights`). So noise moves nothing, and one row more that would only
-move the wait from one rank to another does not either.
+Shares change only if the slowest rank's time for the next batches, divided in whole rows, becomes shorter by more than
+noise explains (:func:`better_weights`). So noise does not change shares, and neither does a row that would only
+move the wait from one rank to another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepSample:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -188,10 +188,10 @@ class Moved:
     """Shares that have been agreed on.
 
     Attributes:
-        begin: the batch (from 0) from which on they hold.
-        weights: the new shares, ``before`` the old ones.
-        speeds: tokens a second of each rank, on which they are based.
-        rows: whether each rank gets rows; a rank so slow that a row takes longer than everything elsewhere gets none.
+        begin: the first batch (from 0) with the new shares.
+        weights: the new shares; ``before``: the old ones.
+        speeds: tokens per second of each rank, from which the shares are computed.
+        rows: for each rank True if it gets rows; a rank gets none if a row takes it longer than all rows elsewhere.
     """
 
     begin: int
@@ -282,7 +282,7 @@ class Balance:
         return normalised(weights) if len(weights) > 1 else ()
 
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
-        """Take in what all ranks tell of their step before this one, and change the shares if that is worth it.
+        """Receive all ranks' measurements of the step before this one, and change the shares if that is worth it.
 
         Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their seconds and those
         of its update, all 0 if it had no passes or they were not timed.
