@@ -1,4 +1,4 @@
-"""Fingerprints of weights: a hash over a model's files by all cores, beside other work if wanted."""
+"""Fingerprints of weights: a hash over a model's files by all cores, in the background if wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of runs as data: curves, the words that describe them, and the table behind them.
+"""Charts of runs as data: curves, their descriptions, and their tables of numbers.
 
 Pictures and the pages of reports draw the same charts.
 """
@@ -84,10 +84,10 @@ class Chart:
         marks: places of restarts on the horizontal axis, with the colour of the run.
         stars: the best validations: place, height, colour.
         crosses: places of skipped steps, with the colour of the run.
-        whole: whether places on the horizontal axis are whole numbers.
-        top: upper end of a vertical axis from 0; ``None``: the lines decide.
-        wide: whether the chart has a row of the page for itself.
-        note: words before the description.
+        whole: True if places on the horizontal axis are whole numbers.
+        top: upper end of a vertical axis from 0; ``None``: it follows from the lines.
+        wide: True if the chart has a row of the page for itself.
+        note: text before the description.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Curves of losses over steps, and what can be said of their slope and scatter beyond what noise explains."""
+"""Curves of losses over steps, with their slopes and scatter, and whether noise explains these."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Curve:
 class Trend:
     """A straight line through a piece of a curve: its heights at both ends, and how far its slope is beyond noise.
 
-    ``steepness`` is the slope by the steepest that noise explains: from 1 on the slope is sure.
+    ``steepness`` is the slope divided by the steepest slope that noise explains: from 1 on the slope is sure.
     """
 
     first: float
@@ -63,7 +63,7 @@ class Trend:
 
 
 def trend(curve: Curve) -> Trend | None:
-    """Return the line of least squares; ``None`` for less than two points. Two points are taken at their word."""
+    """Return the line of least squares; ``None`` for fewer than two points. For two points the noise counts as 0."""
     x, y = curve.steps, curve.losses
     spread = x - x.mean() if len(x) else x
     square = float(spread @ spread)

@@ -1,4 +1,4 @@
-"""A run as a person sees it while it goes on."""
+"""Display of a run for a person while it goes on."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class ConsoleSink:
         console: where to print, as :func:`allhands.io.terminal.progress_console` makes it.
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
-        profile: whether to show what the time of a step goes into.
-        short: whether lines of progress leave out what matters least: something will stand before them.
+        profile: True to show the parts of the time of a step.
+        short: True if lines of progress get a prefix, so that they leave out the least important figures.
 
     Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
     away during the run, the console is set to quiet and the run goes on.

@@ -1,4 +1,4 @@
-"""The processes of a run side by side: how each is now, the highest so far, and what they have together."""
+"""Processes of a run side by side: present values, highest values, and sums."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def _is_gone(sample: Sample) -> bool:
 def together(samples: Iterable[Sample]) -> int:
     """Return the memory of processes at the same time, in bytes; shared pages count once.
 
-    The sum of their proportional memory; on each computer at least what one of its processes alone has resident, since
-    pages that it shares with programs that are no part of the run are whole in memory, too.
+    It is the sum of their proportional memory, and on each computer at least the resident memory of its largest
+    process, because pages that a process shares with programs outside of the run are in memory as a whole, too.
     """
     by_host: dict[str, list[Sample]] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""A look at one process, as a line of JSON, and the files of a run's directory that hold such lines."""
+"""Samples of one process as lines of JSON, and the files of a run's directory that hold such lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sample:
             each there were since the last sample.
         estimated_bytes: what was expected to be needed, if somebody has said so beforehand; ``mlx_estimated_bytes`` of
             MLX's arrays on a GPU.
-        ended: whether this is the process's last word.
+        ended: True if this is the process's last sample.
         began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
 
