@@ -63,14 +63,14 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
-    """Keep slices as they are now, as tensors to be written in any thread.
+    """Keep the present slices as tensors that any thread can write.
 
-    MLX's arrays never change, and a reference keeps their memory: nothing is copied where the processor can read it.
+    MLX's arrays never change, and a reference keeps their memory, so nothing is copied if the processor can read it.
 
     Args:
-        on_device: copy them in a GPU's own memory, behind the work that it has been given already; they come from there
-            one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
-            use, and the next step would wait until they are back.
+        on_device: copy them in a GPU's own memory, after the work that is queued; they are read from there one by one
+            for writing. If the arrays themselves were read, MLX would move them to shared memory, and the next step
+            would wait until they are back.
     """
     own = {name: each.get() for name, each in state.items()}
     arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
@@ -92,9 +92,9 @@ class Held:
     """The state of a step that is held while training goes on.
 
     Attributes:
-        groups: gives the slices that this rank holds now.
-        spare_bytes: bytes that a GPU's own memory has beside a step.
-        ranks_here: ranks that share this computer's memory.
+        groups: returns the slices that this rank holds now.
+        spare_bytes: bytes of a GPU's own memory that a step leaves free.
+        ranks_here: number of ranks that share this computer's memory.
     """
 
     groups: Callable[[], Groups]
@@ -248,7 +248,7 @@ def _array(words: NDArray[Any], dtype: str) -> mx.array:
 def require_same(
     stored: Mapping[str, StoredArrayReader], wanted: Iterable[tuple[str, Shape, mx.Dtype]], place: str
 ) -> None:
-    """Compare a checkpoint's arrays with those that are to take their numbers: names, shapes and types.
+    """Compare a checkpoint's arrays with the arrays that will receive their numbers: names, shapes and types.
 
     Raises:
         CheckpointError: they are others.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are whole, which is the latest, and which a person means by ``--resume``."""
+"""Checkpoints of a run: the whole ones, the latest one, and the one that a person means by ``--resume``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FoundCheckpoint:
 
     Attributes:
         path: its directory.
-        checkpoint: what its manifest says; ``None`` if that cannot be read.
-        error: what is wrong; ``None`` if it is whole.
+        checkpoint: content of its manifest; ``None`` if that cannot be read.
+        error: its damage; ``None`` if it is whole.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class FoundCheckpoint:
 
 
 def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Everything in a run directory that is, or should be, a checkpoint, the last step first.
+    """Return everything in a run directory that is, or should be, a checkpoint, the last step first.
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.

@@ -1,8 +1,8 @@
-"""The format of a checkpoint: the manifest, arrays by name and slice, and what a rank owns of the run's state.
+"""Format of a checkpoint: the manifest, arrays by name and slice, and a rank's slices of the run's state.
 
-An array has a global name, shape and type. Its numbers lie in one or several slices, each a box of the array or a
-range of its numbers in C order, each under a key of one safetensors file. No slice names a rank: who divides the
-arrays in another way reads the slices that it needs.
+An array has a global name, shape and type. Its numbers are in one or several slices. A slice is a box of the array or a
+range of its numbers in C order, under a key of one safetensors file. No slice names a rank: a run with another division
+of the arrays reads the slices that it needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class OwnedSlice:
     """The slice that a rank holds of an array.
 
     Attributes:
-        shape: of the whole array.
+        shape: shape of the whole array.
         dtype: code of safetensors, such as ``F32``.
-        region: where the slice lies in the array.
-        array: the slice's numbers, in the region's shape, or a function that gives them when they are written.
+        region: place of the slice in the array.
+        array: the slice's numbers, in the region's shape, or a function that returns them when they are written.
     """
 
     shape: Shape
@@ -103,7 +103,7 @@ class StoredArray:
         return math.prod(self.shape)
 
     def check(self, files: Mapping[str, object]) -> None:
-        """See that each number lies in one slice.
+        """Check that each number is in exactly one slice.
 
         Raises:
             ValueError: one lies in none or in several, or a slice in no file of ``files``.

@@ -1,4 +1,4 @@
-"""Requests for completions: read, bounded and checked field by field, before the model is asked."""
+"""Requests for completions: read within bounds and checked field by field, before the model computes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Refused(Exception):
 
     Attributes:
         message: one sentence.
-        status: of HTTP.
-        code: OpenAI's word for it, where there is one.
-        param: the field of the request that is meant.
+        status: HTTP status.
+        code: OpenAI's code, if there is one.
+        param: the field of the request at fault.
     """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, *, param: str | None = None) -> None:

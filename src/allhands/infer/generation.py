@@ -1,4 +1,4 @@
-"""mlx_lm's generator of answers, for one model; requests ask it here, and tell it when nobody waits any more.
+"""mlx_lm's generator of answers for one model: requests call it here, and cancel answers that nobody waits for.
 
 A request without a prompt is refused in its own thread, before anything is computed.
 """
@@ -43,7 +43,7 @@ _SAID = {"system": "its content", "question": "its content", "result": "its cont
 
 
 class Provider(ModelProvider):
-    """One model, whatever a request asks for."""
+    """Provider of one model, for any request."""
 
     def __init__(self, settings: argparse.Namespace, loaded: LoadedModel) -> None:
         super().__init__(settings)

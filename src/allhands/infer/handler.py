@@ -1,4 +1,4 @@
-"""Requests to the server: heads are looked at, bodies read within bounds; what mlx_lm generates is the answer."""
+"""Requests to the server: headers are checked, bodies are read within bounds, and mlx_lm generates the answers."""
 
 from __future__ import annotations
 

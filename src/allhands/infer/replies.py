@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: text by state, tokens with their likelihoods, whole or in a stream."""
+"""Answers in OpenAI's format: text by state, tokens with their likelihoods, whole or as a stream."""
 
 from __future__ import annotations
 

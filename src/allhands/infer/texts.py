@@ -1,6 +1,6 @@
-"""The text of tokens as they come: what each stands for in bytes, and where a stop word begins in what they say.
+"""Text of generated tokens: the bytes of each token, and the places of stop words in the text.
 
-Stop words are found in the text, not among the tokens: a word may begin and end in the middle of one.
+Stop words are found in the text, not among the tokens, because a word may begin and end in the middle of a token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
+"""Part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
 
-On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one;
-and whether all numbers are finite is decided where they are, so that the host need not look first.
+On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one.
+The GPU also decides whether all numbers are finite, so that the host need not read them first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GraphUpdate:
     """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite.
 
     Attributes:
-        flat: all weights as few arrays, in which the gradients are to be; ``None``: each is an array of its own.
+        flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an array of its own.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GraphUpdate:
 
         Args:
             place: decides which parts of the optimizer's state this rank keeps and updates.
-            travelling: whether ranks add gradients up while others are computed.
+            travelling: True if ranks add up gradients while others are computed.
         """
         self._model = model
         self._selection = selection_of(model)
@@ -96,11 +96,11 @@ class GraphUpdate:
         """Take the update of the global batch; nothing is waited for.
 
         Args:
-            sums: names and summed gradients, of what is divided this rank's part; emptied, since what is held could not
-                be written in place.
-            loss: summed.
-            num_targets: by which everything is divided.
-            squares: of all sums, over all ranks, where these divide them.
+            sums: names and summed gradients, of sharded arrays this rank's part; the list is emptied, because an array
+                that is still held could not be updated in place.
+            loss: summed loss.
+            num_targets: divisor of all sums.
+            squares: sum of squares of all sums over all ranks, if ranks have parts of them.
             exchange: makes whole weights of this rank's parts there.
 
         Returns:

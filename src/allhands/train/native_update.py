@@ -1,7 +1,7 @@
 """Adam and AdamW on Linux CPUs: the norm and the update of all arrays in one pass over each, on all cores.
 
-MLX makes a pass over memory on one thread for each operation, of which an update has a dozen. What is computed is the
-same (MLX's formulas, in float32).
+MLX makes a pass over memory on one thread for each operation, and an update has a dozen operations. The formulas are
+MLX's, in float32.
 """
 
 from __future__ import annotations

@@ -23,22 +23,22 @@ class StepResult:
     """Outcome of one optimizer update, the same on every rank but for the times.
 
     Attributes:
-        loss_sum: over all trained tokens of the global batch.
-        num_targets: trained tokens of the global batch.
-        num_tokens: tokens computed, prompts included, padding not.
+        loss_sum: sum of the loss over all trained tokens of the global batch.
+        num_targets: number of trained tokens of the global batch.
+        num_tokens: number of computed tokens, with prompts, without padding.
         grad_norm: global norm of the mean gradient, before clipping.
         stop_votes: ranks that have been asked to stop.
         compute_s: time of this rank's forward and backward passes.
         comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
-        skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
-            ``loss_sum`` and ``num_targets`` 0; empty if it was.
+        skipped: reason why the update was not applied ("the gradient is nan"); model and optimizer are then unchanged,
+            and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
         gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
             asked for after the step.
         further: the objective's further sums over the global batch, in its order.
         pace: tokens of this rank's passes, the seconds that these took, and those of its update; zeros where it had no
             passes, or they were not seen.
-        sent_bytes: that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
+        sent_bytes: bytes that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
     """
 
     loss_sum: float

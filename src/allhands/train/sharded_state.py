@@ -1,6 +1,6 @@
-"""Weights and optimizer of a rank as slices of arrays by name, whoever updates them; and back.
+"""Weights and optimizer state of a rank as slices of arrays by name, for every updater; and back.
 
-Where each rank has an optimizer's state of its own, an array has a row for every rank.
+If each rank has an optimizer state of its own, an array has a row for every rank.
 """
 
 from __future__ import annotations
