@@ -1,4 +1,4 @@
-"""Charts and bars of a report alone: learning rate, speed, memory of the ranks, and where the time of a step goes."""
+"""Charts and bars of a report: learning rate, speed, memory of the ranks, and the parts of a step's time."""
 
 from __future__ import annotations
 

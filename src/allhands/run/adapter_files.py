@@ -1,4 +1,4 @@
-"""The two files of an adapter: looked at before a model is loaded for it, with what to do where they are not right."""
+"""Files of an adapter: both are checked before a model is loaded for it, and errors have a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERED = f"[0-9]*_{WEIGHTS_FILE}"
 
 
 def check_adapter(adapter_path: Path) -> None:
-    """Look at an adapter before a model is loaded for it.
+    """Check an adapter before a model is loaded for it.
 
     Raises:
         ModelError: one of its two files is missing or cannot be read.

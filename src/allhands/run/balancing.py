@@ -33,7 +33,7 @@ def make_balance(
     """Return the shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off; what a person should
     know.
 
-    They follow the speeds where that was asked for, and with several computers where nothing else was.
+    They follow the speeds if that was requested, and by default with several computers.
     """
     several = mesh.local_size < mesh.size
     by_speed = config.rank_weights == "auto" or (config.rank_weights is None and several)
@@ -51,10 +51,10 @@ def make_balance(
 
 
 def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> None:
-    """Leave the shares as they are where the ranks' passes cannot be timed.
+    """Keep the shares fixed if the ranks' passes cannot be timed.
 
     Raises:
-        ConfigError: they cannot, and shares by speed were asked for.
+        ConfigError: they cannot be timed, and shares by speed were requested.
     """
     if not balance.moves or strategy.sees_passes:
         return

@@ -19,7 +19,7 @@ from allhands.io.terminal import print_line
 
 @dataclass(frozen=True)
 class RunContext:
-    """The inputs that the recipe gets from outside: who the other ranks are, where text goes, who may stop it.
+    """Inputs of a run from outside: the other ranks, the outputs for text, and the requests to stop.
 
     Attributes:
         connect: joins the group; called after data and model are known to be good.

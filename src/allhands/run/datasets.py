@@ -55,11 +55,11 @@ class Datasets:
 
     Attributes:
         stored: every split that the run needs, by name, mapped from its store.
-        packing: how the splits are read.
-        notes: what a person should know about them.
-        dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
+        packing: way of reading the splits.
+        notes: notes for a person about them.
+        dated: the moment whose date the chat template writes, by the wall clock; ``None`` if it writes none.
         template: the chat template that was chosen in place of the model's own.
-        stop_tokens: what ends the answers among them, where the model itself does not stop there.
+        stop_tokens: tokens that end the answers, if the model itself does not stop there.
     """
 
     stored: dict[str, StoredTokens]
@@ -120,8 +120,8 @@ def open_data(
 
     Args:
         sources: of :func:`find_splits`.
-        leads: whether this process is the one of its host that should do the work, because its progress is seen.
-        moment: whose date a chat template writes that writes the current one; ``None``: of this call.
+        leads: True for the process of its host that should do the work, because its progress is shown.
+        moment: moment for a chat template that writes the current date; ``None``: that of this call.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
@@ -341,7 +341,7 @@ def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
 
 
 def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
-    """Notes on the sizes of the data, of the training and of the model together."""
+    """Return notes on the sizes of the data, of the training and of the model together."""
     notes: list[str] = []
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
         notes.append(

@@ -1,4 +1,4 @@
-"""The facts that a rank states before the first gradient, which all must have in common, and the files behind them."""
+"""Facts of a rank before the first gradient, which must be equal on all ranks, and the files behind them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankFacts:
 
     Attributes:
         start: the file of weights to start from, or ``None``.
-        equal: names of the trained arrays of which every rank has all; ``None``: of all of them.
+        equal: names of the trained arrays that every rank has completely; ``None``: all of them.
     """
 
     config: TrainConfig

@@ -1,8 +1,8 @@
 """Compare the loss and gradient of a training step with those of mlx_lm's own model, before the first step.
 
-The model computes them once as mlx_lm made it, with MLX's own operations, and once more after this package has put in
-its faster forms. Both pass the same two rows: a short one, and one as long as the data's longest. Gradients are
-compared by random projections, so that a copy of a large model's gradient is never held.
+mlx_lm's own model computes them with MLX's operations, and the model computes them again with the faster forms of this
+package. Both compute the same two rows: a short one, and one as long as the longest of the data. Gradients are compared
+by random projections, so that no copy of a large model's gradient is held.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Compared:
     """One row, computed by both.
 
     Attributes:
-        tokens: of the row.
-        blocks: of the model that were used, the last ones.
-        loss: ours, a mean over the trained places.
-        expected_loss: mlx_lm's.
+        tokens: number of tokens of the row.
+        blocks: number of blocks in use, the last ones of the model.
+        loss: loss of this package, a mean over the trained places.
+        expected_loss: loss of mlx_lm's own model.
         difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
-        limit: up to which difference is rounding.
+        limit: largest difference that counts as rounding.
         loss_limit: the same for the loss, as a share of it.
-        worst: the array that differs most, and by how much of its own norm (at least 1 % of the gradient's).
+        worst: the array that differs most, and its difference as a share of its norm (at least 1 % of the gradient's).
     """
 
     tokens: int
@@ -95,9 +95,9 @@ class GradientVerdict:
     """The result of a check.
 
     Attributes:
-        compared: each row.
-        notes: what could not be compared, and why.
-        is_complete: whether every row that was to be compared is; if not, the reason may be gone the next time.
+        compared: comparison of each row.
+        notes: comparisons that were not possible, with the reasons.
+        is_complete: True if every row was compared; if not, the reason may be gone the next time.
     """
 
     compared: tuple[Compared, ...]
@@ -188,11 +188,11 @@ class GradientCheck:
         """Compute mlx_lm's part.
 
         Args:
-            model: as mlx_lm loaded it, with what is trained settled.
-            config: of the model.
+            model: as mlx_lm loaded it, after the choice of trained weights.
+            config: configuration of the model.
             longest: tokens of the longest row that will be trained.
-            largest_token: of the data; the rows are made of random tokens up to it.
-            bounded: whether a few seconds must do, with fewer blocks or a shorter row where they would not.
+            largest_token: largest token id of the data; the rows are made of random tokens up to it.
+            bounded: True to limit the check to a few seconds, with fewer blocks or a shorter row if necessary.
         """
         self._accelerator = accelerator
         self._largest_token = largest_token

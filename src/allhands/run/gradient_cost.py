@@ -1,4 +1,4 @@
-"""The cost of a pass of mlx_lm's own model, and the part of it that can be afforded before a training."""
+"""Cost of a pass of mlx_lm's own model, and the part of it that fits into the time before a training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PassCost:
     """The cost of a pass of mlx_lm's own model.
 
     Attributes:
-        blocks: of the model.
+        blocks: number of blocks of the model.
         per_block: parameters of a block.
-        beside: parameters beside the blocks that a token is multiplied with.
-        floats: of a token and block that its backward pass needs, without attention's scores.
-        heads: of queries, for the scores.
-        rate: floating-point operations a second.
-        decode_s: to make a parameter dense.
+        beside: parameters outside of the blocks that a token is multiplied with.
+        floats: numbers for each token and block that the backward pass needs, without attention's scores.
+        heads: query heads, for the scores.
+        rate: floating-point operations per second.
+        decode_s: seconds to make a parameter dense.
         room: bytes that may be kept.
-        memory: of the device.
+        memory: bytes of the device's memory.
     """
 
     blocks: int

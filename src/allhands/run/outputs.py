@@ -38,7 +38,7 @@ def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Co
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one rank's run; what is there for a copy of it alone may fail."""
+    """Outputs of one rank's run; outputs that are only for a copy of it may fail."""
 
     directory: Path
     surroundings: RunContext
@@ -78,7 +78,7 @@ class Outputs:
 
     @contextmanager
     def claim(self) -> Generator[None, None, None]:
-        """Keep other runs off this computer's directory, where rank 0's is another one."""
+        """Lock this computer's directory against other runs, if rank 0 has another directory."""
         with ExitStack() as stack:
             if self.copies.keeps:
                 with self._spared():
@@ -100,7 +100,7 @@ class Outputs:
             self.copies.fail(storage_error_of(error, self.directory) if isinstance(error, OSError) else error)
 
     def plot(self) -> Path | None:
-        """Draw the run's curves and memory, if this rank keeps files; where the first are."""
+        """Draw the run's curves and memory, if this rank keeps files; return the path of the curves."""
         if not self.ready.keeps_files:
             return None
         from allhands.observe.plots import plot_losses, plot_memory  # matplotlib, in memory only now

@@ -1,4 +1,4 @@
-"""Everything a rank needs before its first step: data, model, group, agreement, and the checkpoint to go on from."""
+"""Preparation of a rank for its first step: data, model, group, agreement, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class LoadedRun:
     Attributes:
         config: with what an adapter that is only tested was made with.
         restored: the checkpoint to go on from, its weights already in the model.
-        keeps_files: whether this rank writes the run's files.
-        notes: what a person should know.
+        keeps_files: True if this rank writes the run's files.
+        notes: notes for a person.
         run_id: the same on all ranks.
-        kernels: which forms of operations are computed, and why.
-        passes: what became of each substitution of modules.
+        kernels: chosen forms of operations, with the reasons.
+        passes: outcome of each substitution of modules.
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
     """

@@ -25,8 +25,8 @@ class Weights:
     """Weights of a block, or of the parts outside of the blocks.
 
     Attributes:
-        numbers: that each token is multiplied by.
-        held_bytes: as they are held while they are used, ``trained_bytes`` of those that are trained.
+        numbers: number of weights that each token is multiplied by.
+        held_bytes: bytes while they are in use; ``trained_bytes``: those of the trained weights.
     """
 
     numbers: float

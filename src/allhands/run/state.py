@@ -59,13 +59,13 @@ class LoopState:
     """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is random.
 
     Attributes:
-        step: optimizer updates done, those left out for not being finite included.
-        iteration: batches done, of which an update takes one or several.
+        step: number of completed optimizer updates, including those left out because a number was not finite.
+        iteration: number of completed batches; an update takes one or several.
         best_step: the step at which validation loss was lowest.
         validation_due: the validation that belongs to ``step`` has not been made.
-        skipped_in_row: updates left out for not being finite, one after the other.
+        skipped_in_row: number of updates in a row that were left out because a number was not finite.
         window: sums since the last report.
-        before_s: seconds that earlier starts took up to where this one went on; what was lost is not counted.
+        before_s: seconds of earlier starts up to the step where this one went on; lost steps are not counted.
         began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
