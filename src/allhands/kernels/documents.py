@@ -1,10 +1,9 @@
 """Attention that does not cross documents, for rows that hold several.
 
-mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` stands in the cache's place: it
-keeps nothing and answers with a mask that is block-diagonal by document. Positions need no change: rotary
-embeddings depend on differences of positions only, which are the same within a document wherever it
-begins. Since architectures may do otherwise, :func:`require_isolation` computes that a document's hidden
-states are what they are alone.
+mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` takes the cache's place: it keeps
+nothing and returns a mask that is block-diagonal by document. Positions need no change: rotary embeddings depend only
+on differences of positions, which do not change with the beginning of a document. Some architectures may differ, so
+:func:`require_isolation` checks that the hidden states of a document equal those of the document alone.
 """
 
 from __future__ import annotations

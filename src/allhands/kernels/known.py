@@ -1,8 +1,8 @@
 """The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by instance.
 
-A form computes what one ``__call__`` in mlx_lm's source computes, so only classes whose source has been read are
-listed. A module counts as known if its class is listed and it has no attribute that the list does not name. Everything
-else computes as mlx_lm does. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
+A form computes the same as one ``__call__`` in mlx_lm's source, so the list has only classes whose source was read. A
+module counts as known if its class is listed and if all its attributes are named in the list. All other modules compute
+as in mlx_lm. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MLX's arrays as the code in ``allhands.runtime.native`` takes and gives them, and its matrix product."""
+"""MLX's arrays for the code in ``allhands.runtime.native``, and its matrix product."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear layers whose products are computed when they are called, backwards too: for training on Linux CPUs.
+"""Linear layers whose products are computed at once, also in the backward pass: for training on Linux CPUs.
 
-While MLX differentiates, it keeps whatever comes of a trained weight by its own operations, every intermediate result
-of the backward pass included: of a step's memory that was more than half. It does not know of the products here.
+While MLX differentiates, it keeps all results of its own operations on a trained weight, including every intermediate
+result of the backward pass: that was more than half of a step's memory. MLX does not see the products here.
 """
 
 from __future__ import annotations

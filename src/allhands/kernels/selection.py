@@ -1,7 +1,7 @@
-"""The form in which each operation is computed: by rule, or as ``ALLHANDS_KERNELS`` asks.
+"""Selection of the form of each operation: by rule, or by ``ALLHANDS_KERNELS``.
 
-:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and what trains it share;
-two models of a process may compute in different forms.
+:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and its training
+functions share; two models of a process may compute in different forms.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class KernelSelection:
     """Selects the forms of one model's operations.
 
     Attributes:
-        requested: form by operation, which a person asks for; with ``""`` that of all others. It may be replaced until
-            functions are compiled by it.
+        requested: requested form of each operation; the key ``""`` has that of all others. It may be replaced until
+            functions are compiled with it.
         missing: forms that other devices of this kind have, but this process does not.
     """
 

@@ -27,11 +27,11 @@ class Accelerator:
 
     Attributes:
         kind: ``"cpu"``, ``"metal"`` or ``"cuda"``.
-        name: for people.
-        memory_bytes: of the device (of the host, for a CPU and for unified memory).
-        cores: processor cores this process may use.
-        cpu_native: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
-        warning: what makes this device slower than it should be, with the remedy; or ``None``.
+        name: name for people.
+        memory_bytes: memory of the device (of the host, for a CPU and for unified memory).
+        cores: processor cores that this process may use.
+        cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes everything.
+        warning: reason why this device is slower than it should be, with the remedy; or ``None``.
     """
 
     kind: Literal["cpu", "metal", "cuda"]

@@ -291,11 +291,11 @@ class _Work:
     """A call of a kernel.
 
     Attributes:
-        name: of its file in :mod:`allhands.kernels.fused.cuda`.
-        constants: built into it.
-        scalars: handed to it.
-        threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
-        fill: what the outputs hold where the kernel writes nothing.
+        name: name of its file in :mod:`allhands.kernels.fused.cuda`.
+        constants: constants that are compiled into it.
+        scalars: arguments of the kernel.
+        threads: least number of threads, rounded up to whole blocks; the kernel ignores threads beyond it.
+        fill: value of the outputs where the kernel writes nothing.
     """
 
     name: str
