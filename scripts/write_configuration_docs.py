@@ -19,42 +19,44 @@ INTRODUCTION = """# Options of `allhands train`
 
 Every option is a flag (`--batch-size 8`), a YAML key (`batch_size: 8`, with `-c file.yaml`) and a keyword argument of
 `allhands.finetune(batch_size=8)`. A flag wins over the YAML file, which wins over the default. Names and meanings are
-those of `mlx_lm.lora`; its YAML files can be used as they are. `batch_size` is always the global batch: with two ranks
-and `--batch-size 8` each computes about half of the eight examples.
+those of `mlx_lm.lora`, and its YAML files can be used unchanged. `batch_size` is always the global batch: with two
+ranks and `--batch-size 8` each rank computes about half of the eight examples.
 
-An *iteration* is one batch, as in mlx_lm: that is what `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
-`keep_every` and `sample_every` count. A *step* is one optimizer update: that is what everything else counts, from lines
-of progress, reports, curves and trackers to the names of checkpoints. With `grad_accumulation_steps` 4 a step takes
-four iterations, the last one what is left, and what is due at an iteration comes with the step that completes it.
+An *iteration* is one batch, as in mlx_lm. The options `iters`, `steps_per_report`, `steps_per_eval`, `save_every`,
+`keep_every` and `sample_every` count iterations. A *step* is one optimizer update. All other numbers count steps: lines
+of progress, reports, curves, trackers and the names of checkpoints. With `grad_accumulation_steps` 4 a step takes four
+iterations, and the last step takes the rest. A report, validation or save that is due at an iteration comes after the
+step that contains this iteration.
 
-What takes one value is given once: twice on the command line, under two names, or twice in a file is an error, on every
-verb. A `~` or `~user` at the beginning of a path is that home directory, in flags (`--data=~/x`, too), in files and in
-Python; a `~` alone in YAML is its word for "not set". With several computers each puts its own home directory there;
-`allhands launch`, whose programs are others', that of this computer.
-`allhands cluster sync` and `cluster check` take the paths of model and data as those of each computer likewise, and
-`cwd` and `python` of a hostfile may begin with `~/`.
+An option with one value may be given only once. To give it twice on the command line, under two names, or twice in a
+file is an error for every command. A `~` or `~user` at the beginning of a path means that home directory, in flags
+(also in `--data=~/x`), in files and in Python. In YAML a `~` alone means "not set". With several computers each one
+uses its own home directory; `allhands launch` uses that of this computer. `allhands cluster sync` and `cluster check`
+also use the home directory of each computer in the paths of model and data. In a hostfile `cwd` and `python` may begin
+with `~/`.
 
-Files of earlier versions of `mlx_lm` run: `lora_layers` is `num_layers`, and `alpha` beside `scale`, `use_dora: false`
-and `adapter_file` are named as what has no effect. Every one of `keys` in `lora_parameters` must name a layer, as
-`self_attn.q_proj` does: one that matches nothing is an error in a new run, and a note where a run goes on.
+Files of earlier versions of `mlx_lm` work: `lora_layers` is `num_layers`, and a note says that `alpha` beside `scale`,
+`use_dora: false` and `adapter_file` have no effect. Each of the `keys` in `lora_parameters` must name a layer, such as
+`self_attn.q_proj`. A key without a layer is an error in a new run, and a note in a resumed run.
 
 This page is made from the code: `python scripts/write_configuration_docs.py`.
 
-| key | default | what it does |
+| key | default | meaning |
 |---|---|---|
 """
 
 
 PRETRAINING = """## Options of `allhands pretrain`
 
-The same, and these, some of which have other defaults here: [pre-training](pretraining.md).
+`allhands pretrain` has the options of `allhands train`. The table has its further options and those with other
+defaults ([pre-training](pretraining.md)).
 
-| key | default | what it does |
+| key | default | meaning |
 |---|---|---|
 """
 
-OTHER_NAMES = """Other trainers' `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count
-updates there and iterations here: with `grad_accumulation_steps` 4 give four times as many."""
+OTHER_NAMES = """In other trainers `max_steps`, `save_steps`, `eval_steps` and `logging_steps` count updates; here they
+count iterations. With `grad_accumulation_steps` 4 give four times the number."""
 
 
 def kinds(base: type[AllhandsError]) -> list[type[AllhandsError]]:

@@ -36,17 +36,17 @@ Record = Mapping[str, Any]
 
 INTRODUCTION = """# Performance
 
-After this page you know how fast allhands is beside other programs, and can repeat each measurement. Each table is of
-one run of a script in `benchmarks/`, which measured all programs one after the other on the same machine with the same
-work ([how](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this page from the records in
-`benchmarks/results`.
+After this page you know the speed of allhands in comparison with other programs, and you can repeat each measurement.
+Each table comes from one run of a script in `benchmarks/`, which measured all programs one after the other on the same
+machine with the same work ([method](../benchmarks/README.md)). `python scripts/write_performance_docs.py` makes this
+page from the records in `benchmarks/results`.
 
-How to read it:
+How to read the tables:
 
 - A figure is the median of its repeats, with the lowest and the highest in brackets.
-- The last column says how many times as good allhands is: above 1 it is ahead, **in bold below 1 the peer is**. For
-  times and memory less is better, for speeds more.
-- Ratios hold on other machines of the same kind; absolute figures of a shared machine do not.
+- The last column is the ratio to the peer: above 1 allhands is better, **below 1 (in bold) the peer is better**. Lower
+  times and memory are better, and higher speeds are better.
+- Ratios are also valid on other machines of the same kind; absolute figures of a shared machine are not.
 - `make bench` repeats the tables of a CPU, `benchmarks/h200.sh` those of NVIDIA GPUs. `benchmarks/regressions.py` names
   each ratio and each count of instructions that is more than 5 % worse than in the record before.
 """
@@ -56,81 +56,85 @@ TABLES = {
     "gpu": (
         "Training on one GPU",
         "Random tokens and weights, bfloat16, AdamW. `qlora`: the shape of Mistral-7B in 4 bits, rank 8 on the last 8 "
-        "layers, 4 x 512 tokens; PyTorch has the weights in bfloat16, because it cannot read MLX's 4 bits. `lora` and "
-        "`full`: a Llama of 1.24 billion, 8 x 1024. `smol`: the shape of SmolLM-135M, all of it, 32 x 512. The first "
-        "step includes the building of kernels that were not there yet.",
+        "layers, 4 x 512 tokens; PyTorch has bfloat16 weights, because it cannot read MLX's 4 bits. `lora` and `full`: "
+        "a Llama of 1.24 billion parameters, 8 x 1024. `smol`: full training of SmolLM-135M's shape, 32 x 512. The "
+        "first step includes the building of missing kernels.",
     ),
     "gpu_many": (
         "Training on several GPUs",
-        "Data parallel over NCCL, beside PyTorch's DistributedDataParallel on the same machine: the works of the table "
-        "above, with the same batch for each GPU (weak scaling), or *the batch of one* divided among them (strong); "
-        "`large`: `full` with 32 x 1024. "
-        "Per cents are of N times the peer's own speed on one GPU. Memory is that of the fullest rank; the exchange is "
-        "what a step still waits for when its passes are done and no rank is late: what it takes from the passes that "
-        "it goes on beside is in their time.",
+        "Data parallel training over NCCL, compared with PyTorch's DistributedDataParallel on the same machine. The "
+        "works are those of the table above, with the same batch for each GPU (weak scaling), or with *the batch of "
+        "one* GPU divided among all (strong scaling). `large` is `full` with 32 x 1024. Per cents relate to N times "
+        "the program's own speed on one GPU. Memory is that of the rank with the highest peak. The exchange is the "
+        "time that a step waits after its passes, if no rank is late. Its cost during the passes is part of their "
+        "time.",
     ),
     "pretrain": (
         "Pre-training",
-        "A new model of SmolLM2-135M's shape on real text, beside a loop in PyTorch after nanoGPT with the same shape, "
-        "tokens and rates. *All of the training* has validations, what is compiled and, of allhands, checkpoints. "
-        "[The curves](pretraining.md#on-gpus).",
+        "A new model of SmolLM2-135M's shape on real text, compared with a PyTorch loop after nanoGPT with the same "
+        "shape, tokens and learning rates. *All of the training* includes validations, compilation and, for allhands, "
+        "checkpoints. [The curves](pretraining.md#on-gpus).",
     ),
     "cpu_lora": (
         "LoRA on a Linux CPU",
-        "Rank 8 on the last 8 layers of SmolLM2-135M-Instruct, 4 bits, batches of 4; float32 everywhere, the same "
-        "batches for everybody. `mlx_lm` is what pip installs.",
+        "Rank 8 on the last 8 layers of SmolLM2-135M-Instruct, 4 bits, batches of 4. All programs compute in float32 "
+        "and get the same batches. `mlx_lm` is the version that pip installs.",
     ),
     "cpu_scaling": (
         "Processes on one computer",
-        "The demo's fine-tuning, the same global batch for everybody, runs in turn. Times are those of the same turn.",
+        "The demo's fine-tuning with the same global batch for all programs. Programs run in turn, and a ratio "
+        "compares times of the same turn.",
     ),
     "startup": (
         "From the command to the first step",
-        "With everything that the system keeps in memory already there.",
+        "All files are already in the system's file cache.",
     ),
     "data": (
         "Data",
-        "Generated text and chats. mlx_lm gets a tenth of the text, which is why memory is given for a token. Its "
-        "batches and random ones stand beside those of allhands on a CPU and on a GPU.",
+        "Generated text and chats. mlx_lm gets a tenth of the text, so memory is given per token. The batches of "
+        "mlx_lm and random batches are compared with those of allhands on a CPU and on a GPU.",
     ),
     "process_memory": (
         "Memory, process by process",
-        "A Llama of 2 million that learns from the same tokens on 1, 2 and 4 processes, with every page of the corpus "
-        "in use; each page counts once. [The picture, and how to read it](pretraining.md#memory-process-by-process).",
+        "A Llama of 2 million parameters that trains on the same tokens with 1, 2 and 4 processes. Every page of the "
+        "corpus is in use, and each page counts once. [The picture, and how to read "
+        "it](pretraining.md#memory-of-several-processes).",
     ),
     "backends": (
         "Bytes between processes of one computer",
-        "float32, summed over two processes. The program is the same; what differs is who starts it.",
+        "float32, summed over two processes. The program is the same; only the launcher differs.",
     ),
     "sync": (
         "A model to every computer",
-        "From one host to three others by cables of 200 Mbit/s, in network namespaces of one computer. `allhands` is "
-        "the tree that it takes by itself: each that has everything sends to the next.",
+        "From one host to three others over links of 200 Mbit/s, in network namespaces of one computer. `allhands` "
+        "sends along its default tree: each host that has all files sends them to the next one.",
     ),
     "recovery": (
         "Faults and checkpoints",
-        "The demo model on two ranks of one computer; no peer does this. "
-        "[What happens at a fault](reliability.md) says more.",
+        "The demo model on two ranks of one computer; no other program does this. [Nothing is lost](reliability.md) "
+        "describes the reactions to faults.",
     ),
     "instructions": (
         "Instructions",
-        "In user space, for pieces of allhands' own work: figures that do not depend on what else the machine does.",
+        "Instructions in user space for parts of allhands' own work. These figures do not depend on the machine's "
+        "other work.",
     ),
 }
 
 LIMIT = """## The limit
 
-No step can be faster than its matrix products. The fastest ones that were measured on the machine, by anybody:
+No step can be faster than its matrix products. These are the fastest ones that any program reached on the machine:
 """
 
-UTILISATION = """The FLOPs of the model are 2 for each weight that is multiplied and each token, in the forward pass,
-again for the gradient of each input that is needed and again for the gradient of each weight that is trained; attention
-counts the half that is not masked ([the formula](../benchmarks/roofline.py)). Recomputation and padding do not count.
-Held against the fastest matrix product of the same type:
+UTILISATION = """The FLOPs of the model are counted per token: 2 for each multiplied weight in the forward pass, 2 more
+if the gradient of its input is needed, and 2 more if the weight is trained. For attention only the half that is not
+masked counts ([the formula](../benchmarks/roofline.py)). Recomputation and padding do not count. The table compares
+them with the fastest matrix product of the same type:
 """
 
-LEFT = """The rest goes into what is no matrix product (norms, softmax, cross-entropy, the optimizer), into products
-smaller than that of the ceiling, and into reading weights; `allhands train --profile` shows how a step's time is split.
+LEFT = """The rest of the time goes into other operations than matrix products (norms, softmax, cross-entropy, the
+optimizer), into smaller products than the fastest ones, and into reading weights. `allhands train --profile` shows the
+parts of a step's time.
 """
 
 
@@ -288,7 +292,7 @@ def behind(records: Sequence[Record]) -> str:
         for row in rows_in(record):
             for who, ratio in row.ratios.items():
                 if ratio < 1 - CLOSE:
-                    far.append((ratio, f"- {place}, {row.name}: {who}; allhands is {factor(ratio)} as good."))
+                    far.append((ratio, f"- {place}, {row.name}: {who} is better (ratio {factor(ratio)})."))
                 elif ratio < 1:
                     close.setdefault(place, []).append(f"{row.name} ({who})")
     lines = [line for _, line in sorted(far)]

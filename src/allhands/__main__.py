@@ -50,7 +50,7 @@ def run() -> None:
 
 
 def loads_mlx(arguments: Sequence[str]) -> bool:
-    """Whether these words make this process load MLX or transformers, for which it must be made ready before."""
+    """Return whether this command makes the process load MLX or transformers, so that it must be prepared first."""
     return bool(_LOADS.intersection(arguments[:1])) and "--help" not in arguments
 
 

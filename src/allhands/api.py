@@ -1,4 +1,4 @@
-"""The commands ``allhands train`` and ``allhands pretrain`` as Python calls."""
+"""Python calls for the commands ``allhands train`` and ``allhands pretrain``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def finetune(
             ``iters=60``; ``train=True`` unless said otherwise.
 
     Returns:
-        Where the adapter is, how training ended, and the path of the graph.
+        The place of the adapter, the end of the training, and the path of the graph.
 
     Raises:
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
@@ -70,7 +70,7 @@ def pretrain(
 ) -> FinetuneResult:
     """Train a new model from scratch: the same as ``allhands pretrain`` with the same options.
 
-    Everything else is as in :func:`finetune`.
+    In everything else it works like :func:`finetune`.
 
     Args:
         config: YAML file with options; keyword arguments win over it.
@@ -81,7 +81,7 @@ def pretrain(
             ``tokenizer="tokenizer"``, ``shape="llama-15m"``.
 
     Returns:
-        Where the run is (the model in its directory ``model``), how it ended, and the path of the graph.
+        The place of the run (with the model in its directory ``model``), its end, and the path of the graph.
 
     Raises:
         Interrupted: stopped by Ctrl-C or SIGTERM after the running step, which is saved.
@@ -158,16 +158,16 @@ class _Stops:
         self._signal = 0
 
     def started(self) -> None:
-        """From here on there is something to save."""
+        """Note that from now on there is something to save."""
         self._started = True
 
     def requested(self) -> int:
-        """The signal that asked to save and end, or 0."""
+        """Return the signal that asked to save and end, or 0."""
         return self._signal
 
     @contextmanager
     def heard(self) -> Generator[None, None, None]:
-        """Hear them within the block, which the main thread runs.
+        """Receive the signals within the block, which runs in the main thread.
 
         Raises:
             Interrupted: as the block does; uncaught it ends a script as it ends the command.
@@ -208,7 +208,7 @@ class _Stops:
 def _end_quietly(number: int) -> None:
     """Let an uncaught :class:`Interrupted` end the script with its message and the signal's code, without a traceback.
 
-    What somebody else does about uncaught exceptions, as a notebook does, stays.
+    Other handlers of uncaught exceptions, such as a notebook's, stay.
     """
     if sys.excepthook is not sys.__excepthook__:
         return

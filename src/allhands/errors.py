@@ -1,6 +1,6 @@
-"""The exceptions a user can meet, each with its exit code and the line that says what to do.
+"""Exceptions for users, each with an exit code and a hint that says what to do.
 
-Everything that wrong input or a failing machine can cause is an :class:`AllhandsError`. The command
+Every error that wrong input or a failing machine can cause is an :class:`AllhandsError`. The command
 line prints it without a traceback and exits with ``exit_code``; library users catch the class.
 """
 
@@ -32,7 +32,7 @@ class AllhandsError(Exception):
 
 
 class ConfigError(AllhandsError):
-    """A flag, YAML key or combination of them that cannot work, or an output whose place is taken."""
+    """A flag, a YAML key or a combination of them cannot work, or the place of an output is taken."""
 
     exit_code = 2
 
@@ -44,25 +44,25 @@ class DataError(AllhandsError):
 
 
 class ModelError(AllhandsError):
-    """Missing or unreadable model, tokenizer or adapter, or a model that lacks what was asked for."""
+    """Missing or unreadable model, tokenizer or adapter, or a model without the requested part."""
 
     exit_code = 4
 
 
 class StorageError(AllhandsError):
-    """Something could not be written: disk full, read-only, no permission."""
+    """A file could not be written: disk full, read-only, no permission."""
 
     exit_code = 5
 
 
 class TakenError(StorageError):
-    """The place of an output is taken: by what is not ours, or by an earlier result that may not be replaced."""
+    """The place of an output is taken by a foreign file, or by an earlier result that may not be replaced."""
 
     exit_code = ConfigError.exit_code
 
 
 class NumericsError(AllhandsError):
-    """A loss or gradient that is not a finite number."""
+    """A loss or gradient is not a finite number."""
 
     exit_code = 6
 
@@ -74,43 +74,43 @@ class DistributedError(AllhandsError):
 
 
 class PeerLostError(DistributedError):
-    """Another rank of the group ended; this rank is the consequence, not the cause."""
+    """This rank ended because another rank of the group had ended: the cause is there."""
 
     exit_code = 8
 
 
 class CheckpointError(AllhandsError):
-    """A checkpoint that is missing or damaged."""
+    """A checkpoint is missing or damaged."""
 
     exit_code = 9
 
 
 class Interrupted(AllhandsError):
-    """Stopped by Ctrl-C, after what was trained had been saved."""
+    """Stopped by Ctrl-C, after the trained weights were saved."""
 
     exit_code = 130
 
 
 class Regroup(AllhandsError):
-    """Ended at a checkpoint, because the supervisor asked for it, to go on with other ranks; not an error."""
+    """Ended at a checkpoint at the supervisor's request, to go on with other ranks; not an error."""
 
     exit_code = 75
 
 
 def without_import(error: BaseException) -> BaseException:
-    """Return the interrupt for the ImportError that a C extension makes of it; any other error as it is."""
+    """Return the KeyboardInterrupt behind an ImportError of a C extension; return any other error unchanged."""
     cause = error.__cause__
     return cause if isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt) else error
 
 
 def error_named(name: str) -> type[AllhandsError] | None:
-    """The class of errors of that name; ``None``: there is none."""
+    """Return the error class with this name, or ``None`` if there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, AllhandsError) else None
 
 
 def in_our_words(message: str) -> str:
-    """Pydantic's message, shorter: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
+    """Shorten pydantic's message: "Input should be a valid integer, unable ..." -> "must be a valid integer"."""
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("Field required", "is missing").replace("Extra inputs are not permitted", "is unknown")
     return message.partition(", unable to parse")[0]

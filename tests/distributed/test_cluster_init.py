@@ -201,7 +201,7 @@ def test_an_unknown_host_key(
     err = capsys.readouterr().err
     assert err.index(print_of) < err.index("is this the key of node1? [y/N]")
     assert "node1: cannot be used: its host key is not known" in err
-    assert "hosts.json is not written, because you did not agree to what is needed on node1" in err
+    assert "hosts.json is not written, because you did not agree to the changes needed on node1" in err
     assert known_lines(ready) == before
     assert not Path("hosts.json").exists()
     # Accepted.

@@ -455,7 +455,7 @@ def test_who_does_not_know_the_secret_is_refused(tmp_path: Path) -> None:
     ):
         done = agent(first, frame("a" * 64, "hello", **HELLO))
         assert (done.returncode, done.stdout) == (2, "")
-        assert "no word from a supervisor" in done.stderr
+        assert "no message from a supervisor" in done.stderr
     own = frame("a" * 64, "ping", number=5)
     done = agent(frame("a" * 64, "hello", **HELLO), frame("b" * 64, "ping", number=4), frame(None, "end"), own)
     frames = [json.loads(line) for line in done.stdout.splitlines() if line]

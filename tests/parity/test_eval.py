@@ -128,7 +128,7 @@ def test_plain_texts_have_bits_per_byte(tiny_model: Path, tmp_path: Path) -> Non
         (["--tasks", "piqa", "--hosts", "a,b"], "no effect with --tasks", 2),
         (["--hosts", "a,b", "--hostfile", "hosts"], "give one of the two", 2),
         (["--hosts", "a,,b"], "a name is missing beside a comma", 2),
-        (["--hosts", "a,a"], "a stands there twice", 2),
+        (["--hosts", "a,a"], "a is given twice", 2),
         (["--hosts", ""], "must not be empty", 2),
         (["--hostfile", "nowhere"], "nowhere", 2),
     ],

@@ -384,7 +384,7 @@ def test_the_page_shows_the_newest_and_says_where_a_peer_is_ahead(
     assert "111" not in page
     assert "| speed, tokens/s | 50 | 100 | **0.50 x peer** |" in page
     assert "| import, instructions | 7 |  |  |" in page
-    assert "- LoRA on a Linux CPU (Some CPU, 2 cores), speed: peer; allhands is 0.50 x as good." in page
+    assert "- LoRA on a Linux CPU (Some CPU, 2 cores), speed: peer is better (ratio 0.50 x)." in page
     assert "no record of a GPU yet" in page
     write("cpu_lora", speeds(bench, 97.0, 100.0), "2026-01-03")
     assert "- By less than 5 %: LoRA on a Linux CPU (Some CPU, 2 cores): speed (peer)." in docs["page"](tmp_path)

@@ -171,7 +171,7 @@ PROVOKED: dict[str, tuple[list[Example], dict[str, Any], int, str, str]] = {
     "vocabulary": (chats(4), {"vocab_size": 50}, 4, "ruins", "the model has 50"),
     "short-answers": ([*chats(), chat("Yes?", "7", 50)], {}, 1, "note", "one or two"),
     "same-answer": ([*chats(8), *(chat(f"Q{n}", "Yo ho ho", n + 50) for n in range(5))], {}, 5, "harms", "the same"),
-    "repeats": ([*chats(), chats()[2]], {}, 1, "note", "word for word"),
+    "repeats": ([*chats(), chats()[2]], {}, 1, "note", "identical"),
     "bos-twice": ([completion("<s><s>Ahoy", " matey", 50), *chats()], {}, 1, "harms", "twice"),
     "few-examples": (chats(3), {"batch_size": 4}, 0, "harms", "3 examples for batches of 4"),
     "mask-prompt-off": (chats(), {"mask_prompt": False}, 0, "note", "of the trained tokens are theirs"),
@@ -378,7 +378,7 @@ def test_a_clean_set_ends_well_on_80_columns(tmp_path: Path, tiny_model: Path) -
     code, out = run(folder, "--model", tiny_model, "--mask-prompt", "--epochs", 3, "--strict")
     assert code == 0, out
     assert out.splitlines()[0] == "train: 24 examples (chat 24)"
-    assert "nothing to object to" in out
+    assert "no problems found" in out
     assert max(len(line) for line in out.splitlines()) <= 80
     total = sum(OVERHEAD + len(m["messages"][0]["content"]) + len(m["messages"][1]["content"]) for m in rows[:24])
     assert re.search(rf"^  tokens .* {total:,}$", out, re.MULTILINE)

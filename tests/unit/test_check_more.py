@@ -221,7 +221,7 @@ def test_a_validation_set_of_a_few_rows_is_said(tmp_path: Path, tiny_model: Path
     folder = write(tmp_path / "data", rows[:100], rows[100:]) if valid else write(tmp_path / "data", rows)
     assert ("few-validation" in codes(folder, tiny_model)) == told
     config = build_config({"train": True, "model": str(tiny_model), "data": str(folder)})
-    assert any("say" in note and note.startswith("valid: ") for note in load_data(config).notes) == told
+    assert any("too few" in note and note.startswith("valid: ") for note in load_data(config).notes) == told
 
 
 def test_rows_beyond_the_models_positions_are_said(tmp_path: Path) -> None:
@@ -244,5 +244,5 @@ def test_training_says_so_at_its_start(tmp_path: Path, healthy: bool) -> None:
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert [words in said for words in ("by heart", "says little", "positions")] == [not healthy] * 3
+    assert [words in said for words in ("memorises", "too few", "positions")] == [not healthy] * 3
     assert "sequence length" not in said

@@ -114,7 +114,7 @@ def test_what_is_no_checkpoint_is_one_error(run: Path, tmp_path: Path) -> None:
     cases = {
         tmp_path / "empty": "it holds no checkpoint",
         tmp_path / "nowhere": "there is no such file or directory",
-        run / "adapters.safetensors": "this is a file, and not one of a checkpoint",
+        run / "adapters.safetensors": "this file does not belong to a checkpoint",
     }
     for function in (list_checkpoints, verify_checkpoints, inspect_checkpoint):
         for path, message in cases.items():

@@ -55,7 +55,7 @@ def test_every_field_is_a_flag_with_its_description(field: str, train_help: str)
 
 def test_defaults_and_choices_are_in_the_help(train_help: str) -> None:
     text = words(train_help)
-    assert "--batch-size INTEGER Examples a batch: global, over all ranks. [4]" in text
+    assert "--batch-size INTEGER Examples per batch: global, over all ranks. [4]" in text
     assert re.search(r"--fine-tune-type lora\|dora\|full [^[]*\[lora\]", text)
     assert "[adapters: 16; full: all]" in text
     assert "--seed INTEGER Seed of data order, adapters and dropout. [0]" in text

@@ -442,7 +442,7 @@ def test_the_fingerprint_is_that_of_what_ranks_must_share() -> None:
     [
         ("num_layers", 4, "--num-layers is for fine-tuning"),
         ("lora_parameters", {"rank": 4, "scale": 20.0, "dropout": 0.0}, "--lora-parameters is for fine-tuning"),
-        ("fine_tune_type", "lora", "is trained in full"),
+        ("fine_tune_type", "lora", "is always trained in full"),
         ("model", "other", "--model is not used"),
     ],
 )

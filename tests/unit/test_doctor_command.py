@@ -55,7 +55,7 @@ def test_all_well(check: Examined) -> None:
     text = " ".join(result.output.split())
     assert "versions (allhands 0.1.0, mlx 0.32.4, mlx-lm 0.32.2)" in text
     assert "ports (6 ways)" in text
-    assert "not looked at: the model (--model), the data (--data), the network's speed" in text
+    assert "not checked: the model (--model), the data (--data), the network's speed" in text
     assert result.output.splitlines()[-1] == "nothing stops training"
 
 

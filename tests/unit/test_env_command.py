@@ -83,7 +83,7 @@ def test_what_to_do_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(_lines(_run(monkeypatch, shell)))
     assert text.startswith("one process on slurm\n")
     assert "srun allhands train" in " ".join(text.split())
-    assert "SLURM_PROCID=0: by itself it does not make a rank" in text
+    assert "SLURM_PROCID=0: this variable alone does not make a rank" in text
 
 
 def test_nothing_that_a_variable_says_steers_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

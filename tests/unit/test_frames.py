@@ -181,5 +181,5 @@ def test_a_computer_that_says_other_types_is_named_at_once(tmp_path: Path, chang
     finally:
         connection.finish(time.monotonic() + 5.0)
     assert caught.value.hosts == ("other",)
-    assert "not understood" in caught.value.message
+    assert "unknown message" in caught.value.message
     assert heard == [None]

@@ -354,11 +354,11 @@ def test_the_tables_fit_and_name_what_matters() -> None:
         "failed on c: does not answer",
         "  | last words",
         "what to do: switch it on",
-        "not measured for want of time: b, c",
+        "not measured, because the time was over: b, c",
         "fastest for 16 MiB: ring",
         "middle half: half of the rounds took as long",
         "of the bus: what each link carries; compare it with the speed of the cable",
-        "an exchange takes a step 42.0 ms with 4 MiB (a LoRA adapter), 10.7 s with 1 GiB",
+        "a step's exchange takes 42.0 ms with 4 MiB (a LoRA adapter), 10.7 s with 1 GiB",
     ):
         assert words in text, text
 

@@ -375,7 +375,7 @@ def test_computers_by_description(tmp_path: Path) -> None:
     assert [line["machines"] for line in found["machines"]] == [1, 2]
     assert found["steps"] == 200_000
     assert found["usable_bytes"] == 24_000_000_000
-    assert any("good within a factor" in note for note in found["notes"])
+    assert any("right within a factor" in note for note in found["notes"])
     assert found["notes"][0] == "for rows of 2048 tokens, the longest there can be: rows are packed"
     shown = call_allhands("plan", "--device", "2 x M1 Pro 32GB", "--link", "10GbE", *words, cwd=tmp_path)
     assert not any(line != line.rstrip() for line in shown.stdout.splitlines())

@@ -92,7 +92,7 @@ def test_the_command_counts_the_rows_of_the_validation_set(tmp_path: Path, tiny_
     assert line["validation_s"] == pytest.approx(5 * found["validation_s"])
     assert line["training_s"] - bare["training_s"] == pytest.approx(line["validation_s"])
     shown = call_allhands(*words, cwd=tmp_path).stdout
-    assert "In all of it are 5 validations (1: " in " ".join(shown.split())
+    assert "This includes 5 validations (1: " in " ".join(shown.split())
     assert "validations (1: " not in call_allhands(*words, "--val-batches", "0", cwd=tmp_path).stdout
     bare_data = tmp_path / "bare"
     bare_data.mkdir()

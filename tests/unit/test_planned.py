@@ -210,7 +210,9 @@ def test_what_changes_while_it_trains(tmp_path: Path) -> None:
     found = compared(run)
     assert found.machines == 1
     assert (figures(found)["step"].measured, figures(found)["steps"].measured) == (0.5, None)
-    assert found.notes == ("The number of ranks changed: compared is what 1 rank did last, not the whole time.",)
+    assert found.notes == (
+        "The number of ranks changed: only the last part, with 1 rank, is compared, not the whole time.",
+    )
 
 
 def test_a_run_without_an_end_has_no_whole_time(tmp_path: Path) -> None:
@@ -381,7 +383,7 @@ def test_the_comparison_is_a_function_of_files_alone(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     keep_plan(run, planned())
     found = compare(read_plan(run / "plan.json"), read_metrics(run), {})
-    assert found.notes == ("The options of the run are not known: what differs from the plan cannot be said.",)
+    assert found.notes == ("The options of the run are not known, so they cannot be compared with the plan's.",)
     assert figures(found)["step"].ratio == 1.0
     assert not figures(found)["step"].marked
 

@@ -199,7 +199,7 @@ def test_refused_changes_are_not_made(place: Path) -> None:
     report = set_up(place, person, mac(1, 9), lacking)
     assert person.asked == ["do this on 1 computer?"]
     assert person.begun == []
-    assert report.outcomes[1].trouble == "it lacks what was not to be installed"
+    assert report.outcomes[1].trouble == "it lacks the part that you did not agree to install"
     assert report.refused == ["mac2"]
     # Without it: that was not asked for.
     assert (report.text, report.written) == (None, None)
@@ -289,7 +289,7 @@ def test_a_refusal_writes_no_hostfile_and_says_so(
     assert run_init(wishes_for(place, mac(1, 9), NEEDS_A_DIRECTORY)) == 7
     assert not (place / "hosts.json").exists()
     said = capsys.readouterr()
-    assert "hosts.json is not written, because you did not agree to what is needed on mac2" in said.err
+    assert "hosts.json is not written, because you did not agree to the changes needed on mac2" in said.err
     assert "what to do: run this again and agree, or leave mac2 out of --hosts" in said.err
     assert "train" not in said.out + said.err
 
@@ -316,7 +316,7 @@ def test_one_that_is_left_alone_is_not_sent_to_train(
     said = capsys.readouterr().out
     assert said == (
         f"hosts.json {'is up to date' if again else 'written'} without mac2 (see above)\n"
-        "it has one computer alone: mend what is wrong with the others, and run this again\n"
+        "it has only one computer: correct the faults of the others, and run this again\n"
     )
 
 

@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too few for the ranks": ([1] * 9, {"batch_size": 2}, "has 1 sample for 2 ranks"),
     "no data": ([], {}, "has 0 samples for 2 ranks"),
     "less than a batch": (range(3), {"batch_size": 8, "drop_last": True}, "3 samples has 0 samples for 2 ranks"),
-    "shuffled stream": (Stream(4), {"shuffle": True}, "an iterable has no numbers to shuffle by"),
+    "shuffled stream": (Stream(4), {"shuffle": True}, "an iterable cannot be shuffled"),
     "short batches of a stream": (Stream(4), {"batch_size": 2}, "at the end of the stream has 1 sample for 2 ranks"),
 }
 
@@ -220,7 +220,7 @@ def test_wrong_states() -> None:
 def test_an_iterator_is_not_gone_through_twice() -> None:
     loader = DistributedLoader(iter(range(8)), 4, world=world(0, 1))
     assert list(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(DataError, match="gone through once"):
+    with pytest.raises(DataError, match="read once"):
         list(loader)
     with pytest.raises(DataError, match="without a single batch"):
         next(DistributedLoader(Stream(0), 4, world=world(0, 1)).endless())

@@ -323,7 +323,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     names = write(tmp_path, {"a.jsonl": [*texts(range(90)), "{"]})
     code, out, _ = run(capsys, "tokenizer", "train", *names, "--out", tmp_path / "made", "--vocabulary", "5000")
     assert code == 0
-    assert "of 5000 asked for: the text has no more to join" in out
+    assert "of 5000 requested: the text has no more pairs to merge" in out
     for words in (f"tokenizer: {tmp_path / 'made'}", "bytes per token: ", "learned from 90 texts", "left out: 1 x"):
         assert words in out
     assert "sample: [" in out

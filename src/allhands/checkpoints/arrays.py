@@ -53,24 +53,24 @@ def owned(array: mx.array, shape: Shape | None = None, region: Region | None = N
 
 
 def owned_tree(tree: Any) -> dict[str, OwnedSlice]:
-    """The arrays of a tree by their dotted names, all of them whole."""
+    """Return the arrays of a tree by their dotted names, all of them whole."""
     return {name: owned(array) for name, array in flatten(tree)}
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The arrays of a tree with their dotted names, which stay what they are while training goes on."""
+    """Return the arrays of a tree with their dotted names, which stay what they are while training goes on."""
     return held(owned_tree(tree), on_device=False)
 
 
 def held(state: ShardedState, *, on_device: bool) -> list[Tensor]:
-    """Keep slices as they are now, as tensors to be written in any thread.
+    """Keep the present slices as tensors that any thread can write.
 
-    MLX's arrays never change, and a reference keeps their memory: nothing is copied where the processor can read it.
+    MLX's arrays never change, and a reference keeps their memory, so nothing is copied if the processor can read it.
 
     Args:
-        on_device: copy them in a GPU's own memory, behind the work that it has been given already; they come from there
-            one by one as they are written. Were the arrays themselves read, MLX would move them to memory that both can
-            use, and the next step would wait until they are back.
+        on_device: copy them in a GPU's own memory, after the work that is queued; they are read from there one by one
+            for writing. If the arrays themselves were read, MLX would move them to shared memory, and the next step
+            would wait until they are back.
     """
     own = {name: each.get() for name, each in state.items()}
     arrays = {name: array.view(_WORDS[array.dtype.size]) for name, array in own.items()}
@@ -92,9 +92,9 @@ class Held:
     """The state of a step that is held while training goes on.
 
     Attributes:
-        groups: gives the slices that this rank holds now.
-        spare_bytes: bytes that a GPU's own memory has beside a step.
-        ranks_here: ranks that share this computer's memory.
+        groups: returns the slices that this rank holds now.
+        spare_bytes: bytes of a GPU's own memory that a step leaves free.
+        ranks_here: number of ranks that share this computer's memory.
     """
 
     groups: Callable[[], Groups]
@@ -146,7 +146,7 @@ class StoredArrayReader(Protocol):
     def dtype(self) -> str: ...
 
     def read(self, region: Region | None = None) -> mx.array:
-        """The numbers of ``region``, by default all, in its shape; read when this is called.
+        """Return the numbers of ``region``, by default all, in its shape; read when this is called.
 
         What several ranks read together (see :func:`shared_arrays`) each reads in the same order, each its own region.
         """
@@ -224,7 +224,7 @@ class ReadArray:
 
 
 def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayReader]:
-    """The arrays of a checkpoint's group, which is called like ``file``, by name.
+    """Return the arrays of a checkpoint's group, which is called like ``file``, by name.
 
     Raises:
         CheckpointError: its files cannot be read.
@@ -233,7 +233,7 @@ def local_arrays(checkpoint: Checkpoint, file: str) -> dict[str, StoredArrayRead
 
 
 def shared_arrays(communicator: Communicator, checkpoint: Checkpoint | None, file: str) -> dict[str, StoredArrayReader]:
-    """The same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
+    """Return the same on every rank, of rank 0's checkpoint; called, and then read, on all ranks together."""
     numbers = {} if checkpoint is None or communicator.rank else stored_numbers(checkpoint, file)
     facts = hand_out_json(communicator, [(name, each.shape, each.dtype) for name, each in numbers.items()])
     return {name: SharedArray(communicator, tuple(shape), code, numbers.get(name)) for name, shape, code in facts}
@@ -248,7 +248,7 @@ def _array(words: NDArray[Any], dtype: str) -> mx.array:
 def require_same(
     stored: Mapping[str, StoredArrayReader], wanted: Iterable[tuple[str, Shape, mx.Dtype]], place: str
 ) -> None:
-    """Compare a checkpoint's arrays with those that are to take their numbers: names, shapes and types.
+    """Compare a checkpoint's arrays with the arrays that will receive their numbers: names, shapes and types.
 
     Raises:
         CheckpointError: they are others.

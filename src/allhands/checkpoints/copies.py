@@ -1,7 +1,8 @@
-"""The copies of checkpoints on other computers: whether they are kept is told by rank 0, and ends no run.
+"""Copies of checkpoints on other computers: rank 0 reports on them, and their failures end no run.
 
-Rank 0's own files are the run's; a copy is there for the loss of its computer. What keeps a rank from writing one (a
-full disk, a directory that it may not write into) is a warning when it begins, when it is over, and at the end.
+Rank 0's own files are those of the run; a copy protects against the loss of its computer. If a rank cannot write a copy
+(a full disk, a directory without permission), there is a warning at the beginning and the end of the trouble, and at
+the end of the run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ NUMBERS = 2  # of a rank, for the others
 
 @dataclass
 class Copies:
-    """The copies, as far as a rank knows of them.
+    """Copies that a rank knows.
 
     Attributes:
-        keeps: whether this rank keeps a copy.
+        keeps: True if this rank keeps a copy.
         computer: the name of this rank's computer, for people.
         newest: the step of the newest whole checkpoint of the run here; 0: there is none.
-        trouble: why the latest copy here could not be written; empty: nothing is wrong.
+        trouble: reason why the latest copy here could not be written; empty if it was written.
     """
 
     communicator: Communicator = field(default_factory=SingleProcess)
@@ -67,7 +68,7 @@ class Copies:
         return [float(self._changes), float(self._step)]
 
     def hear(self, told: Sequence[float], step: int, *, ends: bool = False) -> list[Warned]:
-        """The warnings of rank 0 about the copies at ``step``; called on all ranks together.
+        """Return the warnings of rank 0 about the copies at ``step``; called on all ranks together.
 
         Args:
             told: :attr:`told` of every rank, one after the other.
@@ -89,7 +90,7 @@ class Copies:
         return [_warning(texts[rank], int(steps[rank]), step, ends=ends) for rank in news]
 
     def settle(self, step: int) -> list[Warned]:
-        """The last word, when all has been written; called on all ranks together."""
+        """Return the last word, when all has been written; called on all ranks together."""
         if self.communicator.size == 1:
             return []
         return self.hear(numbers(self.communicator.all_gather(mx.array(self.told))), step, ends=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are whole, which is the latest, and which a person means by ``--resume``."""
+"""Checkpoints of a run: the whole ones, the latest one, and the one that a person means by ``--resume``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FoundCheckpoint:
 
     Attributes:
         path: its directory.
-        checkpoint: what its manifest says; ``None`` if that cannot be read.
-        error: what is wrong; ``None`` if it is whole.
+        checkpoint: content of its manifest; ``None`` if that cannot be read.
+        error: its damage; ``None`` if it is whole.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class FoundCheckpoint:
 
 
 def survey(run_dir: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """Everything in a run directory that is, or should be, a checkpoint, the last step first.
+    """Return everything in a run directory that is, or should be, a checkpoint, the last step first.
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
@@ -82,7 +82,9 @@ def _rank(found: FoundCheckpoint) -> tuple[int, bool, float]:
 
 
 def look(path: Path, *, verify: bool) -> FoundCheckpoint | None:
-    """The checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it is replaced meanwhile."""
+    """Return the checkpoint at ``path``: ``None`` if it is removed meanwhile, its successor if it is replaced
+    meanwhile.
+    """
     while (before := _identity(path)) is not None:
         found = None
         try:
@@ -114,7 +116,7 @@ def latest(
     verify: bool = True,
     rejected: list[CheckpointError] | None = None,
 ) -> Checkpoint | None:
-    """The whole checkpoint of the highest step, of ``run_id`` if that is given; ``best`` counts like the others.
+    """Return the whole checkpoint of the highest step, of ``run_id`` if that is given; ``best`` counts like the others.
 
     Args:
         verify: whether to compute sums; else sizes are compared, and ``state`` is left empty.
@@ -139,7 +141,8 @@ def latest(
 
 
 def quick_step(place: Path, run_id: str | None = None) -> int | None:
-    """The highest step of ``run_id``, or of any run, by manifests and sizes alone: milliseconds, whatever the size.
+    """Return the highest step of ``run_id``, or of any run, by manifests and sizes alone: milliseconds, whatever the
+    size.
 
     Args:
         place: a run directory, or a single checkpoint.
@@ -152,7 +155,7 @@ def quick_step(place: Path, run_id: str | None = None) -> int | None:
 
 
 def look_at(place: Path, *, verify: bool = True) -> list[FoundCheckpoint]:
-    """The result of :func:`survey` in a run directory, or the one checkpoint that ``place`` is.
+    """Return the result of :func:`survey` in a run directory, or the one checkpoint that ``place`` is.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -172,7 +175,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
+    """Return the checkpoint that a person means by ``--resume TEXT``: it, or the latest of the run directory ``TEXT``.
 
     Args:
         run_dir: where this run keeps its own, for advice.
@@ -202,7 +205,8 @@ def find(text: str, run_dir: Path, *, verify: bool = True) -> Checkpoint:
 def find_latest(
     run_dir: Path, *, verify: bool = True, rejected: list[CheckpointError] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that a person means by ``--resume auto``, or ``None`` if the run directory holds none at all.
+    """Return the checkpoint that a person means by ``--resume auto``, or ``None`` if the run directory holds none at
+    all.
 
     Args:
         verify: as in :func:`find`.
@@ -226,7 +230,8 @@ def find_latest(
 
 
 def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
-    """The directory that was last set aside in ``run_dir`` with a whole checkpoint, and its last step, by sizes alone.
+    """Return the directory that was last set aside in ``run_dir`` with a whole checkpoint, and its last step, by sizes
+    alone.
 
     Raises:
         CheckpointError: a directory cannot be read.
@@ -236,7 +241,7 @@ def kept_aside(run_dir: Path) -> tuple[Path, int] | None:
 
 
 def damage(error: CheckpointError) -> str:
-    """The file of a checkpoint that is damaged, and its damage."""
+    """Return the file of a checkpoint that is damaged, and its damage."""
     file = Path(error.where or "")
     what = error.message.removeprefix("the checkpoint is damaged: ").removeprefix("the checkpoint ")
     return f"{file.parent.name}/{file.name}: {what}"

@@ -1,8 +1,8 @@
-"""The format of a checkpoint: the manifest, arrays by name and slice, and what a rank owns of the run's state.
+"""Format of a checkpoint: the manifest, arrays by name and slice, and a rank's slices of the run's state.
 
-An array has a global name, shape and type. Its numbers lie in one or several slices, each a box of the array or a
-range of its numbers in C order, each under a key of one safetensors file. No slice names a rank: who divides the
-arrays in another way reads the slices that it needs.
+An array has a global name, shape and type. Its numbers are in one or several slices. A slice is a box of the array or a
+range of its numbers in C order, under a key of one safetensors file. No slice names a rank: a run with another division
+of the arrays reads the slices that it needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class OwnedSlice:
     """The slice that a rank holds of an array.
 
     Attributes:
-        shape: of the whole array.
+        shape: shape of the whole array.
         dtype: code of safetensors, such as ``F32``.
-        region: where the slice lies in the array.
-        array: the slice's numbers, in the region's shape, or a function that gives them when they are written.
+        region: place of the slice in the array.
+        array: the slice's numbers, in the region's shape, or a function that returns them when they are written.
     """
 
     shape: Shape
@@ -42,7 +42,7 @@ class OwnedSlice:
     array: Any
 
     def get(self) -> Any:
-        """The numbers."""
+        """Return the numbers."""
         return self.array() if isinstance(self.array, Callable) else self.array
 
     @property
@@ -68,7 +68,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """Where a slice of an array lies: under ``key`` of a safetensors ``file``."""
+    """Place of a slice of an array: under ``key`` of a safetensors ``file``."""
 
     file: str
     key: str
@@ -103,7 +103,7 @@ class StoredArray:
         return math.prod(self.shape)
 
     def check(self, files: Mapping[str, object]) -> None:
-        """See that each number lies in one slice.
+        """Check that each number is in exactly one slice.
 
         Raises:
             ValueError: one lies in none or in several, or a slice in no file of ``files``.
@@ -133,18 +133,18 @@ def num_bytes_of(groups: Groups) -> int:
 
 
 def array_name(file: str, key: str) -> str:
-    """The name of an array in a checkpoint: its group, for which the file is called, and its own name."""
+    """Return the name of an array in a checkpoint: its group, for which the file is called, and its own name."""
     return f"{file.partition('.')[0]}.{key}"
 
 
 def file_of_rank(file: str, rank: int) -> str:
-    """The file with what a rank has of a group of arrays that ranks have divided among them."""
+    """Return the file with what a rank has of a group of arrays that ranks have divided among them."""
     stem, dot, suffix = file.partition(".")
     return f"{stem}-{rank}{dot}{suffix}"
 
 
 def merged(slices: Sequence[StoredArray]) -> list[StoredArray]:
-    """The arrays of which ``slices`` are parts, sorted by name.
+    """Return the arrays of which ``slices`` are parts, sorted by name.
 
     Raises:
         ValueError: parts of one array differ in its shape or type.
@@ -168,7 +168,7 @@ def dumped(values: Any) -> bytes:
 
 
 def manifest_text(body: Mapping[str, Any]) -> bytes:
-    """The manifest of ``body``: an array a line, and with a sum of its own."""
+    """Return the manifest of ``body``: an array a line, and with a sum of its own."""
     return _lines({**body, "sha256": hashlib.sha256(_lines(body)).hexdigest()})
 
 

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, and under which names."""
+"""Places and names of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LEFT = re.compile(r"\.(step-\d+|best)\.(partial|replaced|removed)-.+")
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` belongs."""
+    """Return the place of the checkpoint of ``step``."""
     return run_dir / CHECKPOINTS / f"step-{step:07d}"
 
 
 def removal_path(path: Path, mark: str) -> Path:
-    """The hidden name under which a checkpoint is taken apart."""
+    """Return the hidden name under which a checkpoint is taken apart."""
     return path.with_name(f".{path.name}.removed-{mark}")
 
 
 def run_of(path: Path) -> Path:
-    """The run directory that a checkpoint belongs to."""
+    """Return the run directory that a checkpoint belongs to."""
     return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
 
 
 def run_name(run_dir: Path) -> str | None:
-    """The run whose files these are; ``None`` if that is not known.
+    """Return the run whose files these are; ``None`` if that is not known.
 
     Raises:
         OSError: it cannot be read.
@@ -54,7 +54,7 @@ def is_plain(name: str) -> bool:
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
-    """The directories that are named as checkpoints of steps, the last step first; unread.
+    """Return the directories that are named as checkpoints of steps, the last step first; unread.
 
     Args:
         run_dir: or a directory that holds them itself, such as one that was set aside.
@@ -67,7 +67,7 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
 
 
 def holder(run_dir: Path) -> Path:
-    """The directory that holds the checkpoints of steps."""
+    """Return the directory that holds the checkpoints of steps."""
     inner = run_dir / CHECKPOINTS
     return inner if inner.is_dir() else run_dir
 
@@ -85,7 +85,7 @@ def leftovers(paths: list[Path]) -> list[tuple[Path, str, str]]:
 
 
 def entries(directory: Path) -> list[Path]:
-    """The content of a directory; nothing if there is none.
+    """Return the content of a directory; nothing if there is none.
 
     Raises:
         OSError: it cannot be read.

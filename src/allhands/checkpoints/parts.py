@@ -88,11 +88,11 @@ class Ownership:
         return cls(tuple(map(tuple, owned)), communicator.rank)
 
     def mine(self, groups: Groups) -> dict[str, ShardedState]:
-        """The slices that this rank writes as its part, by file."""
+        """Return the slices that this rank writes as its part, by file."""
         return _selected(groups, {array.name for array in self.by_rank[self.rank]})
 
     def common(self, groups: Groups) -> dict[str, ShardedState]:
-        """The slices that all ranks hold, by file."""
+        """Return the slices that all ranks hold, by file."""
         divided = {array.name for arrays in self.by_rank for array in arrays}
         found = _selected(groups, {array_name(f, key) for f, state in groups.items() for key in state} - divided)
         return {file: state for file, state in found.items() if state}
@@ -103,7 +103,7 @@ class Ownership:
         return any(_is_weight(array) for arrays in self.by_rank for array in arrays)
 
     def files(self, rank: int) -> list[str]:
-        """The files of a rank's part."""
+        """Return the files of a rank's part."""
         return sorted({each.file for array in self.by_rank[rank] for each in array.slices})
 
 
@@ -136,7 +136,7 @@ class Delivery:
     _weights: list[list[Tensor]] | None = None
 
     def parts(self, progress: Callable[[], None]) -> list[WrittenPart]:
-        """The parts of all ranks, once they have written them.
+        """Return the parts of all ranks, once they have written them.
 
         Raises:
             StorageError: one of them could not.
@@ -146,7 +146,7 @@ class Delivery:
         return self._collected
 
     def weights(self, progress: Callable[[], None]) -> list[list[Tensor]]:
-        """The weights of each rank's part, which are read one by one as they are written elsewhere.
+        """Return the weights of each rank's part, which are read one by one as they are written elsewhere.
 
         From then on their files are no part of the checkpoint: it gets them put together.
 

@@ -44,7 +44,7 @@ def require_place_of_run(config: TrainConfig) -> None:
             continue
         inputs = Path(name).resolve()
         if place.is_relative_to(inputs):
-            raise _refused(directory, f"it is, or lies in, the directory of {flag} {name}, of which it is to be made")
+            raise _refused(directory, f"it is, or lies in, the directory of {flag} {name}, from which the run is made")
         if flag == "--model" and inputs.is_relative_to(place) and inputs.relative_to(place).parts[0] in MODELS_OF_A_RUN:
             raise _refused(directory, f"{flag} {name} lies in it, and would be set aside for the new run's")
     try:

@@ -55,7 +55,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint in ``path``, with all files present and of their size; ``verify``: and with the right sums.
+    """Return the checkpoint in ``path``, with all files present and of their size; ``verify``: and with the right sums.
 
     Raises:
         CheckpointError: it is missing or damaged; says which file, and how.
@@ -66,7 +66,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def described(path: Path) -> Checkpoint:
-    """The checkpoint in ``path`` as its manifest describes it, without the state.
+    """Return the checkpoint in ``path`` as its manifest describes it, without the state.
 
     Raises:
         CheckpointError: there is no manifest, or not a whole one.
@@ -111,7 +111,7 @@ def check_sizes(found: Checkpoint) -> None:
 
 
 def with_state(found: Checkpoint, *, verify: bool) -> Checkpoint:
-    """A described checkpoint with its state; ``verify``: after the sums of all files have been compared.
+    """Return a described checkpoint with its state; ``verify``: after the sums of all files have been compared.
 
     Raises:
         CheckpointError: a file was altered, or cannot be read.
@@ -175,14 +175,14 @@ def _of_another_version(file: Path, said: object) -> CheckpointError:
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
-    """The error of a file that is not as it was written."""
+    """Return the error of a file that is not as it was written."""
     run = run_of(file.parent)
     hint = f"resume from another checkpoint: allhands checkpoint verify {run} tells which of them are whole"
     return CheckpointError(f"the checkpoint is damaged: {what}", where=str(file), hint=hint)
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """The error of a file that is missing or cannot be read."""
+    """Return the error of a file that is missing or cannot be read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return damaged(file, "it is missing")
     hint = "check the rights of the file, and the disk"

@@ -64,7 +64,7 @@ class Restored:
 def find_checkpoint(
     config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that this start goes on from, if any, and what a person should know of others.
+    """Return the checkpoint that this start goes on from, if any, and what a person should know of others.
 
     A restart goes on from its own run's latest; if none is whole it begins as the first attempt did, because nobody
     is there to decide otherwise.
@@ -99,7 +99,7 @@ def _left_out(rejected: Sequence[CheckpointError]) -> list[str]:
 
 
 def date_of(checkpoint: Checkpoint) -> datetime | None:
-    """The moment whose date the chat template writes in the checkpoint's run; ``None`` if it writes none."""
+    """Return the moment whose date the chat template writes in the checkpoint's run; ``None`` if it writes none."""
     told = checkpoint.state["data"][DATE_KEY]
     return datetime.fromisoformat(told) if told else None
 
@@ -130,7 +130,7 @@ def receive(
     directory: Path,
     busy: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Restored | None:
-    """The checkpoint that rank 0 has found, on every rank; called on all of them together.
+    """Return the checkpoint that rank 0 has found, on every rank; called on all of them together.
 
     Where all ranks find the same one at the same path each reads what it needs there; otherwise rank 0 hands it out,
     an array at a time, as they are read.

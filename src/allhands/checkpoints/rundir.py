@@ -139,7 +139,7 @@ def _numbers_of(directory: Path, name: str) -> list[int]:
 
 
 def kept_as(directory: Path, file: Path) -> Path | None:
-    """Where a file of the run directory lies since it was last set aside, if it was."""
+    """Return the place of a file of the run directory since it was last set aside; ``None`` if it was not."""
     try:
         first, *rest = Path(os.path.abspath(file)).relative_to(os.path.abspath(directory)).parts
         if _NUMBERED_ADAPTER.fullmatch(first):
@@ -169,7 +169,7 @@ def _leave_branch(directory: Path, restored: Restored) -> list[str]:
 
 
 def run_of(restored: Restored) -> tuple[Path, str]:
-    """The directory of the run that a checkpoint belongs to, and the number (".1") under which it was set aside."""
+    """Return the run directory of a checkpoint, and the number (".1") under which the checkpoint was set aside."""
     place = Path(restored.place)
     kind, _, number = place.parent.name.partition(".")
     if kind == CHECKPOINTS:

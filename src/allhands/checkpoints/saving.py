@@ -41,7 +41,7 @@ Saved = Callable[[bool], list[SavedReport | Warned | AllhandsError]]
 
 
 class Progress(Protocol):
-    """Where a run stands, as far as saving goes by it."""
+    """Progress of a run, as far as saving needs it."""
 
     step: int
     iteration: int
@@ -53,7 +53,7 @@ class CopyError(StorageError):
 
 
 def not_saved(failure: AllhandsError) -> str:
-    """The warning of a checkpoint that could not be written, in a training that goes on."""
+    """Return the warning of a checkpoint that could not be written, in a training that goes on."""
     adapter_alone = isinstance(failure, CopyError)
     what = "the checkpoint is there, but not its adapter" if adapter_alone else "no checkpoint was written"
     return f"{what} ({failure.where}: {failure.message}); training goes on"
@@ -104,7 +104,7 @@ class _Request:
 
 
 def checkpoint_of(directory: Path, step: int, kind: SaveKind, keep_last: int) -> Path | None:
-    """Where a save of this kind writes a checkpoint, if it does."""
+    """Return the place where a save of this kind writes a checkpoint; ``None`` if it writes none."""
     if kind == "best":
         return directory / BEST
     return checkpoint_path(directory, step) if keep_last and kind != "suspect" else None
@@ -167,7 +167,7 @@ class Saver:
         return held
 
     def saved(self, wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
-        """The outcomes of saves since the last call, failures included."""
+        """Return the outcomes of saves since the last call, failures included."""
         if wait_for_all:
             wait([future for _, future in self._pending])
         # Each is looked at once: one that ends meanwhile is told the next time.

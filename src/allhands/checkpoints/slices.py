@@ -38,7 +38,8 @@ class StoredNumbers:
         self._word = np.dtype(f"u{ITEM_BYTES[stored.dtype]}")
 
     def words(self, region: Region | None = None) -> Words:
-        """The numbers of ``region`` (default: all) in its shape, as integers; no more than the array is in memory.
+        """Return the numbers of ``region`` (default: all) in its shape, as integers; no more than the array is in
+        memory.
 
         Raises:
             CheckpointError: a file has not what the manifest says.
@@ -80,7 +81,7 @@ class StoredNumbers:
 
 
 def cut(whole: Words, region: Region | None) -> Words:
-    """The numbers of a region (``None``: all) of an array in C order, as a view of it."""
+    """Return the numbers of a region (``None``: all) of an array in C order, as a view of it."""
     if isinstance(region, Flat):
         return whole.reshape(-1)[region.start : region.stop]
     return whole if region is None else whole[_within(region, everything(whole.shape))]
@@ -126,7 +127,7 @@ class MappedFile:
             raise damaged(path, "it is not a safetensors file") from None
 
     def words(self, key: str, shape: tuple[int, ...], word: np.dtype[Any]) -> Words:
-        """A view of a tensor."""
+        """Return a view of a tensor."""
         try:
             start, stop = self._entries[key]["data_offsets"]
             numbers = np.frombuffer(self._map, np.uint8, stop - start, self._begin + start) if stop > start else None
@@ -141,7 +142,7 @@ class MappedFile:
 
 
 def stored_numbers(checkpoint: Checkpoint, file: str) -> dict[str, StoredNumbers]:
-    """The arrays of a group, which is called like ``file``, by their own names.
+    """Return the arrays of a group, which is called like ``file``, by their own names.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -199,7 +199,7 @@ class ShownSample:
         self._asked: list[Record] = []
 
     def watch(self, items: Iterable[Example | DataError]) -> Iterator[Example | DataError]:
-        """The same items, looked at in passing."""
+        """Yield the same items, looked at in passing."""
         for item in items:
             if not isinstance(item, DataError) and item.record is not None:
                 self._add(item.record)
@@ -215,7 +215,7 @@ class ShownSample:
         self._seen += 1
 
     def chosen(self) -> list[Record]:
-        """The asked ones, then the spread ones, in order."""
+        """Return the asked ones, then the spread ones, in order."""
         last = len(self._spread) - 1
         steps = max(1, self._number - 1)
         places = sorted({round(i * last / steps) for i in range(self._number)}) if self._spread else []
@@ -259,7 +259,7 @@ def to_json(
 
 
 def runs_of(explained: Explained) -> list[tuple[Kind, str]]:
-    """The rendered example in stretches that are trained, masked or cut off, in order."""
+    """Return the rendered example in stretches that are trained, masked or cut off, in order."""
     runs: list[tuple[Kind, str]] = [("trained" if trained else "masked", text) for text, trained in explained.runs()]
     runs.append(("cut", explained.cut))
     return [run for run in runs if run[1]]
@@ -344,7 +344,7 @@ def _epoch(report: SplitReport, config: TrainConfig) -> Iterator[tuple[str, str]
 
 def _print_findings(console: Console, findings: Sequence[DataFinding]) -> None:
     if not findings:
-        console.print("nothing to object to", style="green")
+        console.print("no problems found", style="green")
     for severity, title in _SEVERITIES.items():
         group = [finding for finding in findings if finding.severity == severity]
         if group:
@@ -387,7 +387,7 @@ def _print_shown(console: Console, shown: Sequence[ShownRecord], special: Sequen
 
 
 def run_text(kind: Kind, words: str, special: Sequence[str], *, coloured: bool) -> Text:
-    """A stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
+    """Return a stretch of an example for the screen; special tokens stand out, the middle of a long one is left out."""
     if len(words) > 3 * _SHOWN_CHARACTERS:
         left_out = f" [... {len(words) - 2 * _SHOWN_CHARACTERS:,} characters ...] "
         words = words[:_SHOWN_CHARACTERS] + left_out + words[-_SHOWN_CHARACTERS:]

@@ -86,7 +86,7 @@ def _place(path: Path) -> Path:
         return path
     if path.exists() and is_checkpoint(path.parent):
         return path.parent
-    what = "this is a file, and not one of a checkpoint" if path.exists() else "there is no such file or directory"
+    what = "this file does not belong to a checkpoint" if path.exists() else "there is no such file or directory"
     raise CheckpointError(what, where=str(path), hint=meant(path, _WHAT_TO_GIVE))
 
 

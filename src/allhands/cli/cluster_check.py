@@ -111,7 +111,7 @@ def show(console: Console, cluster: Cluster, findings: Sequence[Finding], well: 
     if titles:
         console.print(_plain(f"well: {', '.join(titles)}"))
     if left := not_asked(cluster):
-        console.print(f"not looked at: {', '.join(left)}", style="dim")
+        console.print(f"not checked: {', '.join(left)}", style="dim")
     console.print(verdict(findings), style="bold")
 
 
@@ -142,7 +142,7 @@ def host_line(host: HostReport) -> str:
 
 
 def network_lines(network: Network) -> list[str]:
-    """What was measured, and what it means for a step."""
+    """Return lines with the measurements of the network, and their meaning for a step."""
     lines: list[str] = []
     if network.whole is not None:
         lines.append(f"all-reduce ({network.backend}), all together: {_speed(network.whole)}")
@@ -173,7 +173,7 @@ def _seconds(taken: float) -> str:
 
 
 def _with_detail(check: Check, cluster: Cluster) -> str:
-    """What is well, with the figure that people look for."""
+    """Return the title of a passed check, with the figure that people look for."""
     if check.name == "versions":
         versions = next((facts.python.versions for _, facts in cluster.answered() if facts.python.versions), {})
         words = [f"{name} {versions[name]}" for name in ("allhands", "mlx", "mlx-lm") if name in versions]
@@ -188,7 +188,7 @@ def _with_detail(check: Check, cluster: Cluster) -> str:
 
 
 def not_asked(cluster: Cluster) -> list[str]:
-    """What could have been asked with other options."""
+    """Return the checks that other options would have added."""
     found: list[str] = []
     if cluster.model is None:
         found.append("the model (--model)")
@@ -200,7 +200,7 @@ def not_asked(cluster: Cluster) -> list[str]:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Return the last line."""
     stops = sum(finding.severity == "stop" for finding in findings)
     warnings = sum(finding.severity == "warn" for finding in findings)
     more = f", {counted(warnings, 'warning')}" if warnings else ""
@@ -208,7 +208,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What comes from other computers, without what could steer a terminal."""
+    """Return text from other computers without characters that could steer a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

@@ -69,7 +69,7 @@ def _wishes(
     hostfile.check_output(output)
     if not env_dir.startswith(("/", "~/")):
         hint = f"give an absolute path, or one below ~/ such as {PLACE}"
-        raise ConfigError(f"{env_dir!r} is another place on every computer", where="--env-dir", hint=hint)
+        raise ConfigError(f"{env_dir!r} would be a different place on every computer", where="--env-dir", hint=hint)
     old = hostfile.read_old(output) or {"hosts": []}
     wanted = wanted_from(find_source(origin, wheel_store()), python)
     return Wishes(
@@ -124,12 +124,12 @@ def _lines(steps: Sequence[Step], margin: str = "") -> list[str]:
 
 
 def _print_script(report: SetupReport, output: Path) -> None:
-    """What would be done, as a script."""
+    """Print the changes as a script."""
     for line in _lines(report.shown):
         typer.echo(line)
     for outcome in report.outcomes:
         if outcome.pending:
-            typer.echo(f"# {outcome.name}: what else it lacks is known only then: run this again")
+            typer.echo(f"# {outcome.name}: run this again afterwards to see what else it lacks")
     if report.up_to_date:
         typer.echo(f"# {output} stays as it is")
     elif report.text is not None:
@@ -190,7 +190,7 @@ def _print_end(report: SetupReport, output: Path) -> None:
     name = shlex.quote(name)
     if report.refused:
         names = ", ".join(report.refused)
-        typer.echo(f"{name} is not written, because you did not agree to what is needed on {names}", err=True)
+        typer.echo(f"{name} is not written, because you did not agree to the changes needed on {names}", err=True)
         typer.echo(f"  what to do: run this again and agree, or leave {names} out of --hosts", err=True)
     elif not (report.up_to_date or report.written):
         typer.echo(f"{name} is not written", err=True)
@@ -199,7 +199,7 @@ def _print_end(report: SetupReport, output: Path) -> None:
 
 
 def _print_hostfile(report: SetupReport, name: str) -> None:
-    """Who is in it and who is not, and what can be done with it."""
+    """Print the members of the hostfile, the missing computers, and the next commands."""
     missing = f" without {', '.join(report.without)} (see above)" if report.without else ""
     kept = f"; the earlier one is {report.kept.name}" if report.kept else ""
     typer.echo(f"{name} is up to date{missing}" if report.up_to_date else f"{name} written{missing}{kept}")
@@ -208,6 +208,6 @@ def _print_hostfile(report: SetupReport, name: str) -> None:
     if report.stays:
         typer.echo(f"{', '.join(report.stays)} stays in it, as before, and cannot be used now (see above)")
     if len(report.hosts) == 1 and report.without:
-        typer.echo("it has one computer alone: mend what is wrong with the others, and run this again")
+        typer.echo("it has only one computer: correct the faults of the others, and run this again")
         return
     typer.echo(f"next:\n  allhands cluster check --hostfile {name}\n  allhands train --hostfile {name} ...")

@@ -46,7 +46,7 @@ class WantedSync:
 def sync(asked: ClusterSync) -> None:
     """Run the verb."""
     if asked.delete != "no":
-        hint = "files that are only there stay there: remove them by hand"
+        hint = "files that exist only there are kept: remove them by hand"
         raise ConfigError("sync deletes nothing on other hosts", where="--delete", hint=hint)
     named = {"chain": asked.chain, "tree": asked.tree, "star": asked.star}
     options = _options([name for name, chosen in named.items() if chosen], asked.transport, asked.dry_run)
@@ -138,7 +138,7 @@ def _model_path(source: str) -> str:
 
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
-    """The result in words."""
+    """Return the result in words."""
     head = f"{len(state.sizes)} files, {format_size(state.total)}"
     lines = [f"note: {note}" for note in state.notes] + [head]
     for host in state.hosts:
@@ -165,7 +165,7 @@ def _outcome(host: HostState, dry_run: bool) -> str:
 
 
 def as_record(state: SyncState, dry_run: bool) -> dict[str, Any]:
-    """The result for machines, in bytes and seconds."""
+    """Return the result for machines, in bytes and seconds."""
     hosts = [
         {
             "name": host.name,

@@ -47,7 +47,7 @@ _VERBS = {
     "dashboard": ("runs.Dashboard dashboard:dashboard", "Show runs in the browser while they go on."),
     "chat": ("models.Chat chat:chat", "Talk with a model, with or without a trained adapter."),
     "eval": ("training.Eval evaluate:evaluate", "Measure loss and perplexity of a model on a split of the data."),
-    "serve": ("models.Serve serve:serve", "Answer requests to a model over HTTP, as OpenAI does."),
+    "serve": ("models.Serve serve:serve", "Serve a model over HTTP with OpenAI's interface."),
     "fuse": ("models.Fuse fuse:fuse", "Merge a trained adapter into its model."),
     "export": ("models.Export exchange:export_adapter", "Export an adapter or a model for other programs."),
     "import": ("models.Import exchange:import_adapter", "Import an adapter that another program has trained."),
@@ -62,7 +62,7 @@ _GROUPS = {
         {"get": "models.ModelGet model:get", "check": "training.ModelCheck model:check"},
     ),
     "data": (
-        "Training data.",
+        "Prepare and check training data.",
         {
             "prepare": "data.DataPrepare prepare:prepare",
             "check": "training.DataCheck check:check",
@@ -74,7 +74,7 @@ _GROUPS = {
         {"train": "data.TokenizerTrain tokenizer:train", "show": "data.TokenizerShow tokenizer:show"},
     ),
     "checkpoint": (
-        "Checkpoints of a training run.",
+        "List, inspect and verify the checkpoints of a run.",
         {
             "list": "runs.CheckpointList checkpoint:list_checkpoints",
             "inspect": "runs.CheckpointInspect checkpoint:inspect_checkpoint",

@@ -173,7 +173,7 @@ def show_comparison(console: Console, comparison: AnswersCompared, show: int, ma
 
 
 def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) -> Table:
-    """The first ``show`` answers side by side, which end after ``max_tokens``."""
+    """Return the first ``show`` answers side by side, which end after ``max_tokens``."""
     caption = f"an answer ends after {max_tokens} tokens, wherever it is"
     table = Table(show_lines=True, expand=True, caption=caption, caption_justify="left")
     table.add_column("prompt", ratio=2)
@@ -187,7 +187,7 @@ def comparison_table(comparison: AnswersCompared, show: int, max_tokens: int) ->
 
 
 def score_lines(comparison: AnswersCompared) -> list[str]:
-    """The score in words."""
+    """Return the score in words."""
     number = len(comparison.prompts)
     return [
         f"pirate words in the answers to {number} held-out prompts: {comparison.before_share:.1%} before, "

@@ -65,7 +65,7 @@ class Machine:
     cuda: bool = False
 
     def launch(self) -> Launch:
-        """The launch that the variables and files describe, with a rank a GPU unless they say another number."""
+        """Return the launch that the variables and files describe, with a rank a GPU unless they say another number."""
         env = dict(self.environ)
         given = "ALLHANDS_RANKS_PER_NODE" in env or "SM_NUM_GPUS" in env or env.get("PET_NPROC_PER_NODE", "").isdigit()
         if self.gpus > 1 and not given:
@@ -193,7 +193,7 @@ class ContainerRun:
     # --- options ----------------------------------------------------------------------------------
 
     def configure(self, words: Sequence[str]) -> TrainConfig:
-        """The options of the training: a person's own, and for the rest those that the platform's inputs mean.
+        """Return the options of the training: a person's own, and for the rest those that the platform's inputs mean.
 
         Raises:
             AllhandsError: an option or an input cannot be used.
@@ -216,7 +216,7 @@ class ContainerRun:
         """
         total, backend = self.launch.size * self.launch.ranks_per_node, self.launch.backend
         ranks = f"{self.place} has its {total} ranks already", "leave it out; ALLHANDS_RANKS_PER_NODE sets their number"
-        restart = "with several computers it is the platform that restarts"
+        restart = "with several computers the platform restarts the job"
         again = restart, "leave it out; a job that is started again goes on from its last checkpoint"
         for where, refused, (text, hint) in (
             ("--hostfile", asked.hostfile, ranks),
@@ -282,7 +282,7 @@ class ContainerRun:
         """Train with this computer's ranks of a job over several."""
         launch, count, job = self.launch, self.launch.ranks_per_node, job_of(config)
         if launch.meeting is None:
-            raise DistributedError("it is not known where the computers meet", hint="see allhands env")
+            raise DistributedError("the address at which the computers meet is not known", hint="see allhands env")
         spec = LaunchSpec(
             command,
             launch.size * count,

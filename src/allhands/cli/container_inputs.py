@@ -35,7 +35,7 @@ _FOREIGN = re.compile(r"sagemaker_.*|_tuning_objective_metric")
 
 
 def hyperparameters(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """The options in SageMaker's hyperparameters, by the configuration's names.
+    """Return the options in SageMaker's hyperparameters, by the configuration's names.
 
     They come from ``file``, whose values are all strings, or else from its toolkit's ``SM_HPS`` or ``SM_USER_ARGS``.
 
@@ -89,7 +89,7 @@ def _pairs(words: Any) -> dict[str, str]:
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """A value as the configuration takes it; ``None``: not given.
+    """Return a value as the configuration takes it; ``None``: not given.
 
     SDKs write a string as JSON: ``"\\"cosine\\""`` is cosine.
     """
@@ -107,7 +107,7 @@ def plain_value(key: str, value: Any) -> Any:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """The options in arguments for ``allhands train``, by the parser of that command.
+    """Return the options in arguments for ``allhands train``, by the parser of that command.
 
     Raises:
         ConfigError: an argument is not understood.
@@ -129,7 +129,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfig:
-    """The options that a person has given: arguments win over hyperparameters, both over their YAML file.
+    """Return the options that a person has given: arguments win over hyperparameters, both over their YAML file.
 
     Raises:
         ConfigError: an option is unknown or out of bounds.
@@ -146,7 +146,7 @@ def merged(arguments: Mapping[str, Any], hyper: Mapping[str, Any]) -> TrainConfi
 
 
 def as_flags(config: TrainConfig) -> list[str]:
-    """The arguments of ``allhands train`` that give the same configuration."""
+    """Return the arguments of ``allhands train`` that give the same configuration."""
     flags: list[str] = []
     for name, value in config.model_dump(mode="json", exclude_unset=True).items():
         flag = name.replace("_", "-")
@@ -161,7 +161,7 @@ def as_flags(config: TrainConfig) -> list[str]:
 
 
 def data_of(channels: Mapping[str, Path], workspace: Path) -> tuple[Path | None, list[str]]:
-    """The data directory that the data channels make, ``None`` without one; and notes for a person.
+    """Return the data directory that the data channels make, ``None`` without one; and notes for a person.
 
     A single channel with ``train.jsonl`` is that directory. Otherwise each channel is the split that it is named for,
     and its ``.jsonl`` files are joined in the order of their names.
@@ -222,7 +222,8 @@ def _join(files: Sequence[Path], target: Path) -> None:
 
 
 def model_of(channels: Mapping[str, Path], workspace: Path) -> Path | None:
-    """The model directory in the model channel, also inside a ``.tar.gz`` or a directory; ``None``: no such channel.
+    """Return the model directory in the model channel, also inside a ``.tar.gz`` or a directory; ``None``: no such
+    channel.
 
     Raises:
         ModelError: the channel has no model.

@@ -40,7 +40,7 @@ def tell_failure(file: Path | None, reason: str, warn: Callable[[str], None]) ->
 
 
 def reason_of(run_dir: Path, code: int) -> str:
-    """The reason why the supervised run in this directory failed, from its own records."""
+    """Return the reason why the supervised run in this directory failed, from its own records."""
     events = read_events(run_dir / EVENTS_FILE)
     for kinds in (("failed", "fault"), ("given up",)):
         for event in reversed(events):

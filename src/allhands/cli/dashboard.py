@@ -28,7 +28,7 @@ def dashboard(asked: Dashboard) -> None:
     known = f"?token={quote(token, safe='')}" if token else ""
     print(f"dashboard: {listening.address}/{known}", flush=True)
     if listening.is_open:
-        tell("allhands: note: it is not encrypted: whoever listens on the way can read along")
+        tell("allhands: note: the connection is not encrypted: others on the network can read it")
     signal.signal(signal.SIGTERM, _stop)
     run(make_app(Settings(asked.runs, listening.guard)), listening.listener)
 

@@ -102,7 +102,7 @@ def cores_for_two() -> int:
 
 
 def demo_config(out: Path, model: str, ranks: int, cores: int, iters: int, seed: int) -> TrainConfig:
-    """The training of the demo; the same for both runs but for the number of processes."""
+    """Return the training of the demo; the same for both runs but for the number of processes."""
     name = {1: "one-process", 2: "two-processes"}[ranks]
     return build_config(
         {
@@ -158,7 +158,7 @@ def arguments(config: TrainConfig) -> list[str]:
 
 
 def command_line(config: TrainConfig) -> str:
-    """What a person would type for ``config``."""
+    """Return the command that a person would type for ``config``."""
     return shlex.join(["allhands", *arguments(config)])
 
 
@@ -174,7 +174,7 @@ def _show_times(console: Console, out: Path, histories: list[RunHistory], cores:
 
 
 def hardware_line(cores: int) -> str:
-    """What each "computer" of the two runs was, so that nobody takes the speed-up for something else."""
+    """Return a line about the hardware of both runs, so that nobody takes the speed-up for something else."""
     line = f"each process had {cores} core{'s' * (cores > 1)} in both runs"
     gpus = nvidia_gpus()
     if gpus == 1 or sys.platform == "darwin":

@@ -150,13 +150,14 @@ def require_terminal_here(hosts: str | None, hostfile: str | None) -> None:
     launch = recognise_here()
     if launch.launcher not in ("single", "allhands"):
         raise ConfigError(
-            f"{launch.launcher} keeps the terminal, at which there is nobody to talk with",
+            f"{launch.launcher} keeps the terminal, so nobody can talk with the model",
             where="allhands chat",
             hint="start it without another launcher: -n or --hosts starts the ranks",
         )
     if (hosts or hostfile) and all(host.ssh is not None for host in hosts_named(hosts, hostfile)):
         raise ConfigError(
-            "none of the ranks is on this computer, and one of them has to take part in the conversation",
+            "no rank is on this computer, but a conversation needs one here",
             where=f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}",
-            hint="add this computer, or talk at one of those; allhands generate --prompt answers from anywhere",
+            hint="add this computer, or start the chat on one of the others; allhands generate --prompt works from "
+            "anywhere",
         )

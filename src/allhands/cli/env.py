@@ -52,7 +52,7 @@ def version(_: Version) -> None:
 
 
 def as_dictionary(report: _Report) -> dict[str, Any]:
-    """The report for JSON; unknown values are ``None``."""
+    """Return the report for JSON; unknown values are ``None``."""
     launch = report.launch
     content = {**asdict(launch), **asdict(launch.platform)}
     for name in ("reason", "facts", "exports", "name"):
@@ -124,7 +124,7 @@ def _headline(launch: Launch) -> str:
 
 
 def _used(launch: Launch) -> list[tuple[str, str]]:
-    rows = [("back-end", launch.backend if launch.size > 1 else "none, one process has nobody to talk to")]
+    rows = [("back-end", launch.backend if launch.size > 1 else "none: one process exchanges nothing")]
     if launch.meeting is not None:
         ports = f"{launch.meeting.ports[0]} to {launch.meeting.ports[-1]}, the first that is free"
         rows.append(("meeting", f"of all ranks at {launch.meeting.host}, port {ports}"))
@@ -152,7 +152,8 @@ def _some(names: Iterable[str]) -> str:
 
 def _ignored(launch: Launch) -> list[str]:
     """Variables of other launchers; a long one is not shown, and control characters would steer the terminal."""
-    why = "by itself it does not make a rank" if launch.launcher == "single" else f"{launch.launcher} comes first"
+    alone = launch.launcher == "single"
+    why = "this variable alone does not make a rank" if alone else f"{launch.launcher} comes first"
     values = {name: os.environ.get(name, "") for name in launch.ignored}
     return [
         f"{name}={value}: {why}" if len(value) < 40 and value.isprintable() else f"{name}: {why}"

@@ -70,16 +70,16 @@ def _to_peft(adapter_path: Path, out: Path, model: str | None, base: str | None,
     _write(made, out, WEIGHTS_FILE, CONFIG_FILE, {"format": "pt"}, check, adapter_path / TEMPLATE_FILE)
     settings = made.config
     if stops := adapter.config.get("stop_tokens"):
-        print(f"note: answers end with {stops[0]}, at which the model does not stop: tell generate() to (eos_token_id)")
+        print(f"note: answers end with {stops[0]}, at which the model does not stop: give generate() this eos_token_id")
     print(f"written: {out} (rank {settings['r']}, lora_alpha {settings['lora_alpha']}, {_count(adapter)})")
-    print("checked: read back by PEFT's rules, every update is the adapter's")
+    print("checked: read back by PEFT's rules, every weight update equals the adapter's")
     if settings.get("ensure_weight_tying"):
         print(
-            "note: it adapts an embedding that is the output layer, too. PEFT computes it rightly, but adds it twice "
-            "to the shared weights when it merges: --to hf writes the merged model"
+            "note: the adapted embedding is also the output layer. PEFT computes it correctly, but on merging adds it "
+            "twice to the shared weights: --to hf writes the merged model"
         )
     if any(name.rpartition(".")[0] in told.experts for name in adapter.weights):
-        print("note: it adapts experts: with transformers 5 it needs PEFT 0.19 or later")
+        print("note: the adapter has parts for experts: with transformers 5 they need PEFT 0.19 or later")
     if "quantization" in loaded.config and base is None:
         print(
             f"note: {below} is quantised for MLX, which other programs cannot read: name the original with --base, "
@@ -112,7 +112,7 @@ def import_adapter(asked: Import) -> None:
     made.config["model"] = below
 
     def fits(staged: Path) -> None:
-        """What does not fit is found before anything is in its place, and told of the directory that was given."""
+        """Check the draft before it gets its name; an error names the directory that was given."""
         try:
             put_on(loaded.model, staged)
         except ModelError as error:
@@ -125,9 +125,9 @@ def import_adapter(asked: Import) -> None:
         found = dict(flatten(loaded.model.parameters()))
         for name, value in made.weights.items():
             if name not in found or not mx.array_equal(found[name], value):
-                message = f"what was written is not the adapter, and was not kept: {name} is read back otherwise"
+                message = f"the written files differ from the adapter, and were not kept: {name} has other values"
                 raise ModelError(
-                    message, where=str(asked.out), hint="without an error of yours this is a defect: report it"
+                    message, where=str(asked.out), hint="if your input is right, this is a defect: report it"
                 )
 
     _write(made, asked.out, *_OURS, {"format": "mlx"}, fits, private=True)
@@ -137,7 +137,7 @@ def import_adapter(asked: Import) -> None:
 
 
 def _count(adapter: Adapter) -> str:
-    """How many modules it adapts, in words."""
+    """Return the number of adapted modules, in words."""
     count = len({name.rpartition(".lora")[0] for name in adapter.weights if ".lora" in name})
     return f"{count} layer{'s' * (count != 1)}"
 

@@ -20,24 +20,24 @@ MESSAGES = {
     "no-end-of-turn": "no end-of-turn token is trained, so the model does not learn to stop",
     "end-not-eos": "the answer ends with {end}, at which the model itself does not stop",
     "empty-answers": "the answer has no words",
-    "bos-twice": "the begin-of-text token stands twice",
+    "bos-twice": "the begin-of-text token is there twice",
     "special-text": "special tokens are spelled out in the words: {special}",
-    "own-tokens": "tokens that the chat template does not write stand in the words: {own}",
+    "own-tokens": "the words contain special tokens that the chat template does not write: {own}",
     "vocabulary": "token ids up to {largest:,}, but the model has {vocab_size:,}",
     **{code: message for code, (message, _) in UNHEARD.items()},
-    "weights-unused": "a message of weight 0 is trained all the same, because prompts are not masked",
+    "weights-unused": "a message of weight 0 is trained nevertheless, because prompts are not masked",
     "dated": "the chat template writes the current date: {dates}",
     "short-answers": "the answer has only one or two tokens",
-    "repeats": "word for word an earlier one of the split",
+    "repeats": "identical to an earlier one of the split",
     "in-train": "also in the training set, so the loss here says little",
     "near-train": "nearly the same as one in the training set",
     "same-answer": "the answer is one and the same",
     "no-examples": "no example can be trained on",
     "no-split": "there is no {split} set",
     "held-out": "kept for validation, and never trained on",
-    "few-validation": "{examples}: their loss says little about others, and which weights are best hangs on them",
-    "many-epochs": "each example is trained on {epochs:,.0f} times ({iters:,} batches of {batch_size}): a model learns "
-    "so few by heart",
+    "few-validation": "{examples}: too few for a reliable loss, and this loss decides which weights are best",
+    "many-epochs": "each example is trained on {epochs:,.0f} times ({iters:,} batches of {batch_size}): a model "
+    "memorises so few examples",
     "beyond-positions": "rows of up to {tokens}, but the model has {positions:,} positions",
     "few-examples": "{examples} for batches of {batch_size}: every batch is the whole set",
     "all-texts": "plain texts have no prompt that --mask-prompt could mask",
@@ -67,21 +67,22 @@ REMEDIES = {
     "vocabulary": "use the tokenizer that belongs to the model",
     **{code: remedy for code, (_, remedy) in UNHEARD.items()},
     "weights-unused": "add --mask-prompt, under which such messages are left out of the loss",
-    "dated": "nothing, as a rule: a run keeps the date on which it began, also when it is resumed",
+    "dated": "usually nothing: a run keeps the date on which it began, also when it is resumed",
     "short-answers": "right for labels; for conversation, check that the answers are whole",
     "repeats": "allhands data prepare --dedupe exact drops them",
     "in-train": "take them out of one of the two, or let allhands data prepare split the data",
-    "near-train": "look at them; allhands data prepare keeps what is alike in one split",
+    "near-train": "look at them; allhands data prepare keeps similar examples in one split",
     "same-answer": "right for labels; else thin these records out",
     "no-examples": "see the other findings",
     "no-split": "allhands data prepare makes one of a part of the data",
     "held-out": "right if that was meant; else move some to the training set, or prepare them with --valid 0 --test 0",
-    "few-validation": "hold more out (allhands data prepare --valid {enough}), or judge by answers to own questions",
-    "many-epochs": "let the data say how long: --epochs 3; or add examples",
+    "few-validation": "hold more out (allhands data prepare --valid {enough}), or judge the model by its answers to "
+    "your own questions",
+    "many-epochs": "set the length in passes over the data: --epochs 3; or add examples",
     "beyond-positions": "--max-seq-length {positions} cuts there",
     "few-examples": "lower --batch-size, or add examples",
     "all-texts": "leave --mask-prompt out, or give the data as prompt and completion, or as messages",
-    "some-texts": "right in a mixture; else write them as prompt and completion",
+    "some-texts": "right if texts and chats are mixed; else write them as prompt and completion",
     "mask-prompt-off": "add --mask-prompt to train on the answers only",
     "no-generation-prompt": "repair add_generation_prompt in the model's chat template",
     "other-generation-prompt": "begin the data's answers with it, or generate with a template that does not write it",
@@ -93,7 +94,7 @@ _NOUNS = {"limit": "token", "longest": "token", "cut_tokens": "token", "examples
 
 
 def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], positions: int | None) -> list[DataFinding]:
-    """What the sizes of the splits, of the training and of the model say together."""
+    """Yield findings about the sizes of the splits, of the training and of the model together."""
     found: list[DataFinding] = []
     train, valid = reports.get("train"), reports.get("valid")
     held = valid.examples if valid is not None else 0
@@ -120,7 +121,7 @@ def size_findings(config: TrainConfig, reports: Mapping[str, SplitReport], posit
 
 
 def message_of(finding: DataFinding) -> str:
-    """What was found, in a sentence that begins with its count."""
+    """Return the finding as a sentence that begins with its count."""
     if "message" in finding.details:
         return f"{counted(finding.count, 'row')}: {finding.details['message']}"
     text = MESSAGES[finding.code].format(split=finding.split, **_worded(finding))
@@ -128,7 +129,7 @@ def message_of(finding: DataFinding) -> str:
 
 
 def remedy_of(finding: DataFinding) -> str:
-    """What to do about it; empty if that is not known."""
+    """Return the remedy; empty if none is known."""
     if "message" in finding.details:
         return finding.details["hint"] or ""
     return REMEDIES[finding.code].format(split=finding.split, **_worded(finding))

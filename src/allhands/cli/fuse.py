@@ -49,7 +49,10 @@ def tell(done: Fused, out: Path, when: str = "", adapter: Path | None = None) ->
     if done.stop is not None:
         print(f"note: answers end with {done.stop}, which was added to eos_token_id: the model did not stop there")
     if done.requantized:
-        print("note: layers with an adapter were quantised again, which blurs what was learned; --dequantize does not")
+        print(
+            "note: layers with an adapter were quantised again, and rounding lost some of the training; "
+            "--dequantize avoids this"
+        )
 
 
 def tell_gguf(name: str) -> None:

@@ -69,7 +69,7 @@ def _job(options: Launch) -> TrainingJob:
 
 
 def _tell_found(job: TrainingJob) -> None:
-    """That there are checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
+    """Tell of checkpoints in a place that nobody has chosen: a finished program would seem to do nothing."""
     step = step_in(job.checkpoints) if job.checkpoints else None
     if step is not None:
         there = f"{job.checkpoints} has a checkpoint of step {step}"
@@ -97,12 +97,12 @@ def _refuse_another_launcher() -> None:
         raise ConfigError(
             f"{found.launcher} has started {found.size} processes already",
             where="allhands launch",
-            hint="start one allhands launch, by itself, with -n or --hostfile",
+            hint="start a single allhands launch without another launcher, with -n or --hostfile",
         )
 
 
 def resolved(command: Sequence[str], *, anywhere: bool = False) -> list[str]:
-    """The command with ``python`` as this Python, unless another one is in its place on ``PATH``.
+    """Return the command with ``python`` as this Python, unless another one is in its place on ``PATH``.
 
     Args:
         anywhere: it runs on other computers, too, which have other files: nothing is looked for here.
@@ -132,7 +132,7 @@ def _is_this_python(found: str | None) -> bool:
 
 
 def _tell_python(command: Sequence[str]) -> None:
-    """That ``python`` is another one than this, if it lacks what the program is likely to need; it may be meant."""
+    """Tell that ``python`` is another Python than this, if it lacks what the program is likely to need."""
     found = shutil.which(command[0]) if command[0] in _PYTHONS else None
     if found is None or _is_this_python(found) or not (lacking := _lacking(found)):
         return
@@ -143,7 +143,7 @@ def _tell_python(command: Sequence[str]) -> None:
 
 
 def _lacking(python: str) -> list[str]:
-    """Which of MLX and allhands that interpreter does not find; none, if it gives no answer."""
+    """Return those of MLX and allhands that the interpreter does not find; none if it gives no answer."""
     look = "import importlib.util as u; print(*(n for n in ('mlx', 'allhands') if u.find_spec(n) is None))"
     try:
         done = subprocess.run(

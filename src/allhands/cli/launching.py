@@ -1,4 +1,4 @@
-"""What ``allhands train`` and ``allhands launch`` share: from options to supervised ranks, and what is told of them."""
+"""Parts shared by ``allhands train`` and ``allhands launch``: from options to supervised ranks, with messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Backend = Literal["ring", "mpi", "nccl", "jaccl"]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a person wants to have started and kept going.
+    """Job that a person wants to start and keep running.
 
     Attributes:
         directory: gets ``events.jsonl``; claimed, as ``checkpoints`` is, for the time of the job.
@@ -100,7 +100,7 @@ class TrainingJob:
 
     @property
     def tagged(self) -> bool:
-        """Whether the lines of all ranks are shown."""
+        """Return whether the lines of all ranks are shown."""
         if self.tag_output is not None:
             return self.tag_output
         return self.size > 1 and (self.tag_here or self._leaves_here)
@@ -181,7 +181,7 @@ def _check_backend(job: TrainingJob, size: int) -> None:
         require_mpi()
     elif job.backend == "nccl" and (gpus := nvidia_gpus()) < size:
         raise ConfigError(
-            f"NCCL needs an NVIDIA GPU a process: {gpus} for {size} processes",
+            f"NCCL needs one NVIDIA GPU for each process: {gpus} for {size} processes",
             where="--backend nccl",
             hint="leave --backend out, or give --backend ring" + (f" or -n {gpus}" if gpus > 1 else ""),
         )
@@ -235,7 +235,7 @@ def run(job: TrainingJob, command: Sequence[str]) -> int:
 
 
 def _tell_slots(job: TrainingJob) -> None:
-    """That there are fewer slots than ranks were asked for, which may be meant: computers can be added."""
+    """Tell that there are fewer slots than requested ranks, which may be intended: computers can be added."""
     if job.hostfile is None or job.num_ranks is None or (slots := job.size) >= job.num_ranks:
         return
     count = f"{slots} slot{'s' * (slots != 1)}: {slots} rank{'s' * (slots != 1)} now"
@@ -243,7 +243,7 @@ def _tell_slots(job: TrainingJob) -> None:
 
 
 def _tell_cores(job: TrainingJob) -> None:
-    """That processes must take turns, where they compute on cores; which may be meant, to try what many do."""
+    """Tell that processes on CPU cores must take turns; this may be intended, to try the effect of many."""
     cores = allowed_cores()
     if job.hostfile is None and job.size > cores and not nvidia_gpus():
         turns = f"{job.size} processes on {cores} core{'s' * (cores > 1)} take turns"
@@ -282,7 +282,7 @@ def _spec(job: TrainingJob, command: Sequence[str]) -> LaunchSpec:
 
 
 def _hosts_told(job: TrainingJob) -> dict[str, str]:
-    """How the person named the computers, and which of them is this one, for the words of the ranks."""
+    """Return the names of the computers as the person gave them, and which of them is this one."""
     if job.hostfile is None:
         return {}
     here = next((host.name for host in read_hostfile(job.hostfile) if host.ssh is None), "")
@@ -310,7 +310,7 @@ def _choose_backend(job: TrainingJob) -> Backend:
     before = _backend_before(job)
     if any(one.possible and one.backend == before != choice.backend for one in choice.candidates):
         # Sums of three ranks or more would be taken in another order, and the last bits would differ.
-        choice = replace(choice, backend=cast(Backend, before), reason="the run that is gone on from used it")
+        choice = replace(choice, backend=cast(Backend, before), reason="the resumed run used it")
     job.explain(explain(choice))
     return choice.backend
 
@@ -358,7 +358,9 @@ def _newest_step(job: TrainingJob, run_id: str) -> int | None:
 
 
 def step_in(place: Path, run_id: str | None = None) -> int | None:
-    """The newest step in a run directory, or of a checkpoint; for messages: the ranks will say what is wrong there."""
+    """Return the newest step in a run directory, or of a checkpoint; for messages: the ranks will say what is wrong
+    there.
+    """
     try:
         return quick_step(place, run_id)
     except CheckpointError:
@@ -366,7 +368,7 @@ def step_in(place: Path, run_id: str | None = None) -> int | None:
 
 
 def way_on(job: TrainingJob, run_id: str | None) -> str | None:
-    """How a person goes on with the job once it has ended too early; ``None``: there is nothing to go on from.
+    """Tell how to go on with a job that has ended too early; ``None``: there is nothing to go on from.
 
     Args:
         run_id: of this run; ``None``: not known, and any checkpoint of the directory counts.

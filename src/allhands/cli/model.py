@@ -56,7 +56,7 @@ def check(asked: ModelCheck) -> None:
     if not verdict.compared:
         raise ConfigError("nothing could be compared", where=name, hint="; ".join(verdict.notes))
     verdict.raise_if_wrong(name)
-    console.print("right: nothing differs by more than rounding")
+    console.print("correct: no difference is larger than rounding")
 
 
 def _print_verdict(console: Console, verdict: GradientVerdict) -> None:

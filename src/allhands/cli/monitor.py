@@ -150,7 +150,7 @@ def view(
     width: int = 200,
     verdict: Verdict | None = None,
 ) -> Group:
-    """A heading, a row a process, and what they have together."""
+    """Return a heading, a row a process, and what they have together."""
     heading, together = _heading(board, now, gone, history, verdict), _together(board, now, gone)
     return Group(Text(broken(heading, width)), table_of(board, now, gone, width), Text(broken(together, width)))
 
@@ -260,7 +260,9 @@ def _rates(rows: Sequence[BoardRow], lives: Mapping[int, bool]) -> dict[int, tup
 def _together(board: Board, now: float, gone: Collection[tuple[str, int]]) -> str:
     rows = board.rows()
     kind = (
-        "" if all(row.last.pss_kind == "pss" for row in rows) else " (not all are PSS: what is shared may be missing)"
+        ""
+        if all(row.last.pss_kind == "pss" for row in rows)
+        else " (PSS is not known for all: shared pages may be missing)"
     )
     live = board.together_bytes(now, gone)
     text = f"{format_bytes(live)} now, " if live else ""

@@ -42,7 +42,7 @@ def bench(asked: ClusterBench) -> None:
 
 
 def chosen_hosts(hostfile: str | None, hosts: str | None, num_ranks: int | None) -> tuple[Host, ...]:
-    """The computers that the options name; without any, this one with two ranks.
+    """Return the computers that the options name; without any, this one with two ranks.
 
     Raises:
         ConfigError: options contradict each other, name no computer, or ask it for too many processes.
@@ -93,7 +93,7 @@ def show(results: Sequence[Measurement], console: Console | None = None) -> None
         for failure in result.failures:
             _show_failure(console, failure)
         for group in result.not_measured:
-            console.print(f"not measured for want of time: {', '.join(group)} (--timeout-s)")
+            console.print(f"not measured, because the time was over: {', '.join(group)} (--timeout-s)")
         console.print()
     if any(result.whole or result.links for result in results):
         console.print(_LEGEND)
@@ -116,7 +116,7 @@ def _show_whole(console: Console, figures: Figures) -> None:
     ]
     console.print(table_of(("all-reduce of", "median", "middle half", "bandwidth", "of the bus"), rows, left=()))
     small, large = (seconds_text(figures.seconds(size)) for size in (4 << 20, 1 << 30))
-    text = f"an exchange takes a step {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
+    text = f"a step's exchange takes {small} with 4 MiB (a LoRA adapter), {large} with 1 GiB"
     console.print(text, soft_wrap=True)
 
 

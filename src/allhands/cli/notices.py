@@ -149,7 +149,8 @@ class Notices:
 
 
 def telling(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines of a rank's log from the first one on that may say something; none, if all of them tell of progress.
+    """Return the lines of a rank's log from the first one on that may say something; none, if all of them tell of
+    progress.
 
     The outer end of a stack whose inner one is cut off does not: the log has all of it.
     """

@@ -43,5 +43,5 @@ OTHERS = "Options"
 
 
 def group_of(name: str) -> str:
-    """The heading above the option of a field; :data:`OTHERS` for those of no group."""
+    """Return the heading above the option of a field; :data:`OTHERS` for those of no group."""
     return next((group for group, names in GROUPS.items() if name in names), OTHERS)

@@ -103,7 +103,7 @@ class VerbGroup(TyperGroup):
     """Verbs; instead of one that there is not, it is said what to do."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The verb that ``args`` begin with.
+        """Return the verb that ``args`` begin with.
 
         Raises:
             UnknownCommand: there is none of that name.
@@ -130,12 +130,12 @@ def _require_words(value: str, where: str) -> None:
     try:
         require_words(value)
     except ValueError as error:
-        hint = "see to it that the terminal or the script sends UTF-8"
+        hint = "make the terminal or the script send UTF-8"
         raise ConfigError(str(error), where=where, hint=hint) from None
 
 
 def twice(spelled: Sequence[str], where: str) -> ConfigError:
-    """The error of an option that is given more than once, as ``spelled``."""
+    """Return the error of an option that is given more than once, as ``spelled``."""
     return ConfigError(f"given more than once: {' and '.join(spelled)}", where=where, hint="keep one of them")
 
 

@@ -96,7 +96,7 @@ def _keep(directory: Path, values: dict[str, Any], *, imagined: bool) -> tuple[P
     if imagined and runs_begun(directory):
         # Beside a run it would be taken for the plan of that.
         hint = "these computers are only described; choose another --adapter-path to keep it for a run on them"
-        return None, f"the plan is not kept: {directory} is a run's already, and {hint}"
+        return None, f"the plan is not kept: {directory} already holds a run, and {hint}"
     try:
         return directory / PLAN_FILE, keep_plan(directory, values)
     except StorageError as error:

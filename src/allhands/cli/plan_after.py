@@ -37,7 +37,7 @@ def show_after(run: Path, *, as_json: bool) -> None:
         return
     told = [f"{one.level}: {one.text}" for one in done]
     if not signs and not ruined:
-        told.append(f"{facts.history.name}: no sign that it has outgrown this way of training")
+        told.append(f"{facts.history.name}: no sign that it needs another way of training")
     told += [f"{sign.seen}\n  what to do: {sign.advice}" for sign in signs]
     for text in (*told, *notes):
         echo(text)

@@ -42,7 +42,7 @@ def devices_of(text: str | None) -> list[PlannedDevice]:
         times = min(int(number[:9]), _MOST_DEVICES + 1) if several else 1
         found += [device_of(rest if several else part)] * times
         if len(found) > _MOST_DEVICES:
-            hint = f"look at up to {_MOST_DEVICES:,}: what more of them save is less than 5 % of a step"
+            hint = f"look at up to {_MOST_DEVICES:,}: each further one saves less than 5 % of a step"
             raise ConfigError(f"more than {_MOST_DEVICES:,} computers cannot be planned", where="--device", hint=hint)
     if text is not None and not found:
         raise ConfigError("no computer is named", where="--device", hint="as in --device 'M1 Pro 32GB'")

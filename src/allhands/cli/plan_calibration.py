@@ -43,7 +43,7 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """What short runs have shown.
+    """Results of the short runs.
 
     Attributes:
         points: tokens and seconds of a step, for two sizes of batch.
@@ -135,7 +135,7 @@ def _measured(config: TrainConfig, timeout_s: float, *, on_gpu: bool, with_all_c
 
 
 def steps_of(config: TrainConfig, *, on_gpu: bool) -> int:
-    """Of each of the two runs."""
+    """Return the number of steps of each of the two runs."""
     if not on_gpu:
         return _STEPS
     return _STEPS_OF_GPU if config.packing else _STEPS_OF_LENGTHS
@@ -215,7 +215,9 @@ def _point_of_gpu(run: _ShortRun) -> tuple[float, float]:
 
 
 def _seconds_at(tokens: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Of a step with so many tokens, by a line through steps of other ``sizes``; neither part of it is negative."""
+    """Return the seconds of a step with so many tokens, by a line through steps of other ``sizes``; no part is
+    negative.
+    """
     if statistics.pstdev(sizes) < _ALIKE * statistics.mean(sizes):
         return statistics.mean(seconds)
     slope, base = statistics.linear_regression(sizes, seconds)
@@ -269,7 +271,7 @@ def _run(
 
 
 def _remove_abandoned() -> None:
-    """What plans have left behind that were killed."""
+    """Remove the files of plans that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError):  # others' are not ours to remove
             if time.time() - folder.stat().st_mtime > _ABANDONED_S:
@@ -284,7 +286,7 @@ def _expected(run: Path) -> int | None:
 
 
 def settings(config: TrainConfig, batch_size: int, directory: Path, *, on_gpu: bool = False) -> Mapping[str, Any]:
-    """The options of a short run: what is computed in a step is that of ``config``."""
+    """Return the options of a short run: what is computed in a step is that of ``config``."""
     steps = steps_of(config, on_gpu=on_gpu)
     long = (config.iters or (0 if config.epochs else 1000)) >= COMPILE_FROM_BATCHES
     compiled = on_gpu and long and config.compile == "auto" and _can_be_compiled(config.model)

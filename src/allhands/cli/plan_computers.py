@@ -122,8 +122,8 @@ def _speeds(config: TrainConfig, hosts: Sequence[Host], measured: Sequence[float
             return [1.0] * len(measured)
         return [max(round(speed / measured[mine], 2), 0.01) for speed in measured]
     notes.append(
-        "only this computer was measured: all ranks are taken to be as fast; if they are not, say so with "
-        "--rank-weights, as in '[2, 1]'"
+        "only this computer was measured, and all ranks count as equally fast; if they are not, give --rank-weights, "
+        "such as '[2, 1]'"
     )
     return [1.0] * sum(slots)
 
@@ -162,15 +162,15 @@ def link_between(
             link_of(asked.link)
             named = "--device '2 x M1 Pro 32GB'" if devices else "--hosts, or --device"
             notes.append(
-                f"--link {asked.link} is not used: one computer is planned for. Name the others ({named}), or say how "
-                "many of this kind are imagined: --machines 1,2,4"
+                f"--link {asked.link} is not used: the plan is for one computer. Name the others ({named}), or give "
+                "numbers of imagined computers: --machines 1,2,4"
             )
         if config.compress != "none":
             notes.append(f"--compress {config.compress} has no effect: one computer exchanges nothing")
         return None
     found = link_of(asked.link or _DEFAULT_LINK)
     if not asked.link:
-        notes.append(f"no --link is given: {_DEFAULT_LINK} is taken for it")
+        notes.append(f"no --link is given: {_DEFAULT_LINK} is assumed")
     notes.append(
         f"link {found.name}: {format_bytes(found.bytes_per_s)}/s, {1e3 * found.latency_s:.2g} ms ({found.source})"
     )

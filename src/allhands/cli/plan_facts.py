@@ -263,8 +263,8 @@ class _Facts:
             token_s = where.seconds(self._flops(self.blocks, recomputed=config.grad_checkpoint))
             known = ", ".join(dict.fromkeys(each.name for each in self.devices))
             self.notes.append(
-                f"{known}: estimated from what the maker says they can do: good within a factor of 1.5, not better; "
-                "a short training there tells (allhands plan on that computer)"
+                f"{known}: estimated from the manufacturer's figures, right within a factor of 1.5; for better "
+                "figures run allhands plan on that computer"
             )
         number = config.batch_size * config.grad_accumulation_steps
         return StepModel(
@@ -316,7 +316,7 @@ class _Facts:
         if not config.epochs:
             return config.iters or _DEFAULT_ITERS
         if self.num_rows is None:
-            hint = "give --iters: how many rows there are is only known when the data have been read"
+            hint = "give --iters: the number of rows is only known after the data are read"
             raise ConfigError("the number of steps is not known", where="--epochs", hint=hint)
         return math.ceil(config.epochs * math.ceil(self.num_rows / config.batch_size))
 

@@ -1,4 +1,4 @@
-"""Whether times that were measured here can be trusted: what else the computer did, and what cannot be."""
+"""Checks of measured times: the work of other programs, and contradictions between times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGER = 1.05  # times that should be no longer than others may be so much long
 
 
 class LoadWatch:
-    """How many cores other programs took while something was measured."""
+    """Counter of the cores that other programs used during a measurement."""
 
     def __init__(self) -> None:
         self.others = 0.0
@@ -51,7 +51,7 @@ def _own_s() -> float:
 
 
 def busy(others: float) -> str:
-    """That this computer did too much else to be measured, in words; empty if it did not."""
+    """Say that this computer was too busy to be measured; empty if it was not."""
     cores = allowed_cores()
     # Where it is a container's part of a larger one, others may have the rest.
     short = others + min(available_cores(), cores) > cores
@@ -61,7 +61,7 @@ def busy(others: float) -> str:
 
 
 def contradiction(points: Sequence[tuple[float, float]], whole_s: float | None) -> str:
-    """What cannot be true of measured steps, in words; empty if nothing is amiss.
+    """Describe a contradiction between measured steps; empty if there is none.
 
     Args:
         points: tokens and seconds of a step with the whole batch and with half of it.

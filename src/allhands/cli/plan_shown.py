@@ -91,7 +91,7 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
             told += f"; {best.machines} {_unit(job)} are {outlook.alone_s / best.training_s:.2f} times as fast"
         yield told
     if job.doubt:
-        yield f"Not to be relied on: {job.doubt}."
+        yield f"Not reliable: {job.doubt}."
 
 
 def _times_after(outlook: Outlook) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _times_after(outlook: Outlook) -> Iterator[str]:
     if job.mixed:
         yield from (f"{line.machines}: {line.computers}" for line in lines)
     if any(line.weights for line in lines):
-        yield "efficient: against the sum of their speeds, by which shares are cut (--rank-weights auto)"
+        yield "efficient: relative to the sum of their speeds, which shares follow (--rank-weights auto)"
     yield from (f"{line.machines}: {costs}" for line in lines if (costs := _costs(line)))
     yield from _validations(outlook)
     if len(lines) == 1:
@@ -118,8 +118,8 @@ def _validations(outlook: Outlook) -> Iterator[str]:
     if any(line.validation_s and line.validation_s >= _FELT * line.training_s for line in lines):
         spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in lines)
         yield (
-            f"In all of it are {outlook.job.validations} validations ({spent}), reckoned as forward passes at the "
-            "speed of the steps: fewer with a larger --steps-per-eval, shorter with fewer --val-batches"
+            f"This includes {outlook.job.validations} validations ({spent}), counted as forward passes at the speed "
+            "of the steps: a larger --steps-per-eval makes fewer, and fewer --val-batches make shorter ones"
         )
 
 
@@ -136,8 +136,8 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
     plain, *_ = outlook.lighter
     console.print(
         f"On {outlook.lines[-1].machines} {_unit(outlook.job)} {_percent(plain.exposed_s, plain.step_s)} of a step "
-        "is waiting for the link. With less to send a batch, which one of them computes in "
-        f"{_milliseconds(outlook.lines[0].prediction.step_s)}, takes:"
+        "is waiting for the link. One of them computes a batch in "
+        f"{_milliseconds(outlook.lines[0].prediction.step_s)}; with less to send all together take:"
     )
     rows = [
         {
@@ -151,8 +151,8 @@ def _show_lighter(console: Console, outlook: Outlook) -> None:
     ]
     _show_table(console, rows, "waiting")
     console.print(
-        "Each is another training, so that none is chosen by itself. loss: what it added to the validation loss of a "
-        "small model after 2,000 steps (docs/slow-links.md); of yours it may be more or less, and ? was not measured\n"
+        "Each way changes the training, so none is chosen automatically. loss: increase of the validation loss of a "
+        "small model after 2,000 steps (docs/slow-links.md); your model may differ, and ? was not measured\n"
     )
 
 
@@ -167,7 +167,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     rows = [{f"{_unit(job)}: way": name, **_memory_row(way, sends=sends)} for name, way in ways.items()]
     _show_table(console, rows, "grads", "logits", "optim.", "sent")
     sent = "; sent: by a rank in a step" * sends
-    console.print(f"optim.: what the optimizer keeps; activ.: what the passes keep{sent}")
+    console.print(f"optim.: optimizer state; activ.: activations{sent}")
     for number in sorted({way.ranks for way in ways.values()}):
         if short := outlook.line(number).short:
             console.print(f"{number}: data parallel: too little memory: {', '.join(short)}")
@@ -200,7 +200,7 @@ def _percent(part: float, whole: float) -> str:
 def _there_is(job: Job) -> str:
     """Tell how much memory a rank is held to."""
     if len({each.usable_bytes for each in job.computers}) > 1:
-        return "; each of several machines is held to its own, one to the largest"
+        return "; each of several machines has its own limit, a single one the largest"
     if job.computers[0].usable_bytes is None:
         return ""
     return f"; there are {job.computers[0].memory_told}{', for all of them' if job.shares else ''}"

@@ -47,7 +47,7 @@ def _require_different(runs: list[Path]) -> None:
     for run in runs:
         file = (run / METRICS_FILE if run.is_dir() else run).resolve()
         if file in seen:
-            hint = "give each run once: nothing is learned of a run beside itself"
+            hint = "give each run once: a comparison of a run with itself shows nothing"
             raise ConfigError("the same run twice", where=str(run), hint=hint)
         seen.add(file)
 

@@ -20,7 +20,7 @@ def serve(asked: Serve) -> None:
     )
     if listening.is_open:
         print(
-            "allhands: note: it is not encrypted: whoever listens on the way can read along, and learn the token",
+            "allhands: note: the connection is not encrypted: others on the network can read it, and the token",
             file=sys.stderr,
         )
     if "*" in listening.guard.origins:

@@ -41,7 +41,8 @@ class StagesWanted:
 def plan_stages(
     plan: SyncPlan, model: Path, wanted: StagesWanted, hosts: Sequence[Host]
 ) -> tuple[SyncPlan, dict[str, list[FoundFile]]]:
-    """The files of ``plan`` for each host by its name: of the weights in ``model`` only those that its stages need.
+    """Return the files of ``plan`` for each host by its name: of the weights in ``model`` only those that its stages
+    need.
 
     Raises:
         AllhandsError: the model cannot be divided so.
@@ -79,9 +80,9 @@ def _needs(
     split = split_given(config, len(cast("Any", built).layers), mesh.pipe)
     if not split:
         raise ConfigError(
-            "which blocks each computer has is measured by a run, and not known before",
+            "a run measures which blocks each computer gets, so they are not known before",
             where="--stages",
-            hint="say it: --pp-split 20,12, say, and the same to the run (allhands plan proposes one)",
+            hint="give it, for example --pp-split 20,12, and give the run the same (allhands plan proposes one)",
         )
     stages = blocks_of_stages(split)
     found: dict[str, dict[str, list[str]]] = {}
@@ -115,7 +116,7 @@ def _joined(what: Any) -> str:
 def wanted_stages(
     stages: bool, pp_split: str | None, content: Mapping[str, Any], model: str | None
 ) -> StagesWanted | None:
-    """The pipeline that the options ask for, with those of the configuration; ``None``: all files to everybody.
+    """Return the pipeline that the options ask for, with those of the configuration; ``None``: all files to everybody.
 
     Raises:
         ConfigError: options that have no effect.

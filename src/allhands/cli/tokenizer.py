@@ -53,13 +53,13 @@ def show(asked: TokenizerShow) -> None:
 
 
 def bracketed(pieces: Sequence[str]) -> str:
-    """Each piece between brackets, so that blanks can be seen."""
+    """Put each piece between brackets, so that blanks can be seen."""
     return "".join(f"[{piece}]" for piece in pieces)
 
 
 def report_lines(report: VocabularyReport, wanted: int, out: Path) -> list[str]:
     """Describe a tokenizer that was made."""
-    fewer = f" of {wanted} asked for: the text has no more to join" if report.vocabulary < wanted else ""
+    fewer = f" of {wanted} requested: the text has no more pairs to merge" if report.vocabulary < wanted else ""
     documents = f"{counted(report.documents, 'text')} of {format_size(report.num_bytes)}"
     measured = "too little text to measure bytes per token on"
     if report.bytes_per_token is not None:

@@ -344,7 +344,7 @@ def tell_troubles(directory: Path) -> None:
 
 
 def _console(tagged: bool) -> Console:
-    """Where progress goes."""
+    """Return the console for progress."""
     if tagged:
         from rich.console import Console
 

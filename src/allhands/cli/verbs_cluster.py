@@ -52,7 +52,7 @@ class ClusterSync(NamedTuple):
     """
 
     paths: Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="Further files, directories.")] = None
-    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Hosts, as JSON of mlx.launch or MPI's.")] = None
+    hostfile: Annotated[str | None, typer.Option("--hostfile", help="Hostfile: MLX's JSON or MPI's lines.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Hosts by name.")] = None
     model: Annotated[str | None, typer.Option("--model", help="Model directory, Hub repository, or 'demo'.")] = None
     data: Annotated[str | None, typer.Option("--data", help="Directory with training data.")] = None
@@ -80,12 +80,12 @@ class ClusterSync(NamedTuple):
 
 
 class ClusterCheck(NamedTuple):
-    """Find what is wrong with a set of computers before training does.
+    """Find faults of a set of computers before training does.
 
     The exit code is 7 if something stops training, 0 if there are only warnings.
     """
 
-    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="MLX's JSON, or MPI's 'host slots=N'.")] = None
+    hostfile: Annotated[Path | None, typer.Option("--hostfile", help="Hostfile: MLX's JSON or MPI's lines.")] = None
     hosts: Annotated[str | None, typer.Option("--hosts", metavar="A,B,C", help="Names, in place of a file.")] = None
     model: Annotated[str | None, typer.Option("--model", help="Model that must be equal everywhere.")] = None
     data: Annotated[str | None, typer.Option("--data", help="Data that must be equal everywhere.")] = None

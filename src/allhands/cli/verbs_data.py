@@ -16,7 +16,7 @@ from allhands.data.records import ColumnNames
 def _column(field: Field[str]) -> Parameter:
     """Return the option that names the column of a part."""
     part = field.name.removesuffix("_feature").replace("_", " ")
-    words = f"Column of the {part}. [{field.default}]"
+    words = f"Column for the key '{part}'. [{field.default}]"
     option = typer.Option(f"--{field.name.replace('_', '-')}", metavar="NAME", help=words)
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
 
@@ -106,8 +106,8 @@ class DataDemo(NamedTuple):
 class TokenizerTrain(NamedTuple):
     """Make a tokenizer from texts, as a directory that transformers and mlx_lm load.
 
-    It is byte-level BPE, which can cut every text. It learns from the training split, and is measured on the
-    validation split or else on the end of the text. The same data give the same files.
+    The tokenizer is byte-level BPE, which can encode every text. It learns from the training split, and is measured on
+    the validation split or else on the end of the text. The same data give the same files.
     """
 
     sources: Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="The same as --data.")] = None

@@ -59,7 +59,7 @@ Token = Annotated[
     typer.Option(
         "--token",
         envvar="ALLHANDS_TOKEN",
-        help="Token of clients; also ALLHANDS_TOKEN, which no list of processes shows. "
+        help="Token of clients; the variable ALLHANDS_TOKEN keeps it out of process lists. "
         "[a new one where other computers can reach the port]",
         show_envvar=False,
     ),
@@ -176,7 +176,7 @@ class Compare(NamedTuple):
 
 
 class Serve(NamedTuple):
-    """Answer requests to a model over HTTP, as OpenAI does.
+    """Serve a model over HTTP with OpenAI's interface.
 
     The server is mlx_lm's: /v1/chat/completions, /v1/completions and /v1/models. Programs of this computer may send
     requests; web pages need --allow-origin, and other computers --host and a token. Ctrl-C ends it.
@@ -215,7 +215,7 @@ class Fuse(NamedTuple):
     """Merge a trained adapter into its model.
 
     The result is an ordinary model directory, which mlx_lm and allhands load without the adapter. Options are those of
-    mlx_lm.fuse. The result is read back and compared with model and adapter before it is in its place.
+    mlx_lm.fuse. The result is read back and compared with model and adapter before it gets its name.
     """
 
     model: Below = None

@@ -94,7 +94,7 @@ class Plot(NamedTuple):
 class Monitor(NamedTuple):
     """Show memory, load and phases of a run's processes, live.
 
-    The monitor ends with the run. Of a run that has ended it shows the last and the highest values.
+    The monitor ends with the run. For an ended run it shows the last and the highest values.
     """
 
     run: Annotated[Path, typer.Argument(help="Directory of a run.")]
@@ -122,7 +122,7 @@ class Dashboard(NamedTuple):
     """Show runs in the browser while they go on.
 
     The page has loss, speed, memory and phases of several runs, their processes, the end of their logs, and a button
-    that asks a run to save and stop. Only this computer is answered, unless --host says otherwise. Ctrl-C ends it.
+    that asks a run to save and stop. Without --host only this computer is answered. Ctrl-C ends the dashboard.
     """
 
     runs: Annotated[Path, typer.Argument(help="Directory in which, or below which, the runs are.")] = Path()

@@ -46,7 +46,9 @@ class Launch(NamedTuple):
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The program.")] = None
     num_ranks: Annotated[
         int | None,
-        typer.Option("-n", "--num-ranks", min=1, max=1024, help="Processes; with --hostfile at most. [1, all slots]"),
+        typer.Option(
+            "-n", "--num-ranks", min=1, max=1024, help="Processes; most ranks with --hostfile. [1, all slots]"
+        ),
     ] = None
     hostfile: Annotated[str | None, typer.Option("--hostfile", help=_said("hostfile"))] = None
     hosts: Annotated[str | None, typer.Option("--hosts", help=_said("hosts"))] = None
@@ -55,11 +57,11 @@ class Launch(NamedTuple):
     min_ranks: Annotated[int | None, typer.Option("--min-ranks", min=1, help=_said("min_ranks"))] = None
     max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="Restarts after a fault.")] = 3
     hang_timeout_s: Annotated[
-        float, typer.Option("--hang-timeout-s", help="Seconds between two calls of allhands.progress that are a hang.")
+        float, typer.Option("--hang-timeout-s", help="Seconds without allhands.progress that count as a hang.")
     ] = 600.0
     start_timeout_s: Annotated[
         float | None,
-        typer.Option("--start-timeout-s", help="Seconds until every rank must have called it once. [no limit]"),
+        typer.Option("--start-timeout-s", help="Seconds until every rank must call allhands.progress. [no limit]"),
     ] = None
     stop_grace_s: Annotated[float, typer.Option("--stop-grace-s", help=_said("stop_grace_s"))] = 60.0
     log_dir: Annotated[Path, typer.Option("--log-dir", help="Directory for logs and events.jsonl.")] = Path("logs")
@@ -70,7 +72,7 @@ class Launch(NamedTuple):
         bool | None,
         typer.Option(
             "--tag-output/--no-tag-output",
-            help="Show the lines of every rank, each after its rank, or only those of rank 0. "
+            help="Show the lines of all ranks, each beginning with its rank, or only those of rank 0. "
             "[tagged with several ranks]",
             show_default=False,
         ),
@@ -96,7 +98,7 @@ class Eval(NamedTuple):
 
 
 class DataCheck(NamedTuple):
-    """Tell what training would see of a data set, before a run is spent on it.
+    """Show a data set as training would see it, and warn of problems.
 
     DIR is the --data of allhands train: a folder, 'demo' or a Hub dataset. Options, defaults and the YAML file (-c) are
     those of training.

@@ -16,7 +16,7 @@ from allhands.errors import ConfigError, DistributedError
 
 
 def addresses(places: Sequence[Place]) -> list[str]:
-    """The IPv4 address of each computer as the others reach it."""
+    """Return the IPv4 address of each computer as the others reach it."""
     far = [place.host if place.host is not None and place.host.ssh is not None else None for place in places]
     found = [remote_address(host) if host else None for host in far]
     others = [address for address in found if address]

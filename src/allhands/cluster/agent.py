@@ -161,7 +161,7 @@ class Agent:
             return False
         if kind == GARBLED:
             hint = "install the same version of allhands everywhere"
-            raise DistributedError(f"the supervisor says what is not understood ({frame['what']!a})", hint=hint)
+            raise DistributedError(f"the supervisor sent an unknown message ({frame['what']!a})", hint=hint)
         if kind == "ping":
             self._link.send("pong", number=frame["number"])
         elif kind == "start":
@@ -233,7 +233,7 @@ class Agent:
         self._ports = []
 
     def _output(self) -> tuple[int, int]:
-        """Where rank 0 writes to: the supervisor's own descriptors on the same computer, or pipes that are told on."""
+        """Return the output of rank 0: the supervisor's own descriptors on the same computer, or pipes to it."""
         if self._hello["descriptors"]:
             first, second = self._hello["descriptors"]
             return first, second
@@ -324,7 +324,7 @@ def serve(link: FrameLink, frames: queue.SimpleQueue[Frame | None]) -> int:
     except queue.Empty:
         hello = None
     if hello is None or hello["kind"] != "hello":
-        _say("no word from a supervisor that knows the secret; this program is started by allhands itself")
+        _say("no message from a supervisor that knows the secret; only allhands itself starts this program")
         return ConfigError.exit_code
     with Reaper() as reaper:
         agent: Agent | None = None

@@ -1,7 +1,7 @@
 """One attempt of a job: start all ranks once, watch them until the last one has ended, and find the cause of a failure.
 
-MLX notices a dead peer late or never, and a stopped one not at all, so a process outside the ranks watches them. The
-first rank that fails, or stops making progress, is the cause; the others are ended, and no process is left behind.
+MLX notices a dead peer late or never, and does not notice a stopped one. So a process outside the ranks watches them.
+The first rank that fails or stops making progress is the cause. The others are ended, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Attempt:
     """One start of all ranks, watched until the last one has ended.
 
     ``run_dir`` does not exist yet; its parent is private to this user. ``signals`` are those that this process has
-    received: the first SIGINT or SIGTERM is passed on, the second ends the ranks at once; SIGUSR1, a scheduler's
-    warning, counts as a SIGTERM that leaves the first word to the person. ``reaper`` is told of every process.
-    ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only that part of the ranks is
-    started and watched, and the ranks that wait for others have more time.
+    received. The first SIGINT or SIGTERM is passed on, and the second one ends the ranks at once. SIGUSR1, a
+    scheduler's warning, counts as a SIGTERM, but a person's first signal after it still counts as the first. ``reaper``
+    is told of every process. ``slack`` lengthens the deadlines that follow from measured steps. With a ``share`` only
+    that part of the ranks is started and watched, and ranks that wait for others have more time.
     """
 
     _ranks: RankProcesses
@@ -123,7 +123,7 @@ class Attempt:
             self._ranks.tell("regroup")
 
     def attested(self) -> Mapping[str, Any] | None:
-        """The agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
+        """Return the agreement of the ranks; ``None``: there is none yet, or it was not asked for."""
         return self._ranks.attested()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def _stop_by(codes: set[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
+    """Return the end of a process in words, from its exit code or minus its signal: -11 is "was killed by SIGSEGV"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -101,12 +101,12 @@ class Choice:
 
 
 def candidates(facts: Facts) -> list[Candidate]:
-    """Every back-end of MLX, the best first."""
+    """Return every back-end of MLX, the best first."""
     return [_nccl(facts), _jaccl(facts), _mpi(facts), Candidate("ring", True, "TCP: needs nothing but a network")]
 
 
 def table_choice(facts: Facts) -> Choice:
-    """The first back-end of the table that is possible."""
+    """Return the first back-end of the table that is possible."""
     found = candidates(facts)
     best = next(candidate for candidate in found if candidate.possible)
     return Choice(best.backend, best.reason, tuple(found))
@@ -145,7 +145,7 @@ def _mpi(facts: Facts) -> Candidate:
         return Candidate("mpi", False, f"Open MPI {first.mpi} is too old: 5.0 or newer is needed")
     if first.system != "Linux":
         # Possible on other systems, but nobody has shown that it is faster.
-        return Candidate("mpi", False, "it is chosen by itself on Linux only: give --backend mpi")
+        return Candidate("mpi", False, "it is chosen automatically on Linux only: give --backend mpi")
     return Candidate("mpi", True, f"Open MPI {first.mpi}, shared memory on one computer")
 
 

@@ -82,7 +82,7 @@ def choose(
     """
     by_table, seams = table_choice(facts), seams or ChoiceSeams()
     if facts.num_ranks < 2:
-        return replace(by_table, backend="ring", reason="one rank has nobody to exchange with")
+        return replace(by_table, backend="ring", reason="one rank exchanges nothing")
     possible = {one.backend for one in by_table.candidates if one.possible}
     if len(facts.hosts) > 1 or by_table.backend not in _MEASURED or not possible.issuperset(_MEASURED):
         return by_table
@@ -117,7 +117,8 @@ def _measured_anew(ranks: int, cores_per_rank: int | None, seams: ChoiceSeams, p
 def slower_than_ours(
     launch: Launch, command: str, facts: Facts | None = None, seams: ChoiceSeams | None = None
 ) -> str | None:
-    """A note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None`` where that is the best.
+    """Return a note for ranks of one computer that ``mlx.launch`` has joined by its ring; ``None`` where that is the
+    best.
 
     Another back-end is better on Linux with Open MPI, unless it was measured to be slower here, and where each rank has
     an NVIDIA GPU.

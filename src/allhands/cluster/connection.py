@@ -207,7 +207,7 @@ class Connection:
 
     def _not_understood(self, what: str) -> HostError:
         hint = self._see_log("install the same version of allhands everywhere")
-        return HostError([self.name], f"host {self.name} says what is not understood ({what!a})", hint=hint)
+        return HostError([self.name], f"host {self.name} sent an unknown message ({what!a})", hint=hint)
 
     def _unreachable(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):

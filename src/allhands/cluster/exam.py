@@ -23,7 +23,9 @@ _BUSY_EVERY_S = 1.0
 
 
 def examined(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is here of ``model``, ``data`` with its ``splits``, and the files that ``options`` name."""
+    """Return facts about ``model``, ``data`` with its ``splits``, and the files that ``options`` name, on this
+    computer.
+    """
     from allhands.data.behind import files_behind_data, files_behind_options, hashes
     from allhands.model.fingerprints import fingerprint
     from allhands.model.weight_files import absent, present

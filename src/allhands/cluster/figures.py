@@ -1,4 +1,4 @@
-"""What a measurement of the network has found: times of all-reduces, and what follows from them."""
+"""Results of a measurement of the network: times of all-reduces, and quantities derived from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class Figures:
         return 2 * (self.num_ranks - 1) / self.num_ranks * (timing or self.timings[-1]).bytes_per_s
 
     def seconds(self, num_bytes: float) -> float:
-        """What an all-reduce of so many bytes takes: as measured, linear between two sizes and beyond the largest."""
+        """Return the time of an all-reduce of so many bytes: as measured, linear between two sizes and beyond the
+        largest.
+        """
         smallest, largest = self.timings[0], self.timings[-1]
         if num_bytes <= smallest.num_bytes:
             return smallest.median_s
@@ -122,7 +124,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What :func:`allhands.cluster.netbench.measure` has found.
+    """Result of :func:`allhands.cluster.netbench.measure`.
 
     Attributes:
         whole: the group of all computers that could take part; ``None`` if it did not work.
@@ -174,7 +176,7 @@ class Measurement:
 
 
 def _all_slower(links: Sequence[Figures], others: Sequence[Figures]) -> bool:
-    """Whether all of ``links`` take twice as long as any of ``others``, at each large size that all have."""
+    """Return whether all of ``links`` take twice as long as any of ``others``, at each large size that all have."""
     tables = [{timing.num_bytes: timing for timing in link.timings} for link in (*links, *others)]
     common = set[int].intersection(*(set(table) for table in tables))
     sizes = sorted(size for size in common if size >= _LARGE_BYTES)

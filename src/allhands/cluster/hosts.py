@@ -1,6 +1,7 @@
-"""The computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
+"""Computers of a job: read from a hostfile of ``mlx.launch`` or of MPI, and checked before anything uses them.
 
-A hostfile may come from elsewhere, so what it says is either a plain name, address, number or variable, or refused.
+A hostfile may come from elsewhere. So it may have plain names, addresses, numbers and variables, and all else is
+refused.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Host:
     """One computer.
 
     Attributes:
-        name: as people read it.
-        ssh: what to give to ssh, such as ``"user@node1"``; ``None`` for this computer.
+        name: name for people.
+        ssh: argument for ssh, such as ``"user@node1"``; ``None`` for this computer.
         ips: its addresses; empty: its name is looked up.
-        slots: the most ranks that it gets.
+        slots: highest number of its ranks.
         python: the interpreter that has allhands there; ``None``: this one's path.
-        cwd: the directory to work in; ``None``: this one's, or :func:`below_home`, whichever is there.
+        cwd: its working directory; ``None``: this one's, or :func:`below_home`, whichever exists.
         envs: further variables of its ranks.
-        rdma: what JACCL calls its devices, one a host of the file.
+        rdma: JACCL's names of its devices, one for each host of the file.
     """
 
     name: str
@@ -130,7 +131,7 @@ def _lines_of(names: str) -> str:
             _refuse(where, "a name is missing beside a comma", "write --hosts node1,node2")
         host_from_name(name, where)
         if name in lines:
-            _refuse(where, f"{name} stands there twice", f"write {name}:2 for two ranks on it")
+            _refuse(where, f"{name} is given twice", f"write {name}:2 for two ranks on it")
         lines[name] = name if slots is None else f"{name} slots={_slots(slots, word, where)}"
     return "".join(f"{line}\n" for line in lines.values())
 
@@ -171,14 +172,14 @@ def host_from_name(name: str, where: str | None = None) -> Host:
 
 
 def below_home(cwd: Path) -> str:
-    """Where, below its home directory, a computer without ``cwd`` has it, as ``cluster init`` makes it."""
+    """Return the directory below home that a computer without ``cwd`` uses, as ``cluster init`` makes it."""
     with suppress(ValueError):
         return str(cwd.relative_to(Path.home()))
     return cwd.name
 
 
 def is_here(name: str) -> bool:
-    """Whether this is a name or an address of this computer; asks no name server."""
+    """Return whether this is a name or an address of this computer, without asking a name server."""
     if (address := _as_address(name)) is not None:
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
         return _is_loopback(address) or address in own
@@ -283,7 +284,7 @@ def _from_json(text: str, path: str) -> list[Host]:
 def _parse(text: str, path: str) -> dict[str, Any] | list[Any] | str | float | None:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            _refuse(path, "a key stands twice in one object", "remove one of the two")
+            _refuse(path, "a key is given twice in one object", "remove one of the two")
         return dict(pairs)
 
     try:

@@ -61,7 +61,7 @@ _UNCONNECTED_S = 30.0  # until it is said that the group does not come together
 
 
 def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
-    """This rank's place among the others, which are equally fast unless ``weights`` says otherwise.
+    """Return this rank's place among the others, which count as equally fast without ``weights``.
 
     Raises:
         ConfigError: not one weight for each data rank.
@@ -70,7 +70,7 @@ def mesh_of(launch: Launch, weights: Sequence[float] | None = None) -> Mesh:
 
 
 def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) -> RunContext:
-    """What a training run is given as one rank of ``launch``, in contact with the supervisor, if there is one.
+    """Return the surroundings of a training run as one rank of ``launch``, in contact with the supervisor, if any.
 
     Raises:
         ConfigError: not one weight for each rank.
@@ -111,26 +111,26 @@ def surroundings_of(worker: WorkerContext, launch: Launch, config: TrainConfig) 
 
 
 def _began(text: str) -> datetime:
-    """When the run began: as its supervisor has it, or now."""
+    """Return the time at which the run began: by its supervisor, or now."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).replace(tzinfo=None)
     return datetime.now()
 
 
 def take_device(launch: Launch) -> None:
-    """Restrict this process to its own GPU, where that is left to us; too late once MLX has asked for a device."""
+    """Restrict this process to its own GPU, if nobody else does; it is too late once MLX has asked for a device."""
     os.environ.update(launch.exports)
 
 
 def join_group(launch: Launch, timeout_s: float, *, deadline_outside: bool = False) -> Communicator:
     """Connect this rank to its group, or end this process with a message after ``timeout_s``.
 
-    Where the ranks have to find each other first, that has a time of its own, see :func:`patience_for`. The group
+    If the ranks have to find each other first, that has its own time limit, see :func:`patience_for`. The group
     counts as formed when a first sum over all ranks is right.
 
     Args:
-        deadline_outside: whether our supervisor, if there is one, ends ranks that do not start, but for those that wait
-            for others at work: then this one waits as long as it lives.
+        deadline_outside: True if our supervisor, if there is one, ends ranks that do not start, except those that wait
+            for others at work: then this rank waits without a limit.
 
     Raises:
         DistributedError: no connection, or a group of another size than the launcher promised.
@@ -176,7 +176,7 @@ class _Supervisor:
 
 @cache
 def join_here() -> Communicator:
-    """This process's one connection to its group, made at the first call; see :func:`join_group`.
+    """Return this process's only connection to its group, made at the first call; see :func:`join_group`.
 
     Raises:
         DistributedError: as there.
@@ -197,14 +197,14 @@ def join_here() -> Communicator:
 
 
 def joined_here() -> Communicator | None:
-    """What :func:`join_here` has made, if it was called."""
+    """Return the result of :func:`join_here`, if it was called."""
     return join_here() if join_here.cache_info().currsize else None
 
 
 def patience_for(launch: Launch, timeout_s: float) -> Patience:
-    """How long other ranks and their names may take: ``timeout_s``, 15 minutes at least on a cloud.
+    """Return the time limit for other ranks and their names: ``timeout_s``, at least 15 minutes on a cloud.
 
-    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. What is waited for is logged as a warning.
+    ``ALLHANDS_PEERS_TIMEOUT_S`` sets it. Warnings in the log say what the rank waits for.
 
     Raises:
         DistributedError: the variable is no time.
@@ -229,8 +229,8 @@ def patience_for(launch: Launch, timeout_s: float) -> Patience:
 def connect_deadline(launch: Launch, seconds: float) -> Generator[None, None, None]:
     """End this process with a message unless the block is left within ``seconds``.
 
-    MLX's ring waits for its peers holding Python's lock: no thread and no signal handler of this process
-    would run. So another process keeps the time. Under our own supervisor that is the supervisor.
+    MLX's ring holds Python's lock while it waits for its peers, so no thread and no signal handler of this process
+    runs. So another process keeps the time; under our own supervisor it is the supervisor.
     """
     if launch.size == 1 or "ALLHANDS_SUPERVISOR_PID" in os.environ:
         yield

@@ -31,7 +31,7 @@ _MLX_MARKS: dict[str, Backend] = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "ja
 
 
 def own(given: Given) -> Launch | None:
-    """A rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and its companions."""
+    """Recognise a rank started by ``allhands train -n N``, or by hand with ``ALLHANDS_RANK`` and its companions."""
     if not given.first("ALLHANDS_RANK", "ALLHANDS_WORLD_SIZE"):
         return None
     rank, size = given.number("ALLHANDS_RANK"), given.number("ALLHANDS_WORLD_SIZE")
@@ -54,7 +54,7 @@ def _own_local(given: Given, rank: int, size: int) -> tuple[int, int]:
 
 
 def mlx_launch(given: Given) -> Launch | None:
-    """A rank started by ``mlx.launch``, or by hand with MLX's own variables."""
+    """Recognise a rank started by ``mlx.launch``, or by hand with MLX's own variables."""
     # NCCL_HOST_IP alone may be left over in a shell; the MLX_ files cannot mean anything else.
     found = [mark for mark in _MLX_MARKS if mark in given.env and (mark != "NCCL_HOST_IP" or "MLX_RANK" in given.env)]
     if not found and "MLX_RANK" not in given.env:
@@ -115,7 +115,7 @@ def _counted(given: Given, launcher: str, names: Sequence[str]) -> Launch:
 
 
 def open_mpi(given: Given) -> Launch | None:
-    """A rank started by Open MPI's mpirun."""
+    """Recognise a rank started by Open MPI's mpirun."""
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     if not given.first(*names[:2]):
         return None
@@ -124,7 +124,9 @@ def open_mpi(given: Given) -> Launch | None:
 
 
 def other_mpi(given: Given) -> Launch | None:
-    """A rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk over the ring or NCCL."""
+    """Recognise a rank started by MPICH, Intel MPI or MVAPICH, which MLX cannot use: the ranks talk over the ring or
+    NCCL.
+    """
     # srun --mpi=pmi2 sets the same names without any MPI; Slurm's own variables say more.
     if "SLURM_STEP_ID" in given.env:
         return None
@@ -164,7 +166,9 @@ def _meeting_of_mpi(given: Given, launch: Launch) -> MeetingPoint:
 
 
 def torchrun(given: Given) -> Launch | None:
-    """A rank started by torchrun, or by an operator that sets torch.distributed's variables or torchrun's flags."""
+    """Recognise a rank started by torchrun, or by an operator that sets torch.distributed's variables or torchrun's
+    flags.
+    """
     if not given.has("RANK", "WORLD_SIZE"):
         return _flags_of_torchrun(given)
     rank, size = given.number("RANK"), given.number("WORLD_SIZE")

@@ -73,7 +73,7 @@ def _is_error(path: Path) -> bool:
 
 
 def _earlier_jobs(log_dir: Path) -> dict[int, Path]:
-    """What has the name of an earlier job's directory, by its number; it may be something else."""
+    """Return entries with the names of earlier jobs' directories, by number; an entry may be something else."""
     return {int(found[1]): path for path in _files(log_dir) if (found := _EARLIER_JOB.fullmatch(path.name))}
 
 

@@ -1,4 +1,4 @@
-"""How ranks that know only where rank 0 is learn the addresses of all, before MLX forms its group.
+"""Exchange of addresses between ranks that know only rank 0's, before MLX forms its group.
 
 MLX's ring wants every rank's address and a free port in advance, waits half a minute for a late rank, takes the
 first comer for its neighbour and lets no deadline interrupt it. So rank 0 first calls the roll here: the others
@@ -84,7 +84,7 @@ def meet(
 
 @dataclass(frozen=True)
 class _Hello:
-    """What a rank says of itself: ``address`` is its own on the way to rank 0, ``nonce`` stands for the process."""
+    """Greeting of a rank: ``address`` is its own on the way to rank 0, ``nonce`` stands for the process."""
 
     version: int
     rank: int
@@ -95,7 +95,7 @@ class _Hello:
 
     @classmethod
     def read(cls, words: bytes) -> _Hello | None:
-        """What a caller has said of itself; ``None`` if that is not what a rank says."""
+        """Return the facts that a caller has sent about itself; ``None`` if a rank would not send this."""
         said = read_object(words, most_depth=1)
         if said is None or not is_integer(said.get("version"), 1, 1 << 30):
             return None
@@ -151,7 +151,9 @@ class _Visitor:
             self.caller.say(self.conversation.sealed(LISTENER, json.dumps(body).encode()), deadline)
 
     def problem(self, what: str, line: bytes) -> str | None:
-        """What kept it from doing ``what``, as it says in that line, or empty; ``None``: it does not say that."""
+        """Return the reason in this line that kept it from doing ``what``, or empty; ``None``: the line is about
+        another thing.
+        """
         words = self.conversation.opened(CALLER, line)
         said = None if words is None else read_object(words, most_depth=1)
         known = said is not None and said.get("kind") == what and isinstance(said.get("problem"), str)
@@ -298,7 +300,7 @@ class _RollCall(_Part):
         return f"rank{'s' * (len(absent) > 1)} {shown} of {self.me.size}"
 
     def _unheard(self) -> str:
-        """That nobody calls from elsewhere, once that has been so for longer than ranks take to start."""
+        """Say that nobody calls from elsewhere, once ranks have had more time than they need to start."""
         heard = self._strangers or any(not is_loopback(one.hello.address) for one in self._present.values())
         if heard or self.point.is_local or self.waiting.passed_s < _UNHEARD_S:
             return ""
@@ -309,10 +311,12 @@ class _RollCall(_Part):
         if not self._strangers:
             return ""
         shown = ", ".join(address for address, _ in self._strangers.most_common(3))
-        return f"; who called from {shown} did not prove to be of this job: compare {MEETING_KEY} and the port there"
+        return (
+            f"; callers from {shown} did not prove that they are of this job: compare {MEETING_KEY} and the port there"
+        )
 
     def _peers(self) -> tuple[str, ...]:
-        """Where everybody is. Ranks beside rank 0 may have come over the loopback: other computers need its address."""
+        """Return all addresses. Ranks beside rank 0 may have used the loopback: other computers need its address."""
         others = [self._present[rank] for rank in range(1, self.me.size)]
         seen = [visitor.caller.here for visitor in others if not is_loopback(visitor.hello.address)]
         own = seen[-1] if seen else LOOPBACK
@@ -410,7 +414,7 @@ class _Guest(_Part):
                 call.say(conversation.sealed(CALLER, hello), deadline)
                 self._heard(conversation, call.line(_MOST_BYTES, deadline), "welcome")
             except (OSError, Unproved):
-                raise _Trouble(f"{address}:{port}: who listens there is not rank 0 of this job") from None
+                raise _Trouble(f"{address}:{port}: the program that listens there is not rank 0 of this job") from None
             try:
                 until = time.monotonic() + max(0.0, self.waiting.left_s) + _REACH_S
                 body = self._heard(conversation, call.line(_MOST_LIST_BYTES, until), "list")
@@ -437,7 +441,7 @@ class _Guest(_Part):
         self._heard(conversation, call.line(_MOST_BYTES, deadline), what)
 
     def _heard(self, conversation: Handshake, line: bytes, kind: str) -> dict[str, Any]:
-        """What rank 0 says to this very call.
+        """Return rank 0's answer to this very call.
 
         Raises:
             Unproved: that is nothing, or not what it should be.

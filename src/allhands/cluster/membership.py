@@ -1,4 +1,4 @@
-"""Who takes part in the next attempt, and whether more could take part in this one."""
+"""Members of the next attempt, and computers that could join this one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Roster:
     """The ranks of the next attempt.
 
     Attributes:
-        seats: by rank, what its faults are put down to: the name of its computer, or its slot on the only one.
+        seats: by rank, the place to which its faults are attributed: its computer, or its slot on the only computer.
         places: the computers in the order of their ranks; empty: all ranks on this one.
-        every: the seats of all ranks that there would be if everybody took part.
-        apart: whether seats are computers.
+        every: the seats of all ranks that there would be with all computers.
+        apart: True if seats are computers.
         absent: computers that do not answer.
         left_out: seats that are left out for good.
-        obstacle: why it would be wrong to start with these ranks; ``None``: nothing is in the way.
-        note: what a person should know about this choice.
-        step: of the checkpoint that they go on from, where that is known.
-        edition: how often a person has changed the list of computers.
-        troubles: what keeps the absent ones away, by their names, as far as it is known.
-        possible: the most ranks that waiting can lead to; ``None``: not known.
+        obstacle: reason not to start with these ranks; ``None``: there is none.
+        note: note for a person about this choice.
+        step: step of the checkpoint that they go on from, if known.
+        edition: number of changes that a person made to the list of computers.
+        troubles: known reasons for the absence of computers, by their names.
+        possible: highest number of ranks after waiting; ``None``: not known.
     """
 
     seats: tuple[str, ...]
@@ -57,7 +57,7 @@ class Members(Protocol):
     """The computers of a job."""
 
     def roster(self) -> Roster:
-        """Find out who can take part now; takes seconds if computers have to be asked."""
+        """Find the members that can take part now; takes seconds if computers have to be asked."""
         ...
 
     def leave_out(self, seats: Iterable[str]) -> None:
@@ -101,17 +101,17 @@ class HostfileMembers(Members):
     """The computers of a hostfile that answer, with all their slots, in the order of the file.
 
     The one with the newest checkpoint comes first, since rank 0 reads it. The file is read again when it has been
-    changed or touched, which also brings back what was left out; what is wrong in it then is warned about,
-    and the last good one is kept.
+    changed or touched, which also brings back computers that were left out. If the file is then wrong, there is a
+    warning, and the last good version stays in use.
 
     Args:
         path: the hostfile.
         limit: the most ranks, if not all slots.
-        trouble: why no command can be run on the host of that name within so many seconds; ``None``: one can.
-        checkpoints: the step of the newest checkpoint by the name of the host, of those of ``hosts`` that have one.
-        probe_timeout_s: a computer that takes longer to answer does not take part.
-        earlier: whether there are traces of an earlier run, on which this one is to go on: then a checkpoint that no
-            computer offers may be on one that is away.
+        trouble: returns the reason why no command can be run on the host within so many seconds; ``None``: one can.
+        checkpoints: returns the step of the newest checkpoint by host name, for those of ``hosts`` that have one.
+        probe_timeout_s: a computer that needs longer to answer does not take part.
+        earlier: True if there are traces of an earlier run from which this one should go on: a checkpoint that no
+            computer offers may then be on an absent one.
 
     Raises:
         ConfigError: there is no such file, or something in it is not understood.
@@ -202,7 +202,7 @@ class HostfileMembers(Members):
         return f"{', '.join(new)} {'can take part again' if known else 'can take part now'}"
 
     def newcomers(self, current: Sequence[Place]) -> tuple[Place, ...]:
-        """Return who answers, is not left out, and is not among those of ``current``."""
+        """Return the computers that answer, are not left out, and are not among those of ``current``."""
         names = {place.name for place in current}
         return tuple(place for place in self._places(self._able(current)) if place.name not in names)
 
@@ -233,7 +233,7 @@ class HostfileMembers(Members):
         )
 
     def _judge_steps(self, newest: int) -> tuple[str | None, str | None]:
-        """What to wait for, or to tell, where the newest checkpoint ever heard of is not at hand."""
+        """Decide what to wait for, or to tell, if the newest known checkpoint is not at hand."""
         with self._lock:
             heard = dict(self._heard)
         latest = max(heard.values(), default=0)
@@ -264,7 +264,7 @@ class HostfileMembers(Members):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read_again(self) -> bool:
-        """Whether the file has been changed, and is understood."""
+        """Return whether the file has been changed, and can be read."""
         stamp = self._look()
         if stamp is None or stamp == self._stamp:
             return False
@@ -281,7 +281,7 @@ class HostfileMembers(Members):
     # --- asking ---------------------------------------------------------------------------------------
 
     def _ask(self, hosts: Sequence[Host]) -> dict[str, SshTrouble]:
-        """What is the matter with those of ``hosts`` that do not answer, all asked at the same time.
+        """Return the troubles of those of ``hosts`` that do not answer, all asked at the same time.
 
         Raises:
             ConfigError: they cannot be asked like this.

@@ -30,7 +30,7 @@ _END_S = 2.0
 
 
 class RemoteSamples:
-    """What the computers of a run say of its processes; a context manager that ends what it has started.
+    """Samples from the other computers of a run; a context manager that ends what it has started.
 
     Args:
         hosts: those reached without ssh are left out.
@@ -70,7 +70,7 @@ class RemoteSamples:
         return found
 
     def pending(self) -> bool:
-        """Whether a computer has neither told anything yet nor failed to."""
+        """Return whether a computer has neither sent anything yet nor failed to."""
         return any(stream.pending() for stream in self._streams)
 
     def complaints(self) -> list[str]:
@@ -111,11 +111,11 @@ class _MonitorStream:
         self._reader.join(seconds)
 
     def pending(self) -> bool:
-        """Whether it has neither told anything nor ended."""
+        """Return whether it has neither sent anything nor ended."""
         return not self._told and self._process.poll() is None
 
     def complaint(self) -> str | None:
-        """Why it has failed, if it has."""
+        """Return the reason why it has failed, if it has."""
         code = self._process.poll()
         if not code:
             return None

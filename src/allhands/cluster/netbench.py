@@ -33,7 +33,7 @@ _LEAST_BUDGET_S = 1.0
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """How the network is measured.
+    """Options of a measurement of the network.
 
     Attributes:
         sizes: bytes of the arrays, ascending; the largest are left out where they would take too long.
@@ -80,9 +80,7 @@ def measure(hosts: Sequence[Host], backend: str = "auto", options: BenchOptions 
 
 def _check(hosts: Sequence[Host], backend: str, options: BenchOptions) -> None:
     if sum(host.slots for host in hosts) < 2:
-        raise ConfigError(
-            "one rank has nobody to exchange with", where="-n", hint="give -n 2, or a hostfile with two computers"
-        )
+        raise ConfigError("one rank exchanges nothing", where="-n", hint="give -n 2, or a hostfile with two computers")
     sizes = list(options.sizes)
     if not sizes or sizes != sorted(set(sizes)) or not all(_RANGE[0] <= size <= _RANGE[1] for size in sizes):
         raise ConfigError(f"sizes must ascend from {_RANGE[0]} to {_RANGE[1]} bytes: {sizes}")
@@ -214,7 +212,7 @@ class _Bench:
         # A rank on another computer may have written anything.
         with suppress(KeyError, TypeError, ValueError):
             return Figures.from_json({**(attempt.attested() or {}), "hosts": group.names})
-        raise DistributedError("its ranks have told no times")
+        raise DistributedError("its ranks have reported no times")
 
     def _spec(self, group: _Group, limit_s: float, log_dir: Path) -> LaunchSpec:
         first, _ = group.members[0]

@@ -38,7 +38,7 @@ class Newcomers:
     _again_at: float = float("-inf")
 
     def all_fit(self, spec: LaunchSpec, roster: Roster, attested: Callable[[], Mapping[str, Any] | None]) -> bool:
-        """Whether it is known that all who could join the ranks of ``roster`` fit; returns at once.
+        """Return at once whether all computers that could join the ranks of ``roster`` are known to fit.
 
         Who does not is left out, and nobody else is disturbed.
         """

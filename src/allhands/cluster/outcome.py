@@ -1,4 +1,4 @@
-"""How one attempt of a job ended, in facts: what is judged in :mod:`allhands.cluster.policy` and told to people."""
+"""Facts about the end of one attempt of a job: :mod:`allhands.cluster.policy` judges them, and people read them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fault:
 
     @property
     def signature(self) -> tuple[str, int, int | None, str | None]:
-        """What is the same when the same thing happens again: kind, exit code, step and error."""
+        """Return the facts that are the same when a fault is repeated: kind, exit code, step and error."""
         return self.kind, self.exit_code, self.step, self.error
 
 

@@ -1,4 +1,4 @@
-"""How long a rank's steps take, by its own beats: what is left of the running one, for a person who wants it to end."""
+"""Time of a rank's steps, by its own heartbeats: the rest of the running step, for a person who stops the run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pace:
 
     @property
     def is_steady(self) -> bool:
-        """Whether steps after the first are known, which compiles."""
+        """Return whether there are steps besides the first one, which compiles."""
         return not self._first
 
     @property
@@ -65,14 +65,14 @@ class Pace:
         return max(list(self._times), default=0.0)
 
     def left_s(self) -> float | None:
-        """What the running step still takes, if it is as the last ones were; ``None``: not known."""
+        """Return the time that the running step still needs if it is as long as the last ones; ``None``: not known."""
         began, usual = self._began, self.step_s
         if began is None:
             return 0.0
         return None if usual is None else max(0.0, usual - (self._clock() - began))
 
     def told(self) -> str:
-        """That it stops after what it is at, and about when."""
+        """Say after which work the run stops, and about when."""
         if self.phase == "validate":
             return "stopping after this batch of the validation"
         if self.phase in ("save", "end"):
@@ -86,7 +86,7 @@ class Pace:
 
 
 def too_short(pace: Pace, launch: Launch) -> str | None:
-    """That a step is longer than who runs this machine waits from its SIGTERM on, what that costs, and the remedy."""
+    """Say that a step is longer than the platform's time after SIGTERM, with the cost and the remedy."""
     usual, given = pace.step_s, launch.grace_s
     if usual is None or not pace.is_steady or given is None or usual <= given:
         return None

@@ -1,4 +1,4 @@
-"""How long others are waited for, and what is said meanwhile."""
+"""Time limits for waiting for other ranks, and messages during the wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long the others, and the name server, may take.
+    """Time limit for the other ranks and for the name server.
 
     Attributes:
         total_s: seconds until it is given up.

@@ -1,4 +1,4 @@
-"""The one description of a launch: a process's place in its group, and its platform's paths and deadlines.
+"""Description of a launch: a process's place in its group, and its platform's paths and deadlines.
 
 :mod:`allhands.cluster.launchers`, :mod:`allhands.cluster.slurm` and :mod:`allhands.cluster.platforms` translate the
 variables and files of each launcher into it.
@@ -165,7 +165,7 @@ class Launch:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Each fact with its variable or file."""
+        """Return each fact with its variable or file."""
         return tuple(fact for fact in (self.reason, *self.facts, *self.platform.why) if fact)
 
 
@@ -188,7 +188,7 @@ class Given:
     root: Path = Path("/")
 
     def read(self, path: str) -> str | None:
-        """The text of a platform's file; ``None`` if there is none.
+        """Return the text of a platform's file; ``None`` if there is none.
 
         Raises:
             DistributedError: the file cannot be read.
@@ -205,11 +205,11 @@ class Given:
         return all(name in self.env for name in names)
 
     def first(self, *names: str) -> str | None:
-        """The name of the first of these variables that is set."""
+        """Return the name of the first of these variables that is set."""
         return next((name for name in names if name in self.env), None)
 
     def number(self, name: str, default: int | None = None) -> int:
-        """The variable as an integer.
+        """Return the variable as an integer.
 
         Raises:
             DistributedError: the variable is no integer, or not set and there is no default.
@@ -228,7 +228,7 @@ class Given:
             ) from None
 
     def port(self, name: str, default: int | None = None) -> int:
-        """The variable as a TCP port.
+        """Return the variable as a TCP port.
 
         Raises:
             DistributedError: the variable is no port.
@@ -245,12 +245,12 @@ class Given:
 
 
 def below(root: Path, path: str | Path) -> Path:
-    """A platform's path under ``root``, if it is absolute."""
+    """Return a platform's path under ``root``, if it is absolute."""
     return root / str(path).lstrip("/") if Path(path).is_absolute() else Path(path)
 
 
 def contradiction(launcher: str, what: str) -> DistributedError:
-    """The error for variables of a launcher that contradict each other."""
+    """Return the error for variables of a launcher that contradict each other."""
     return DistributedError(
         f"the variables of {launcher} contradict each other: {what}",
         hint="unset the stale ones, or start with `allhands train -n N`",
@@ -258,7 +258,7 @@ def contradiction(launcher: str, what: str) -> DistributedError:
 
 
 def parse_object(text: str, source: str) -> dict[str, Any]:
-    """The JSON object in ``text``, which comes from the variable or file ``source``.
+    """Return the JSON object in ``text``, which comes from the variable or file ``source``.
 
     Raises:
         DistributedError: the text is no JSON object.
@@ -273,7 +273,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def meeting_at(host: str, port: int, job: str) -> MeetingPoint:
-    """A meeting on ``port`` and a few ports next to it, the same on every rank."""
+    """Return a meeting on ``port`` and a few ports next to it, the same on every rank."""
     step = 1 if port + _NUM_PORTS <= 65536 else -1
     return MeetingPoint(host, tuple(port + step * i for i in range(_NUM_PORTS)), job)
 
@@ -308,7 +308,7 @@ def _own_gpu(given: Given, launch: Launch) -> dict[str, str]:
 
 
 def one_of_nodes(given: Given, launch: Launch, meeting: MeetingPoint) -> Launch:
-    """A launch by a platform that starts one process a computer; one computer alone is no group.
+    """Return a launch by a platform that starts one process a computer; one computer alone is no group.
 
     ``ALLHANDS_RANKS_PER_NODE`` sets the number of ranks on each computer.
     """

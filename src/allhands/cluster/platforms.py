@@ -43,13 +43,13 @@ _VERTEX_DATA = {"train": "AIP_TRAINING_DATA_URI", "valid": "AIP_VALIDATION_DATA_
 
 
 def vertex(given: Given) -> Launch | None:
-    """A replica of a Vertex AI custom job."""
+    """Recognise a replica of a Vertex AI custom job."""
     others = "worker pools 2 and 3 are for Vertex's reduction servers and evaluators"
     return _replica(given, "vertex", "CLUSTER_SPEC", ("workerpool0", "workerpool1"), others)
 
 
 def tf_config(given: Given) -> Launch | None:
-    """A replica under an operator that sets TensorFlow's ``TF_CONFIG`` only."""
+    """Recognise a replica under an operator that sets TensorFlow's ``TF_CONFIG`` only."""
     others = "there are no parameter servers and evaluators here"
     return _replica(given, "tf_config", "TF_CONFIG", ("chief", "master", "worker"), others)
 
@@ -126,7 +126,9 @@ def _vertex_platform(given: Given) -> Platform | None:
 
 
 def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
-    """The path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``; ``None``: not mounted."""
+    """Return the path at which Vertex mounts ``uri``: ``gs://bucket/path`` is ``/gcs/bucket/path``; ``None``: not
+    mounted.
+    """
     path = "/gcs/" + uri.removeprefix("gs://").strip("/") if uri.startswith("gs://") else uri
     return below(root, path) if path.startswith("/") else None
 
@@ -135,7 +137,7 @@ def from_bucket(uri: str, root: Path = Path("/")) -> Path | None:
 
 
 def sagemaker(given: Given) -> Launch | None:
-    """The one process that SageMaker starts on each computer of a training job.
+    """Return the one process that SageMaker starts on each computer of a training job.
 
     ``SM_NUM_GPUS`` of its toolkit sets the number of ranks on each.
     """
@@ -219,7 +221,7 @@ def _sagemaker_platform(given: Given) -> Platform | None:
 
 
 def indexed_job(given: Given) -> Launch | None:
-    """A pod of an Indexed Job, or of a StatefulSet; neither knows the number of pods."""
+    """Recognise a pod of an Indexed Job, or of a StatefulSet; neither knows the number of pods."""
     sized = given.first("ALLHANDS_NUM_NODES", "WORLD_SIZE", "NUM_NODES")
     if "JOB_COMPLETION_INDEX" in given.env:
         index, source = given.number("JOB_COMPLETION_INDEX"), "JOB_COMPLETION_INDEX"
@@ -285,7 +287,7 @@ def _peers(given: Given, index: int, size: int) -> tuple[str, tuple[str, ...], s
 
 
 def mpi_job_launcher(given: Given) -> Launch | None:
-    """The launcher pod of an MPIJob outside mpirun: one process, which still has to start its ranks."""
+    """Return the launcher pod of an MPIJob outside mpirun: one process, which still has to start its ranks."""
     hostfile = given.first("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
     role = given.env.get("K_MPI_JOB_ROLE")
     if role != "launcher" and (hostfile is None or given.env[hostfile] != _MPI_HOSTFILE):
@@ -317,7 +319,7 @@ def _kubernetes_platform(given: Given) -> Platform | None:
 
 
 def platform_of(given: Given) -> Platform:
-    """The operator of this machine. ``ALLHANDS_GRACE_S`` corrects its time to end.
+    """Return the operator of this machine. ``ALLHANDS_GRACE_S`` corrects its time to end.
 
     Raises:
         DistributedError: a variable or file of the platform is not understood.

@@ -1,6 +1,7 @@
-"""What to do when an attempt has ended: finish, start again, with whom and after what pause, or give up and why.
+"""Decision after an attempt has ended: finish; start again, with which ranks and after which pause; or give up, and
+why.
 
-Pure: a judgement on facts. :mod:`allhands.cluster.supervisor` carries it out.
+The decision is a pure function of facts. :mod:`allhands.cluster.supervisor` carries it out.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class Past:
     """An attempt that is over.
 
     Attributes:
-        seats: by rank, what its faults are put down to: its computer, or its slot where there is only one.
-        apart: whether the seats are computers.
-        edition: how often a person had changed the list of computers: that forgives what was before.
-        ran_s: how long it lasted.
+        seats: by rank, the place to which its faults are attributed: its computer, or its slot if there is only one.
+        apart: True if the seats are computers.
+        edition: number of changes that a person made to the list of computers; a change clears earlier faults.
+        ran_s: seconds that it lasted.
     """
 
     outcome: Outcome
@@ -78,7 +79,7 @@ class Past:
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """What a person allows: restarts after faults, and the fewest ranks to go on with (``None``: all)."""
+    """Limits that a person sets: restarts after faults, and the fewest ranks to go on with (``None``: all)."""
 
     max_restarts: int = 0
     min_ranks: int | None = None
@@ -86,14 +87,14 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class RunDone:
-    """The job is over, by its own end or a person's wish."""
+    """The job is over, by its own end or at a person's request."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job has failed; ``reason`` says why it is not started again, if that was allowed at all."""
+    """The job has failed; ``reason`` says why it is not restarted, if restarts were allowed."""
 
     reason: str | None
     code: int
@@ -104,10 +105,10 @@ class Restart:
     """Start again after ``pause_s`` seconds.
 
     Attributes:
-        reason: why, or what the pause is for.
+        reason: reason of the restart, or of the pause.
         exclude: seats to leave out from now on.
         slack: factor on the deadlines for progress.
-        fault: whether a fault is the cause, which counts against the budget; a computer that does not fit is none.
+        fault: True if a fault is the cause, which counts against the budget; a computer that does not fit is no fault.
     """
 
     pause_s: float
@@ -195,7 +196,7 @@ def _slack(faults: Sequence[Fault | None]) -> float:
 
 
 def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp | Restart:
-    """What follows where ranks have never met because one cannot be connected to: without its computer, if allowed."""
+    """Go on without the computer that cannot be connected to, if allowed; ranks have never met because of it."""
     last = history[-1]
     seat = last.culprit
     if last.apart and seat is not None and _enough_without([seat], last, limits):
@@ -204,13 +205,13 @@ def _around(history: Sequence[Past], limits: RestartLimits, code: int) -> GiveUp
 
 
 def _counts(past: Past) -> bool:
-    """Whether it ended by a fault that is tried again: not by a computer that did not fit."""
+    """Return whether it ended by a fault that is tried again: not by a computer that did not fit."""
     fault = past.outcome.fault
     return not (fault is None or past.outcome.ports_taken or _is_own(past, fault))
 
 
 def _is_own(past: Past, fault: Fault) -> bool:
-    """Whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
+    """Return whether the fault is that a computer does not fit, or lacks something that it needs to begin."""
     lacks = fault.exit_code in _LACKING or (fault.exit_code == ConfigError.exit_code and 0 not in fault.misfits)
     return fault.kind == "misfit" or (past.apart and bool(fault.misfits) and lacks)
 
@@ -231,7 +232,7 @@ def _stalled(history: Sequence[Past]) -> Iterator[tuple[Past, bool]]:
 
 
 def _gains(history: Sequence[Past]) -> list[bool]:
-    """Whether each attempt got further than those before it."""
+    """Return whether each attempt got further than those before it."""
     reached = [0]
     for past in history:
         reached.append(max(reached[-1], past.outcome.step or 0))
@@ -286,14 +287,14 @@ def _repetition(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> str | Non
 
 
 def _repeated(stalled: Sequence[tuple[Past, bool]], fault: Fault) -> int:
-    """How often in a row this has happened now."""
+    """Return the number of times in a row that this has happened now."""
     wanted = _essence(fault)
     faults = (past.outcome.fault for past, _ in stalled)
     return len(list(takewhile(lambda one: one is not None and _essence(one) == wanted, faults)))
 
 
 def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
-    """What is the same when the same thing happens again, less what varies by chance."""
+    """Return the facts of a fault that stay the same when it is repeated, without those that vary by chance."""
     kind, code, step, error = fault.signature
     if kind == "hang":
         return kind, None, step, None
@@ -303,7 +304,7 @@ def _essence(fault: Fault) -> tuple[str, int | None, int | None, str | None]:
 
 
 def _patience(fault: Fault) -> int | None:
-    """How often in a row the same fault may happen before it is believed to last; ``None``: for ever."""
+    """Return how many times in a row the same fault may happen before it counts as lasting; ``None``: no limit."""
     if fault.kind in ("lost host", "blocked") or fault.exit_code == PeerLostError.exit_code:
         return None  # a computer, or the network, that may come back
     outside = fault.kind in ("hang", "memory", "not started") or fault.exit_code in _FROM_OUTSIDE

@@ -1,4 +1,4 @@
-"""What the doctor runs on every computer: a conversation in JSON lines with a program that is sent over ssh.
+"""Program that the doctor runs on every computer: it is sent over ssh and converses in JSON lines.
 
 The program (:func:`program`) is this module, :mod:`allhands.runtime.versions` and the parts in
 :mod:`allhands.cluster.probes`, joined into one text that needs nothing but Python 3.9. :data:`BOOTSTRAP`,
@@ -68,7 +68,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def program() -> str:
-    """The text to send: ASCII, for Python 3.9 or later."""
+    """Return the text to send: ASCII, for Python 3.9 or later."""
     # Computers are looked at in threads, of which two may not parse at once: Python 3.11 mistakes one's depth for the
     # other's.
     with _ONE_AT_A_TIME:
@@ -111,7 +111,7 @@ def converse(token: str) -> None:
 
 
 def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list[Listeners]) -> dict[str, Any]:
-    """What is answered to one request; its ``kind`` says which.
+    """Return the answer to one request; its ``kind`` selects the probe.
 
     Args:
         say: tells of progress in between.
@@ -141,7 +141,7 @@ def answer_to(request: dict[str, Any], say: Callable[..., None], listeners: list
 
 
 def copied(request: dict[str, Any], say: Callable[..., None]) -> dict[str, Any]:
-    """A step of ``allhands cluster sync``, or the error by which it has failed."""
+    """Return a step of ``allhands cluster sync``, or the error by which it has failed."""
     try:
         return (look if request["kind"] == "look" else send)(request, lambda done: say(progress=done))
     except OSError as error:
@@ -191,7 +191,7 @@ def facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def trees(request: dict[str, Any], say: Callable[..., None]) -> list[dict[str, Any]]:
-    """The directories that ``request["sources"]`` names by their role, with progress in bytes."""
+    """Return the directories that ``request["sources"]`` names by their role, with progress in bytes."""
     told = time.monotonic()
 
     def progress(done: int) -> None:

@@ -145,7 +145,7 @@ def reserve_ports(count: int, shareable: bool, address: str = "127.0.0.1") -> tu
 
 
 class _Local(RunFiles, RankProcesses):
-    """What both ways have in common: the files of the ranks are on this computer."""
+    """Common part of both ways: the files of the ranks are on this computer."""
 
     def __init__(self, spec: LaunchSpec, run_dir: Path, reaper: Reaper) -> None:
         super().__init__(run_dir.absolute(), spec.log_dir)
@@ -173,7 +173,7 @@ class _Local(RunFiles, RankProcesses):
         return tail(self.log_path(rank))
 
     def stopped(self, rank: int) -> bool:
-        """Whether the rank's command is stopped, as by SIGSTOP."""
+        """Return whether the rank's command is stopped, as by SIGSTOP."""
         pid = self._command(rank)
         try:
             return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
@@ -414,7 +414,7 @@ def peer_variables(backend: str, size: int, peers: Sequence[str], hostfile: Path
 
 
 def _is_mesh(rdma: Sequence[Sequence[Any]]) -> bool:
-    """Whether every computer has a cable to every other one; otherwise they form a ring."""
+    """Return whether every computer has a cable to every other one; otherwise they form a ring."""
     return all(device is not None for i, row in enumerate(rdma) for j, device in enumerate(row) if i != j)
 
 

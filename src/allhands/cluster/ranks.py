@@ -1,4 +1,4 @@
-"""What the supervisor knows of a rank, wherever it runs: the words between it and those who start processes."""
+"""Facts about a rank for the supervisor, on any computer: the interface to those who start processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRIAL_VARIABLE = "ALLHANDS_TRIAL"
 
 @dataclass(frozen=True)
 class Place:
-    """A computer and how many ranks it gets; ``host`` is ``None`` for this computer, without ssh."""
+    """A computer and the number of its ranks; ``host`` is ``None`` for this computer, without ssh."""
 
     name: str
     num_ranks: int
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
+    """Specification of a start: ``num_processes`` copies of ``command``, on this computer or on those of ``places``.
 
     Output of rank 0 goes to the supervisor's own, that of rank N to ``log_dir/rank-N.log``. ``env`` is added
     to the supervisor's environment. A rank that has not marked itself started after ``start_deadline_s``
@@ -44,13 +44,13 @@ class LaunchSpec:
 
     Attributes:
         places: in the order of their ranks; empty: all on this computer.
-        hang_timeout_s: time without a beat that is a hang; ``None`` adapts to the measured steps.
+        hang_timeout_s: seconds without a heartbeat that count as a hang; ``None`` adapts to the measured steps.
         weights: relative speed of every rank, if they differ.
-        rdma: for JACCL, of each computer its devices by which it reaches the others, in their order.
+        rdma: for JACCL, each computer's devices for the connections to the others, in their order.
         tag_output: all ranks write to their logs, and from there to the screen, each line with its rank before it.
-        log_dir_there: how other computers are told of ``log_dir``; ``None``: as it is here; empty: they keep no logs.
-        examine: the command that finds what is wrong with the computers of ``places``.
-        keep_logs: otherwise other computers remove ``log_dir`` when their ranks have ended without an error.
+        log_dir_there: ``log_dir`` on other computers; ``None``: the same; empty: they keep no logs.
+        examine: the command that finds faults of the computers of ``places``.
+        keep_logs: if false, other computers remove ``log_dir`` when their ranks have ended without an error.
     """
 
     command: Sequence[str]
@@ -73,7 +73,7 @@ class LaunchSpec:
 
 
 def fair_share(num_ranks: int) -> int | None:
-    """Cores of each local rank when a person has not said: all of them, divided; ``None`` where ranks have no own."""
+    """Return the default number of cores of each local rank: an equal share; ``None`` if ranks have no own cores."""
     return max(1, allowed_cores() // num_ranks) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -88,14 +88,14 @@ class RankExit:
 
 @dataclass(frozen=True)
 class Beat:
-    """The latest sign of life of a rank's training thread.
+    """The latest heartbeat of a rank's training thread.
 
     Attributes:
-        step: optimizer updates done.
-        phase: what it does now.
-        count: beats so far.
-        time: when the supervisor's side saw this count first (``time.monotonic`` of the supervisor's computer).
-        waited_s: how long what it waits for, its data, had already been on its way then.
+        step: number of completed optimizer updates.
+        phase: its present activity.
+        count: number of heartbeats so far.
+        time: time at which the supervisor's side first saw this count (``time.monotonic`` of its computer).
+        waited_s: seconds that it had already waited for its data at that time.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a rank has said of itself: waits for the others, has started, was busy with preparations at that time.
+    """Marks that a rank has set: it waits for others, has started, or was busy with preparations at that time.
 
     ``listening``: other ranks can connect to it.
     """
@@ -135,7 +135,7 @@ class RankProcesses(Protocol):
         ...
 
     def tell(self, word: str) -> None:
-        """Tell every rank ``word``: a file of that name appears in its ``ALLHANDS_RUN_DIR``."""
+        """Send every rank ``word``: a file of that name appears in its ``ALLHANDS_RUN_DIR``."""
         ...
 
     def host(self, rank: int) -> str:
@@ -171,7 +171,7 @@ class RankProcesses(Protocol):
         ...
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
         ...
 
     def kill(self) -> None:

@@ -167,7 +167,7 @@ def _living(pid: int) -> psutil.Process | None:
 
 
 class _Register:
-    """What the helper has been told."""
+    """Register of the facts that the helper has received."""
 
     def __init__(self) -> None:
         self._leaders: dict[int, psutil.Process | None] = {}

@@ -1,4 +1,4 @@
-"""Ranks on several computers: one agent on each, started over ssh, seen by the supervisor as if they were here."""
+"""Ranks on several computers: an agent on each, started over ssh; the supervisor treats them like local ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 def start_remote(spec: LaunchSpec, run_dir: Path) -> RankProcesses:
     """Start the ranks of ``spec.places``, each computer's by an agent there; ``run_dir`` stays empty.
 
-    What an agent, ssh or a login shell says goes to ``log_dir/host-NAME.log``.
+    The output of an agent, of ssh or of a login shell goes to ``log_dir/host-NAME.log``.
 
     Raises:
         ConfigError: MPI, or the places do not hold the ranks.
@@ -174,7 +174,7 @@ class RemoteRanks:
         return ", ".join(found)
 
     def attested(self) -> Mapping[str, Any] | None:
-        """Return what the ranks have agreed on, as rank 0 tells it; ``None``: they have not yet."""
+        """Return the agreement of the ranks, as rank 0 tells it; ``None``: there is none yet."""
         return self._attested
 
     def host(self, rank: int) -> str:
@@ -200,11 +200,11 @@ class RemoteRanks:
         return tuple(self._report(rank).get("log_tail", ()))
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel of the rank's computer has killed a process for want of memory when the rank ended."""
+        """Return whether the kernel of the rank's computer killed a process for lack of memory when the rank ended."""
         return bool(self._report(rank).get("out_of_memory", False))
 
     def stopped(self, rank: int) -> bool:
-        """Whether the rank's command is stopped, as by SIGSTOP."""
+        """Return whether the rank's command is stopped, as by SIGSTOP."""
         return bool(self._report(rank).get("stopped", False))
 
     def kill(self) -> None:
@@ -295,7 +295,7 @@ class RemoteRanks:
             self._lock.notify_all()
 
     def _report(self, rank: int) -> Mapping[str, Any]:
-        """What the rank's computer knows of its end, or for a rank that lives, of its state now."""
+        """Return the computer's facts about the end of the rank, or about the present state of a rank that lives."""
         with self._lock:
             old = self._reports.get(rank)
             if rank in self._exits:
@@ -376,7 +376,7 @@ def check_devices(places: Sequence[Place]) -> None:
 
 
 def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
-    """What the agent of a computer is told: to start the ranks ``own`` of the job, and to listen on ``address``."""
+    """Return the orders for a computer's agent: start the ranks ``own`` of the job, and listen on ``address``."""
     host = place.host
     return {
         **_who(place.name, host),
@@ -400,7 +400,7 @@ def orders(spec: LaunchSpec, place: Place, own: range, address: str) -> Frame:
 
 
 def _who(name: str, host: Host | None) -> Frame:
-    """What every agent is told."""
+    """Return the facts that every agent receives."""
     forwarded = {} if _is_here(host) else {n: v for n, v in os.environ.items() if n.startswith(_FORWARDED)}
     forwarded.pop("ALLHANDS_SSH", None)
     return {
@@ -456,7 +456,7 @@ def _stated(computer: str, have: Mapping[str, str], names: Sequence[str]) -> Sta
 def _compare_versions(spec: LaunchSpec, frames: Sequence[Frame]) -> None:
     """Refuse computers that would sum different things, and those that another allhands or MLX speaks to from here.
 
-    A person's own program may do with less than what the ranks of a training have to have in common.
+    The ranks of a person's own program need less in common than those of a training.
     """
     places = spec.places
     names = MUST_BE_EQUAL if ATTEST_VARIABLE in spec.env else _SPOKEN

@@ -1,4 +1,4 @@
-"""What the ranks of one attempt on this computer leave in its directories, read by whoever started them.
+"""Files that the ranks of one attempt leave on this computer, for the process that started them.
 
 ``run_dir`` holds marks and beats, and the words told to ranks; ``log_dir`` holds logs and error files.
 """
@@ -58,7 +58,8 @@ class RunFiles:
         return next((error for error in found if error and ERROR(error)), None)
 
     def tells_error(self, rank: int, line: bytes) -> bool:
-        """Whether a line of the rank's log is one of the error that it has written down, which the supervisor tells.
+        """Return whether a line of the rank's log belongs to the error that the rank wrote down; the supervisor tells
+        this error.
 
         How a run ended that a person has stopped is told by rank 0 itself.
         """
@@ -89,7 +90,7 @@ class RunFiles:
         self._short[rank] = self._count_oom_kills() > self._oom_kills[0][1]
 
     def out_of_memory(self, rank: int) -> bool:
-        """Whether the kernel has killed a process for want of memory when the rank ended."""
+        """Return whether the kernel has killed a process for lack of memory when the rank ended."""
         return self._short.get(rank, False)
 
     def _path(self, rank: int, name: str) -> Path:

@@ -16,7 +16,7 @@ _CONFIGURATION = "/etc/slurm/slurm.conf"
 
 
 def slurm(given: Given) -> Launch | None:
-    """A rank started by srun. In a batch script or an interactive shell ``SLURM_PROCID`` is 0 for everything."""
+    """Recognise a rank started by srun. In a batch script or interactive shell ``SLURM_PROCID`` is always 0."""
     if not given.has("SLURM_PROCID", "SLURM_STEP_ID"):
         return None
     rank, step = given.number("SLURM_PROCID"), given.number("SLURM_STEP_ID")
@@ -119,7 +119,7 @@ def _expand_item(item: str) -> list[str]:
 
 
 def slurm_platform(given: Given) -> Platform | None:
-    """The deadlines and the requeue command of a Slurm job, for ranks of any launcher."""
+    """Return the deadlines and the requeue command of a Slurm job, for ranks of any launcher."""
     if "SLURM_JOB_ID" not in given.env:
         return None
     job, path = given.env["SLURM_JOB_ID"], given.env.get("SLURM_CONF", _CONFIGURATION)

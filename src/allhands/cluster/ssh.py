@@ -103,7 +103,7 @@ def _joined(argv: Sequence[str]) -> str:
 
 
 def trouble(host: str, timeout_s: float) -> SshTrouble | None:
-    """Why no command can be run on ``host`` now, ``None`` if one can; takes no longer than ``timeout_s``.
+    """Return the reason why no command can be run on ``host`` now, ``None`` if one can; takes at most ``timeout_s``.
 
     Raises:
         ConfigError: as :func:`command`.
@@ -212,7 +212,7 @@ def _known_names() -> set[str]:
 
 
 def missing(error: OSError | subprocess.TimeoutExpired) -> ConfigError:
-    """The error for an ssh program that does not start or does not answer."""
+    """Return the error for an ssh program that does not start or does not answer."""
     reason = error.strerror if isinstance(error, OSError) else "no answer"
     return ConfigError(
         f"{shlex.join(program())} cannot be run: {reason}",

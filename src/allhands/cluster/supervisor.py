@@ -1,7 +1,8 @@
-"""The supervisor: starts the ranks of a job, again and again if need be, and answers for their end.
+"""Supervisor: it starts the ranks of a job, restarts them after faults, and reports their end.
 
-One start is an :class:`~allhands.cluster.attempt.Attempt`; :mod:`~allhands.cluster.policy` judges how it ended;
-:mod:`~allhands.cluster.membership` knows who can take part in the next. Here the one is led to the other.
+One start is an :class:`~allhands.cluster.attempt.Attempt`. :mod:`~allhands.cluster.policy` judges its end, and
+:mod:`~allhands.cluster.membership` finds the members of the next attempt. This module leads from one attempt to the
+next.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ _STOPS: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR
 
 @dataclass(frozen=True)
 class SuperviseOptions:
-    """How a job is kept going.
+    """Options for keeping a job running.
 
     Attributes:
-        max_restarts: after faults; regrouping does not count.
-        min_ranks: go on with no fewer; ``None``: all.
+        max_restarts: most restarts after faults; regrouping does not count.
+        min_ranks: fewest ranks to go on with; ``None``: all.
         run_id: one for all attempts (``ALLHANDS_RUN_ID``); made up if not given.
-        wait_s: how long computers that are needed are waited for.
-        try_out: looks whether newcomers fit before the running ranks are stopped; ``None``: all are believed to.
-        resize: adapts what depends on the number of ranks, such as ``cores_per_rank``.
+        wait_s: seconds to wait for computers that are needed.
+        try_out: checks that newcomers fit before the running ranks are stopped; ``None``: no check.
+        resize: adapts values that depend on the number of ranks, such as ``cores_per_rank``.
     """
 
     max_restarts: int = 0
@@ -71,7 +72,7 @@ class SuperviseOptions:
 
 @dataclass(frozen=True)
 class SupervisorSeams:
-    """What tests put something else in the place of."""
+    """Parts that tests replace."""
 
     make_attempt: Callable[[LaunchSpec, Path, deque[int], Events, Reaper, float], Attempt] = Attempt
     now: Callable[[], float] = time.monotonic
@@ -91,15 +92,15 @@ def supervise(
 
     A rank killed by a signal counts as 128 + signal. SIGINT, SIGTERM and SIGUSR1 to this process are passed on once,
     the ranks save and end, and the code is 130 or 143; the second one, or ``stop_grace_s``, kills the ranks.
-    A ring that found its ports taken is started again with others. Call it in the main thread: elsewhere signals
-    are not caught.
+    A ring whose ports are taken is started again with other ports. Call it in the main thread: in another thread
+    signals are not caught.
 
     Args:
-        spec: what to start; ranks, places and weights are those of the first attempt, if everybody takes part.
-        events: called in this thread with everything that a person may want to know.
+        spec: specification of the start; its ranks, places and weights are those of an attempt with all members.
+        events: called in this thread with all events for a person.
         options: restarts; the default is none.
-        members: who takes part; the default is this computer with all ranks.
-        journal: gets all events too.
+        members: the members of an attempt; the default is this computer with all ranks.
+        journal: also gets all events.
         seams: for tests.
 
     Raises:
@@ -124,9 +125,9 @@ class Workroom:
     """The means of a process that starts ranks; make it with :func:`workroom`.
 
     Attributes:
-        signals: those that have asked this process to end, and are to be heeded.
-        private: a directory of this user alone, removed at the end.
-        reaper: clears up if this process is killed.
+        signals: received signals that ask this process to end.
+        private: a directory that only this user can read, removed at the end.
+        reaper: cleans up if this process is killed.
     """
 
     signals: deque[int]
@@ -136,9 +137,9 @@ class Workroom:
 
 @contextlib.contextmanager
 def workroom() -> Generator[Workroom, None, None]:
-    """Catch signals, and have what is started removed with this process, until the block is left.
+    """Catch signals within the block, and end all started processes when this process ends.
 
-    Call it in the main thread: elsewhere signals are not caught.
+    Call it in the main thread: in another thread signals are not caught.
     """
     usual = tempfile.gettempdir()
     root = usual if len(usual) <= _LONGEST_ROOT else "/tmp"
@@ -189,11 +190,11 @@ class _Job:
 
     @property
     def number(self) -> int:
-        """Of the attempt that runs or comes next."""
+        """Return the number of the attempt that runs or comes next."""
         return len(self.history) + 1
 
     def run(self) -> int:
-        """Attempt after attempt, to the end."""
+        """Run attempt after attempt until the job ends."""
         clear_logs(self.spec.log_dir)
         with ProcessSampler(Identity("orchestrator", run=self.spec.env["ALLHANDS_RUN_ID"])) as sampler:
             sampler.write_to(monitor_file(self.spec.log_dir, "orchestrator"))
@@ -270,14 +271,14 @@ class _Job:
         return f"{len(roster.seats)} of at least {least} ranks are there" + "".join(f", {text}" for text in missing)
 
     def _hopeless(self, roster: Roster) -> bool:
-        """Whether it is certain that a first start will not have its ranks: a name is wrong, say, or a key is missing.
+        """Return whether a first start will certainly lack ranks: a name is wrong, for example, or a key is missing.
 
         Later on the same words may mean a name server that is away for a while.
         """
         return not self.history and roster.possible is not None and roster.possible < self._least(roster)
 
     def _tell_absent(self, roster: Roster) -> None:
-        """Who is missed at the first start; later a fault has said it."""
+        """Tell of missing computers at the first start; later a fault has told of them."""
         for name in () if self.history else roster.absent:
             text = f"starting without a computer that may come later: {_absence(name, roster)}"
             self._tell(SupervisorEvent("waiting", text, host=name))
@@ -409,13 +410,13 @@ def _report(kind: Literal["fault", "failed"], fault: Fault) -> SupervisorEvent:
 
 
 def _absence(name: str, roster: Roster) -> str:
-    """That a computer does not answer, and why, as far as it is known."""
+    """Say that a computer does not answer, and why, as far as it is known."""
     trouble = roster.troubles.get(name)
     return f"{name} does not answer" + (f" ({trouble.reason})" if trouble and trouble.reason else "")
 
 
 def _hint(roster: Roster) -> str | None:
-    """What to do about one computer that is missing, first about one that will not come by itself."""
+    """Return the remedy for one missing computer, first for one that will not come without help."""
     troubles = [trouble for name in roster.absent if (trouble := roster.troubles.get(name))]
     return min(troubles, key=lambda trouble: not trouble.lasting).hint if troubles else None
 
@@ -431,7 +432,7 @@ def _unstarted(error: DistributedError, roster: Roster) -> Fault:
 
 
 def _left_out(seat: str, fault: Fault | None, *, first: bool) -> SupervisorEvent:
-    """That a seat is left out, because it does not fit (``fault``) or else because it fails again and again."""
+    """Tell that a seat is left out, because it does not fit (``fault``) or because it fails again and again."""
     if fault is None:
         return SupervisorEvent("left out", f"{seat} is left out from now on: it has failed again and again", host=seat)
     text = f"{seat} is left out: {fault.message}"
@@ -450,7 +451,7 @@ def _weights(weights: Sequence[float] | None, roster: Roster) -> tuple[float, ..
 
 
 def _numbered(seats: Sequence[str]) -> list[tuple[str, int]]:
-    """Each seat with how many of its name come before."""
+    """Pair each seat with the number of earlier seats of the same name."""
     return [(seat, seats[:rank].count(seat)) for rank, seat in enumerate(seats)]
 
 

@@ -86,14 +86,14 @@ class Tails:
 
 
 def tagged(rank: int, line: bytes, host: str | None = None) -> bytes:
-    """A line for the screen: whose it is, and of a progress bar that writes over itself the last state."""
+    """Return a line for the screen: whose it is, and of a progress bar that writes over itself the last state."""
     shown = line.rstrip(b"\r").rpartition(b"\r")[2]
     place = "" if host is None else f" {host}"
     return f"[rank {rank}{place}] ".encode() + shown + b"\n"
 
 
 def for_screen(rank: int, line: bytes, host: str | None = None) -> bytes:
-    """A line with whose it is, broken between words where our standard output is a terminal."""
+    """Return a line with whose it is, broken between words where our standard output is a terminal."""
     data = tagged(rank, line, host)
     if b"\x1b" in data or not is_read_live(sys.stdout):
         return data

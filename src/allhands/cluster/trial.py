@@ -1,4 +1,4 @@
-"""Whether computers that could join would fit, found out on them while the running ranks go on undisturbed.
+"""Trial of computers that could join: their fit is found out on them while the running ranks go on undisturbed.
 
 An agent there starts the job's command as if it were one more rank; instead of joining the group it tells what it has
 loaded, which is compared with what the running ranks have agreed on.
@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Whether all is known that will be; a computer that is in neither list has not answered."""
+        """Return whether the trial is complete; a computer that is in neither list has not answered."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
@@ -96,7 +96,9 @@ class Trial:
             self.unfit[new.name] = NewcomerRefusal(verdict.message, f"{verdict.message}\n  what to do: {verdict.hint}")
 
     def _has_the_same(self, place: Place) -> bool:
-        """Whether its files and software are those of rank 0's computer; if not, it may make the same of them still."""
+        """Return whether its files and software are those of rank 0's computer; if not, it may still make them the
+        same.
+        """
         if not self._attested["exam"]:
             return False
         command = [self._spec.command[0], "-P", "-m", "allhands.cluster.exam", json.dumps(self._attested["exam"])]
@@ -151,7 +153,8 @@ class _One:
     _busy: float = field(default_factory=time.monotonic)
 
     def run(self) -> Mapping[str, Any] | None:
-        """What the computer would bring into the group; ``None``: it has been stopped.
+        """Run the trial and return the facts that the computer would bring into the group; ``None``: it has been
+        stopped.
 
         Raises:
             AllhandsError: it cannot take part, with the reason.

@@ -40,7 +40,7 @@ class Limits:
 
     @classmethod
     def of(cls, spec: LaunchSpec, slack: float, elsewhere_s: float = 0.0) -> Limits:
-        """The limits that a job's options set."""
+        """Return the limits that a job's options set."""
         return cls(spec.start_deadline_s, spec.finish_grace_s, spec.hang_timeout_s, slack, elsewhere_s)
 
 

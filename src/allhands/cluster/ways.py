@@ -27,7 +27,7 @@ _PAUSE_S = 0.1
 
 
 def listening_address(point: MeetingPoint, patience: Patience) -> str:
-    """The address that the launcher named; all of this computer's, and why, where it is none that can be had."""
+    """Return the address that the launcher named; all of this computer's, and why, where it is none that can be had."""
     host = point.host
     if point.is_local:
         return LOOPBACK
@@ -53,12 +53,12 @@ def listening_address(point: MeetingPoint, patience: Patience) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other computer can mean this one by it."""
+    """Return whether no other computer can reach this one by the address."""
     return address.startswith("127.")
 
 
 class Suspicion:
-    """Whether something is in the way to rank 0, and what a person may do: said once, when it has been so for long."""
+    """Suspicion that something blocks the way to rank 0, with the remedy; said once, when it has lasted for long."""
 
     def __init__(self, point: MeetingPoint) -> None:
         self._point = point
@@ -76,7 +76,7 @@ class Suspicion:
 
     @property
     def way_out(self) -> str:
-        """What a person may do."""
+        """Return the remedy."""
         host, ports = self._point.host, self._point.ports
         opened = f"open TCP ports {min(ports)} to {max(ports)} of {host} for this computer"
         return f"{opened}; `allhands cluster check --hosts localhost,{host}` finds what is in the way"
@@ -107,13 +107,13 @@ class Door:
 
 
 def targets(backend: Backend, rank: int, size: int) -> list[int]:
-    """The ranks that this one is going to call: the next one in the ring, with NCCL the first one, too."""
+    """Return the ranks that this one is going to call: the next one in the ring, with NCCL the first one, too."""
     called = [(rank + 1) % size, *([0] if backend == "nccl" else [])]
     return [other for other in dict.fromkeys(called) if other != rank]
 
 
 def blocked_way(backend: Backend, rank: int, peers: Sequence[str]) -> str:
-    """What is in the way of a rank's calls to others that all listen at ``peers``; empty if nothing is."""
+    """Describe what blocks a rank's calls to others that all listen at ``peers``; empty if nothing does."""
     for other in targets(backend, rank, len(peers)):
         if fate := _call(_address(peers[other])):
             return f"rank {other} listens at {peers[other]}, but connections from rank {rank} {fate}"
@@ -121,7 +121,7 @@ def blocked_way(backend: Backend, rank: int, peers: Sequence[str]) -> str:
 
 
 def _call(address: tuple[str, int]) -> str:
-    """What becomes of connections there, if they fail."""
+    """Return the fate of connections there, if they fail."""
     began = time.monotonic()
     while True:
         try:

@@ -1,9 +1,9 @@
-"""What a worker process does at its very start and at its very end.
+"""Start and end of a worker process.
 
-A rank blocked inside a collective runs no Python signal handler and cannot be unblocked, so a thread
-watches instead: it sees signals through the wake-up descriptor and the death of the supervisor by polling,
-and may end the process from outside the blocked call. After an error a rank ends at once and touches no
-collective again: a slow end keeps the other ranks waiting, and an ordinary end hangs in MPI's finalizer.
+A rank blocked inside a collective runs no Python signal handler and cannot be unblocked. So a thread watches instead:
+it sees signals through the wake-up descriptor and the death of the supervisor by polling, and may end the process from
+outside the blocked call. After an error a rank ends at once and calls no collective again: a slow end keeps the other
+ranks waiting, and an ordinary end hangs in MPI's finalizer.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class WorkerContext:
 
     Attributes:
         run_id: the supervisor's name for the job, the same in all attempts; empty without one.
-        attempt: how many times the job has been started, this time included.
-        unstarted: what a person is told who has stopped it before it had started.
-        stop_grace_s: how long saving may take after a stop, from the end of the running step on.
+        attempt: number of starts of the job, including this one.
+        unstarted: message for a person who has stopped it before it had started.
+        stop_grace_s: seconds for saving after a stop, from the end of the running step.
     """
 
     unstarted = "stopped before the first step"
@@ -104,7 +104,7 @@ class WorkerContext:
         atexit.register(self._sampler.close)
 
     def mark_ready(self) -> None:
-        """Tell the supervisor that this rank only waits for the others now."""
+        """Tell the supervisor that this rank now only waits for the others."""
         if self._run_dir:
             write_whole(self._run_dir / f"rank-{self.launch.rank}.ready", "")
 
@@ -115,7 +115,7 @@ class WorkerContext:
                 (self._run_dir / f"rank-{self.launch.rank}.busy").touch()
 
     def attest(self, content: Mapping[str, Any]) -> None:
-        """Tell the supervisor what the ranks have agreed on; a rank on trial ends here."""
+        """Tell the supervisor the agreement of the ranks; a rank on trial ends here."""
         if self._run_dir:
             write_whole(self._run_dir / ATTESTED_FILE, json.dumps(content, default=str))
         if TRIAL_VARIABLE in os.environ:
@@ -149,7 +149,8 @@ class WorkerContext:
             return
 
     def regroup_requested(self) -> bool:
-        """Whether the supervisor wants the ranks to end at the next checkpoint, to start again as other ones.
+        """Return whether the supervisor wants the ranks to end at the next checkpoint and to start again with other
+        members.
 
         Cheap, because it looks at most five times a second; ranks may learn of it at different steps.
         """
@@ -408,7 +409,7 @@ def _keep_kernels() -> NoReturn:
 
 
 def as_message(error: AllhandsError, rank: int | None = None) -> str:
-    """What a person reads: that it comes from us, from which rank if that matters, what, where, what to do."""
+    """Return an error as a message of allhands: its rank if that matters, what is wrong, where, and what to do."""
     kind = "" if isinstance(error, Interrupted) else "error: "
     return f"allhands: {kind}{'' if rank is None else f'rank {rank}: '}{error}"
 

@@ -1,8 +1,8 @@
-"""Other trainers' names for our options and commands: which we understand, and what to do instead of the others.
+"""Other trainers' names for options and commands: the understood ones, and advice for all others.
 
-They stand in ``aliases.toml``. Apart from the options themselves, because the command line needs them for the smallest
-of its tasks. In what to do, ``[[key]]`` and ``[[key: value]]`` stand for an option, which :func:`for_key` and
-:func:`for_flag` spell.
+The names are in ``aliases.toml``. This module is apart from the options themselves, because the command line needs the
+names even for its smallest tasks. In advice ``[[key]]`` and ``[[key: value]]`` stand for an option; :func:`for_key` and
+:func:`for_flag` spell it.
 """
 
 from __future__ import annotations
@@ -89,6 +89,6 @@ def take_outdated(content: dict[str, Any]) -> list[str]:
 
 
 def canonical_flag(name: str) -> str:
-    """The flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
+    """Return the flag, without dashes, that is meant by ``name``: aliases and underscores are understood, not shown."""
     key = name.replace("-", "_")
     return (ALIASES.get(key, key) if len(key) > 1 else key).replace("_", "-")

@@ -80,7 +80,9 @@ def _refuse_stages(config: Any) -> None:
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
-    """Why so many ranks do not make up the pipelines that are asked for; ``None``: they do, or none is asked for."""
+    """Return the error if so many ranks do not make up the requested pipelines; ``None`` if they do, or none is
+    requested.
+    """
     if config.strategy != "pipeline":
         return None
     stages, interleaved = config.pp or num_ranks, config.pp_schedule == "interleaved"
@@ -88,7 +90,7 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
         what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
         return ConfigError(what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one")
     if num_ranks % stages:
-        what = f"{num_ranks} ranks are not whole pipelines of {stages}"
+        what = f"{num_ranks} ranks do not make whole pipelines of {stages}"
         return ConfigError(what, where=f"--pp {stages}", hint="take a number of stages that divides that of the ranks")
     each, rest = divmod(len(config.pp_split.split(",")), stages)
     if config.pp_split == "auto" or (not rest and (each > 1 if interleaved else each == 1)):
@@ -130,11 +132,11 @@ def _refuse_rounds(config: Any) -> None:
         )
     if parts > every:
         raise ValueError(
-            f"--sync-fragments {parts} with --sync-every {every}: one part is exchanged after a step, so that there "
-            "can be no more parts than steps"
+            f"--sync-fragments {parts} with --sync-every {every}: one part is exchanged after each step, so there can "
+            "be no more parts than steps"
         )
     if delay > every // parts:
         raise ValueError(
-            f"--sync-delay {delay}: an exchange is to be over when the next begins: give at most {every // parts} "
+            f"--sync-delay {delay}: an exchange must end before the next one begins: give at most {every // parts} "
             f"(--sync-every {every} / --sync-fragments {parts})"
         )

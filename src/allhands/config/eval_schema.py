@@ -20,7 +20,7 @@ class EvalConfig(TrainConfig):
     test: bool = Field(True, description="Evaluate.")
     test_batches: int = Field(-1, ge=-1, description="Batches; -1 is the whole split.")
     mask_prompt: bool = Field(False, description="Count the answers only.")
-    batch_size: int = Field(8, ge=1, description="Examples a batch; the result does not depend on it.")
+    batch_size: int = Field(8, ge=1, description="Examples per batch; the result does not depend on it.")
 
     @field_validator("test_batches")
     @classmethod
@@ -32,5 +32,5 @@ class EvalConfig(TrainConfig):
 
 
 def evaluated_split(config: TrainConfig) -> str:
-    """The split that ``test`` is about."""
+    """Return the split that ``test`` is about."""
     return config.split if isinstance(config, EvalConfig) else "test"

@@ -25,7 +25,7 @@ class PretrainConfig(TrainConfig):
 
     tokenizer: LocalPath = Field("", description="Directory or Hub repository whose tokenizer is used. Required.")
     shape: str = Field("llama-15m", description="Size by name, or a family (llama, qwen3, mixtral) with all numbers.")
-    layers: int | None = Field(None, ge=1, description="Blocks. [that of the shape, as for the next options]")
+    layers: int | None = Field(None, ge=1, description="Blocks. [the shape's value, also for the next options]")
     dims: int | None = Field(None, ge=1, description="Width of the residual stream.")
     mlp_dims: int | None = Field(None, ge=1, description="Width inside the MLP, or inside each expert.")
     heads: int | None = Field(None, ge=1, description="Heads of the queries.")
@@ -73,7 +73,7 @@ class PretrainConfig(TrainConfig):
         "matrices", description="matrices: no weight decay of norms and biases."
     )
     master_weights: bool = Field(
-        True, description="Update float32 copies of weights in half precision, and round these."
+        True, description="Update float32 copies of half-precision weights, then round them to the weights."
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this.")
     packing: bool = Field(True, description="Join all texts and cut them into rows of --max-seq-length.")
@@ -99,7 +99,7 @@ class PretrainConfig(TrainConfig):
         if not self.data:
             raise ValueError("--data is missing: a folder with train.txt, .jsonl or .parquet, or a Hub dataset")
         if self.fine_tune_type != "full":
-            raise ValueError("--fine-tune-type: a model that knows nothing yet is trained in full")
+            raise ValueError("--fine-tune-type: a new model is always trained in full")
         if self.num_layers not in (None, -1):
             raise ValueError("--num-layers is for fine-tuning; the blocks of a new model are --layers")
         if self.lora_parameters != type(self).model_fields["lora_parameters"].get_default(call_default_factory=True):
@@ -111,7 +111,7 @@ class PretrainConfig(TrainConfig):
         return self
 
     def numbers(self) -> dict[str, Any]:
-        """The shape's numbers that were given."""
+        """Return the shape's numbers that were given."""
         return {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
 
 

@@ -15,7 +15,7 @@ from allhands.errors import ConfigError, in_our_words
 
 
 def canonical_key(raw: Any) -> str:
-    """The name of the option that a file or a call spells so."""
+    """Return the name of the option that a file or a call spells so."""
     key = str(raw).replace("-", "_")
     return ALIASES.get(key, key)
 
@@ -31,7 +31,7 @@ def place_in_yaml(path: str | Path, key: str) -> str:
 def explained(
     error: ValidationError, flags: Mapping[str, Any], yaml_file: str | Path | None, kind: type[BaseModel]
 ) -> ConfigError:
-    """A validator's complaints about options of ``kind`` as one error: the first, then the others."""
+    """Return a validator's complaints about options of ``kind`` as one error: the first, then the others."""
 
     def place_of(key: str) -> str:
         from_flag = key in flags or not yaml_file or any(ALIASES.get(name) == key for name in flags)

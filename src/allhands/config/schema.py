@@ -172,7 +172,7 @@ class TrainConfig(_Strict):
     num_layers: int | None = Field(
         None, ge=-1, description="Blocks to train, counted from the last; -1 is all. [adapters: 16; full: all]"
     )
-    batch_size: int = Field(4, ge=1, le=10**6, description="Examples a batch: global, over all ranks.")
+    batch_size: int = Field(4, ge=1, le=10**6, description="Examples per batch: global, over all ranks.")
     iters: int | None = Field(
         None, ge=1, le=10**9, description="Iterations: batches to train on. [1000, unless --epochs]"
     )
@@ -188,11 +188,11 @@ class TrainConfig(_Strict):
         "all", description="matrices: no weight decay of norms and biases."
     )
     master_weights: bool = Field(
-        False, description="Update float32 copies of weights in half precision, and round these."
+        False, description="Update float32 copies of half-precision weights, then round them to the weights."
     )
     max_grad_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this.")
     grad_accumulation_steps: int = Field(
-        1, ge=1, description="Iterations (batches) a step, which is an optimizer update."
+        1, ge=1, description="Iterations (batches) per step; a step is one optimizer update."
     )
     steps_per_report: int = Field(10, ge=1, description="Iterations (batches) between training reports.")
     steps_per_eval: int = Field(200, ge=1, description="Iterations (batches) between validations.")
@@ -200,7 +200,7 @@ class TrainConfig(_Strict):
     adapter_path: LocalPath = Field("adapters", description="Directory for adapters, metrics, plot and logs.")
     resume_adapter_file: LocalPath | None = Field(None, description="Adapter weights to start from.")
     resume: LocalPath | None = Field(
-        None, description="Go on from a checkpoint: its path, or auto: the latest in --adapter-path, if any."
+        None, description="Go on from a checkpoint: its path, or auto for the latest in --adapter-path, if any."
     )
     keep_last: int = Field(2, ge=0, description="Checkpoints to keep, the latest ones; 0 writes none.")
     keep_every: int | None = Field(None, ge=1, description="Also keep checkpoints at multiples of these iterations.")
@@ -209,12 +209,12 @@ class TrainConfig(_Strict):
         2, ge=1, description="Computers that keep copies of the checkpoints, without a shared file system."
     )
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="At a NaN or infinite gradient: stop, or skip the update (10 in a row stop)."
+        "stop", description="At a NaN or infinite gradient: stop, or skip the update (10 in a row end the run)."
     )
     early_stopping_patience: int | None = Field(
         None, ge=1, description="Stop after this many validations without improvement."
     )
-    early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that is an improvement.")
+    early_stopping_min_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
     test: bool = Field(False, description="Evaluate on the test set (after training, with --train).")
     test_batches: int = Field(500, ge=-1, description="Test batches; -1 is the whole set.")
     max_seq_length: int = Field(2048, ge=2, le=10**8, description="Tokens of an example; longer ones are cut.")
@@ -233,7 +233,7 @@ class TrainConfig(_Strict):
         False, description="Join all texts and cut them into rows of --max-seq-length: for pre-training."
     )
     isolate_documents: bool = Field(
-        False, description="With --packing: no attention, and no positions, across the texts of a row."
+        False, description="With --packing: attention and positions do not cross the texts of a row."
     )
     lora_parameters: LoraParameters = Field(
         default_factory=lambda: LoraParameters.model_validate({}),
@@ -247,11 +247,11 @@ class TrainConfig(_Strict):
         "auto", description="Compile the step; auto: on GPUs, for runs that are long enough."
     )
     deterministic: bool = Field(
-        False, description="Equal bits in equal runs on NVIDIA GPUs, too: slower attention, without cuDNN."
+        False, description="Same bits in repeated runs on NVIDIA GPUs, too: slower attention, without cuDNN."
     )
     gradient_check: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="First compare the gradient with that of mlx_lm's own model; auto: once for each kind of run.",
+        description="Before training compare the gradient with that of mlx_lm's own model; auto: once per kind of run.",
     )
     clear_cache_threshold: int = Field(0, ge=0, description="Clear MLX's buffer cache above this size (2GB).")
     hf_dataset: HfDataset | list[HfDataset] | None = Field(None, description="Hub datasets to train on (YAML or JSON).")
@@ -265,8 +265,8 @@ class TrainConfig(_Strict):
     )
     project_name: str | None = Field(None, description="Project name for --report-to.")
     config: LocalPath | None = Field(None, description="YAML file with these options; flags win over it.")
-    num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile the most ranks.")
-    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Library of the exchange.")
+    num_ranks: int = Field(1, ge=1, le=1024, description="Processes to start here; with --hostfile: most ranks.")
+    backend: Literal["auto", "ring", "mpi", "nccl", "jaccl"] = Field("auto", description="Communication back-end.")
     cores_per_rank: int | None = Field(None, ge=1, description="Processor cores each local process may use.")
     rank_weights: list[float] | Literal["auto", "equal"] | None = Field(
         None,
@@ -277,7 +277,7 @@ class TrainConfig(_Strict):
     )
     strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
         "auto",
-        description="Division of the work over ranks: data, zero1 (the optimizer's state divided) or pipeline (each "
+        description="Division of the work over ranks: data, zero1 (sharded optimizer state) or pipeline (each rank "
         "has some of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
     )
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
@@ -307,7 +307,7 @@ class TrainConfig(_Strict):
         0.0, ge=0, lt=1, description="With --sync-every: Nesterov momentum of the outer step. DiLoCo takes 0.9."
     )
     sync_fragments: int = Field(1, ge=1, description="With --sync-every: parts in which weights are exchanged.")
-    sync_delay: int = Field(0, ge=0, description="Steps by which an exchange may be late; without --sync-every 0 or 1.")
+    sync_delay: int = Field(0, ge=0, description="Steps that an exchange may be late; without --sync-every: 0 or 1.")
     start_timeout_s: float = Field(300.0, gt=0, description="Seconds until every rank must have started.")
     hostfile: LocalPath | None = Field(
         None, description="Computers to train on: mlx.launch's JSON, or 'host slots=N' lines."
@@ -318,7 +318,7 @@ class TrainConfig(_Strict):
         None, ge=0, description="Restarts from the last checkpoint after a fault. [3 with several ranks, else 0]"
     )
     hang_timeout_s: float | None = Field(
-        None, gt=0, description="Seconds without progress that are a hang. [adapts to the measured steps]"
+        None, gt=0, description="Seconds without progress that count as a hang. [adapts to the measured steps]"
     )
     stop_grace_s: float = Field(
         60.0,
@@ -327,7 +327,7 @@ class TrainConfig(_Strict):
     )
     tag_output: bool | None = Field(
         None,
-        description="Show the lines of all ranks, each with its rank and computer before it. [with several computers]",
+        description="Show the lines of all ranks; each begins with its rank and computer. [with several computers]",
     )
     sample_prompts: list[str] | None = Field(
         None, description='Texts that the model continues at each validation (JSON): ["Once upon a time"].'
@@ -338,7 +338,7 @@ class TrainConfig(_Strict):
     sample_tokens: int = Field(100, ge=1, description="Tokens of a sample at most.")
     sample_temperature: float = Field(0.8, ge=0, description="Temperature of the samples; 0 is greedy.")
     log_level: Literal["normal", "verbose"] = Field("normal", description="verbose explains each choice made.")
-    profile: bool = Field(False, description="With each report, show the parts of the time of a step.")
+    profile: bool = Field(False, description="With each report, show the time of each part of a step.")
 
     @field_validator("model", "data", "adapter_path", "resume", "resume_adapter_file", "config", "hostfile", "hosts")
     @classmethod
@@ -420,7 +420,7 @@ class TrainConfig(_Strict):
         return self.iters or 1000
 
     def noted(self, notes: tuple[str, ...]) -> Self:
-        """The same with these notes."""
+        """Return the same with these notes."""
         found = self.model_copy()
         found._notes = notes
         return found

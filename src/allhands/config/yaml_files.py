@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
+    """Return the mapping in a YAML file; ``1e-5`` is read as a number, as people mean it.
 
     Raises:
         ConfigError: missing or unreadable file, bad YAML (with line), not a mapping.
@@ -76,7 +76,7 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
 
 
 def keys_of(path: str | Path) -> list[tuple[str, int]]:
-    """The keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled, with their lines."""
+    """Return the keys of a mapping in a file that :func:`read_yaml` can read, as they are spelled, with their lines."""
     import yaml
 
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), _yaml_loader())

@@ -122,7 +122,7 @@ class AnswerFinder:
         wanted: Sequence[int],
         known: Mapping[int, Span],
     ) -> tuple[Span, ...]:
-        """As :meth:`spans`, by rendering the conversation again for every answer that is not ``known``."""
+        """Find the same spans by rendering the conversation again for every answer that is not ``known``."""
         spans: list[Span] = []
         floor = 0
         # Those before a wanted one are located too: it begins after their ends, whatever words they have.

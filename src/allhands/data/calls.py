@@ -34,13 +34,13 @@ _NULLABLE = ("default", "const", "example")
 
 
 def called_function(call: Json) -> Json:
-    """The part of a tool call or a tool that has a name: itself, or what is under ``function``."""
+    """Return the part of a tool call or a tool that has a name: itself, or what is under ``function``."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
 def with_tool_calls(message: Json, what: str, place: ValuePlace, *, padded: bool) -> Json:
-    """A message whose calls, if it has any, are a list under ``tool_calls``, whatever they were called.
+    """Return a message whose calls, if it has any, are a list under ``tool_calls``, whatever they were called.
 
     Args:
         padded: whether nulls among arguments come from a table, and are none.
@@ -132,7 +132,7 @@ def _unpadded(value: Any, kept: Collection[str] = ()) -> Any:
 
 
 def without_foreign_nulls(messages: list[Json], tools: list[Any]) -> list[Json]:
-    """The messages without arguments that are null and that the called tool does not have.
+    """Return the messages without arguments that are null and that the called tool does not have.
 
     Tables give each call the arguments of all others, as nulls.
     """
@@ -161,7 +161,7 @@ def _spoken(calls: list[Json]) -> list[Any]:
 
 
 def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
-    """A function call, or a list of them, that stands in the place of a message's words (ShareGPT).
+    """Return a function call, or a list of them, that stands in the place of a message's words (ShareGPT).
 
     Raises:
         DataError: it is none.
@@ -185,7 +185,8 @@ def calls_of_words(value: Any, what: str, place: ValuePlace) -> list[Any]:
 
 
 def read_tools(value: Any, name: str, functions: Any, place: ValuePlace) -> list[Any] | None:
-    """The tools under ``name``, or those that stand under OpenAI's older key ``functions``; None if there are none.
+    """Return the tools under ``name``, or those that stand under OpenAI's older key ``functions``; None if there are
+    none.
 
     Raises:
         DataError: they are broken, or both are there and differ.
@@ -217,7 +218,7 @@ def _checked_tools(value: Any, name: str, place: ValuePlace) -> list[Any] | None
 
 
 def as_tool(one: Json) -> Json:
-    """A tool, or a function's description as one."""
+    """Return a tool, or a function's description as one."""
     return one if isinstance(one.get("function"), dict) else {"type": "function", "function": dict(one)}
 
 

@@ -176,7 +176,7 @@ class Examiner:
         self._own_text = None if options.trains_embedding else pattern_of(own)
 
     def view(self, record: Record) -> tuple[Rendered, Bools | None]:
-        """A record before the cut; and its answers with their ends, (L,), None where they cannot be told.
+        """Return a record before the cut; and its answers with their ends, (L,), None where they cannot be told.
 
         Raises:
             AllhandsError: the renderer's own.
@@ -229,7 +229,7 @@ def template_findings(tokenizer: Any, reports: Sequence[SplitReport] | None = No
 
 
 def answer_text(record: Record) -> str:
-    """The last answer of a chat or completion, with its thinking and its calls."""
+    """Return the last answer of a chat or completion, with its thinking and its calls."""
     answers = [message for message in record.turns if message["role"] == "assistant"]
     return "\n".join(spoken_words(answers[-1:])).strip()
 
@@ -372,7 +372,7 @@ class _Tally:
                 yield "short-answers" if words else "empty-answers"
 
     def report(self) -> SplitReport:
-        """The numbers."""
+        """Return the numbers."""
         lengths, kept, trained, work = (np.array(numbers, dtype=np.int64) for numbers in self._numbers.values())
         return SplitReport(
             name=self.name,

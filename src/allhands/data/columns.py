@@ -26,7 +26,8 @@ _ABOUT = (
 
 
 def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The columns of a question and its answer by their usual names; ``None`` unless nothing else has a say in it.
+    """Return the columns of a question and its answer by their usual names; ``None`` unless nothing else has a say in
+    it.
 
     A context, choices or any other words beside them belong to the question, or to nobody: that is not guessed.
     """
@@ -70,7 +71,7 @@ def _is_prose(name: str) -> bool:
 
 
 def nearest(row: Mapping[str, Any], wanted: Mapping[str, str]) -> str:
-    """The columns of a row, nested ones too, that are called most like the wanted ones; empty without any."""
+    """Return the columns of a row, nested ones too, that are called most like the wanted ones; empty without any."""
     paths = {key.lower(): key for key in row}
     for name, value in row.items():
         if isinstance(value, dict):

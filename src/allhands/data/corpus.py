@@ -50,11 +50,11 @@ class Corpus:
 
     @property
     def left_out(self) -> list[Reason]:
-        """Why rows were passed over, the commonest reason first."""
+        """Return the reasons for which rows were passed over, the commonest first."""
         return self._reasons.listed()
 
     def training(self) -> Iterator[str]:
-        """The text to train on, in pieces of at most 16 thousand characters that begin where a word does.
+        """Yield the text to train on, in pieces of at most 16 thousand characters that begin where a word does.
 
         Raises:
             DataError: there is none.

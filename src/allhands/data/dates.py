@@ -79,5 +79,5 @@ class StoppedClock:
                 self._dates[wanted] = self._moment.strftime(wanted)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
-        """The dates that a rendered conversation holds, in order of their first use by the template."""
+        """Return the dates that a rendered conversation holds, in order of their first use by the template."""
         return tuple(date for date in self._dates.values() if date and date in text)

@@ -171,7 +171,7 @@ class Overlap:
         self._searched: Counter[str] = Counter()
 
     def add(self, split: str, text: str) -> str | None:
-        """The code of what was found."""
+        """Return the code of what was found."""
         digest = hashlib.blake2b(normalise(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if (other := self._exact.get(digest)) is not None:
             return "repeats" if other == split else "in-train" if other == "train" else None

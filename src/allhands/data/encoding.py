@@ -212,7 +212,7 @@ def _ranges(offsets: Ints) -> tuple[Ints, Ints]:
 
 
 def pieces_of_text(text: str, offsets: Ints) -> list[str]:
-    """The part of ``text`` that each token stands for; joined, they are the text.
+    """Return the part of ``text`` that each token stands for; joined, they are the text.
 
     The first of several tokens that make up one character has the character, the others nothing.
     """

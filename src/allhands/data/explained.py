@@ -42,7 +42,7 @@ class Explained:
         return "".join(text for text, _ in self.pieces) + self.cut
 
     def runs(self) -> list[tuple[str, bool]]:
-        """The pieces with neighbours of the same kind joined."""
+        """Return the pieces with neighbours of the same kind joined."""
         return [
             ("".join(text for text, _ in group), trained)
             for trained, group in groupby(self.pieces, key=lambda piece: piece[1])
@@ -58,7 +58,7 @@ def token_texts(tokenizer: Any, text: str, encoded: Encoded) -> list[str]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The text of each special token, by its id."""
+    """Return the text of each special token, by its id."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return {number: str(token) for number, token in added.items() if getattr(token, "special", True)}
 

@@ -34,12 +34,12 @@ class Form:
     reasoning: str | None = None
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in this form; those that are in it already are the same objects."""
+        """Return the messages in this form; those that are in it already are the same objects."""
         written = [self._message(message) for message in messages]
         return _with_ids(written) if self.ids else written
 
     def tools(self, tools: list[Any] | None) -> list[Any] | None:
-        """The tools in this form."""
+        """Return the tools in this form."""
         return [*map(as_tool, tools)] if self.wrapped and tools else tools
 
     def _message(self, message: Message) -> Message:

@@ -121,7 +121,7 @@ class _Marker:
         return text[:start] + head + word + tail + text[start + len(words) :]
 
     def message(self, index: int, message: Message) -> Message:
-        """A message with markers; what a template cannot mean is made equal."""
+        """Return a message with markers; what a template cannot mean is made equal."""
         return {key: self._value(index, message["role"], key, value) for key, value in message.items()}
 
     def _value(self, index: int, role: str, key: str, value: Any) -> Any:
@@ -134,7 +134,7 @@ class _Marker:
         return self._string(index, role, key, value) if isinstance(value, str) else []
 
     def _string(self, index: int, role: str, key: str, value: str) -> str:
-        """What stands for a string beside the content."""
+        """Return the replacement of a string beside the content."""
         if key in REASONING_KEYS and role == "assistant":
             return self._spaced("reasoning", index, value)
         if key == "name" and role not in TOOL_ROLES:
@@ -198,7 +198,7 @@ class _Marker:
         return []
 
     def tool(self, tool: Any) -> Any:
-        """A tool with a marker for its name; what its parameters are does not matter to a template."""
+        """Return a tool with a marker for its name; what its parameters are does not matter to a template."""
         function = called_function(tool)
         bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
         marked = {key: bare.get(key, value) for key, value in function.items()}
@@ -207,7 +207,7 @@ class _Marker:
 
 
 def lost_markers(text: str, marked: Marked) -> frozenset[int]:
-    """The numbers of the markers that are not in the text."""
+    """Return the numbers of the markers that are not in the text."""
     found = {int(word or number) for word, number in _WORD.findall(text)}
     return frozenset(range(len(marked.parts))) - found
 
@@ -279,7 +279,7 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "earlier-reasoning-dropped": (
         "the chat template leaves out the thinking of earlier answers, as it does in generation",
-        "usual; to train on it, let each such answer be the end of a record of its own",
+        "this is usual; to train on it, make each such answer the last message of its own record",
     ),
     "calls-dropped": (
         "the chat template leaves out tool calls, {sample} is never seen",
@@ -290,7 +290,7 @@ WORDS: dict[str, tuple[str, str]] = {
         f"use a model whose template writes them, or give a template that does {_KEEP}",
     ),
     "results-dropped": (
-        "the chat template leaves out the answers of tools, {sample} is never seen, so the model learns to make it up",
+        "the chat template leaves out the answers of tools, {sample} is never seen, so the model learns to invent it",
         f"use a model whose template writes them, or give a template that does {_KEEP}",
     ),
     "words-beside-calls": (
@@ -319,11 +319,11 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "media-dropped": (
         "pictures or sound are not trained on, only the words about them",
-        "leave these records out, or put into words what is to be seen or heard",
+        "leave these records out, or describe the pictures and sounds in words",
     ),
     "fields-dropped": (
         "the chat template does not look at other keys of messages, {sample} is never seen",
-        "none is needed if it is not to be trained; else move it into the message's content",
+        "nothing to do if it should not be trained; else move it into the message's content",
     ),
     COLUMN_UNREAD: (
         "columns beside the conversation are not trained, {sample} is never seen",

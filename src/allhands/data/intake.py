@@ -76,14 +76,14 @@ class PrepareOptions:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As report.json has them."""
+        """Return the options in the form of report.json."""
         given = asdict(self) | {"columns": dict(self.columns)}
         del given["column_flags"]
         return given | {name: share and str(share) for name, share in (("valid", self.valid), ("test", self.test))}
 
 
 def carried_splits(sources: Sequence[Source], options: PrepareOptions) -> set[str]:
-    """The held-out splits that the sources bring along."""
+    """Return the held-out splits that the sources bring along."""
     return set() if options.resplit else {source.split for source in sources if source.split} - {"train"}
 
 

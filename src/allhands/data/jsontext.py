@@ -44,7 +44,7 @@ _BY_ROWS = (
 
 
 def rows_of_lines(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
-    """The values of a JSON Lines file."""
+    """Yield the values of a JSON Lines file."""
     for number, (raw, oversize) in enumerate(lines(file, options.max_row_bytes), start=1):
         raw = raw.removeprefix(BOM)  # on any line: it stays where files are joined
         try:
@@ -86,7 +86,7 @@ def _around(text: str, position: int) -> str:
 
 
 def rows_key(head: bytes) -> str | None:
-    """The first key under which the rows of a JSON document stand; None if it is no object that holds rows.
+    """Return the first key under which the rows of a JSON document stand; None if it is no object that holds rows.
 
     ``{"version": 1, "data": [{...}, ...]}`` is one; an object that is a record itself, with messages, say, is not.
 
@@ -109,7 +109,7 @@ def rows_key(head: bytes) -> str | None:
 
 
 def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
-    """The keys under which the rows of such an object stand, as far as it can be read."""
+    """Return the keys under which the rows of such an object stand, as far as it can be read."""
     text, keys = _Text(file, "", ReadOptions()), list[str]()
     text.skip_blank()
     for _ in _rows_under_keys(text, "", keys):
@@ -118,7 +118,7 @@ def keys_with_rows(file: IO[bytes]) -> tuple[str, ...]:
 
 
 def rows_of_json(file: IO[bytes], name: str, options: ReadOptions, *, nested: bool = False) -> Iterator[Item]:
-    """The values of a JSON document; ``nested``: it is an object that holds its rows, see :func:`rows_key`."""
+    """Yield the values of a JSON document; ``nested``: it is an object that holds its rows, see :func:`rows_key`."""
     text = _Text(file, name, options)
     first = text.skip_blank()
     if nested and first == "{":
@@ -162,7 +162,8 @@ def _is_by_columns(value: Any) -> bool:
 
 
 def _keys(text: _Text) -> Iterator[tuple[str, bool]]:
-    """Each key of an object, and whether it holds rows; the text is at its value, and is to be moved behind it.
+    """Yield each key of an object, and whether it holds rows; the text is at its value, and the caller moves it behind
+    it.
 
     Raises:
         _BrokenError: where a key should be is none.
@@ -189,7 +190,7 @@ def _rows_under_keys(text: _Text, only: str | None, found: list[str]) -> Iterato
                 continue
             found.append(name)
             if len(found) > 1 and only is None:
-                message = f"rows of several kinds: they stand under {' and '.join(found)}"
+                message = f"rows of several kinds: they are under {' and '.join(found)}"
                 hint = "`allhands data prepare FILE --out DIR` takes splits apart; put others into files of their own"
                 yield with_rest(RowProblem(text.name, text.line(), message, hint))
                 return
@@ -260,13 +261,13 @@ class _Text:
         return True
 
     def line(self) -> int:
-        """The line of the position."""
+        """Return the line of the position."""
         self._line += self.text.count("\n", self._counted, self.position)
         self._counted = self.position
         return self._line
 
     def problem(self, message: str, position: int | None = None) -> RowProblem:
-        """A syntax error at the position, or at one after it."""
+        """Return a syntax error at the position, or at one after it."""
         position = self.position if position is None else position
         newline = self.text.rfind("\n", 0, position)
         column = position - newline + (self._before if newline < 0 else 0)
@@ -283,13 +284,13 @@ class _Text:
                 return found[0] if found else ""
 
     def after(self) -> str:
-        """The first character that is not blank after the one at the position."""
+        """Return the first character that is not blank after the one at the position."""
         while not (found := _NOT_BLANK.search(self.text, self.position + 1)) and self._more():
             pass
         return found[0] if found else ""
 
     def take(self) -> Item:
-        """The value at the position, which moves behind it.
+        """Return the value at the position, which moves behind it.
 
         Raises:
             _BrokenError: it is none, and the position stays.
@@ -321,7 +322,7 @@ class _Text:
         return bad or checked_value(value, text, self.name, line)
 
     def take_key(self) -> str:
-        """The key of an object at the position, which moves behind the colon.
+        """Return the key of an object at the position, which moves behind the colon.
 
         Raises:
             _BrokenError: there is none, or no colon.

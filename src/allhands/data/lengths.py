@@ -48,7 +48,7 @@ class LengthSummary:
 
     @classmethod
     def of(cls, lengths: Array | Sequence[int], limit: int | None = None, unit: Unit = "tokens") -> LengthSummary:
-        """The figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
+        """Return the figures of ``lengths``, whole numbers of shape ``(count,)`` in ``unit``."""
         values = np.asarray(lengths, dtype=np.int64).reshape(-1)
         if not values.size:
             return cls(0, 0, 0.0, 0.0, 0, 0, 0, 0, limit, 0, 0, unit)
@@ -70,7 +70,7 @@ class LengthSummary:
         )
 
     def sentence(self) -> str:
-        """The figures that matter most, in one sentence without a full stop."""
+        """Return the figures that matter most, in one sentence without a full stop."""
         if not self.count:
             return "no examples"
         text = f"1 example of {self.max:,} {self.unit}"
@@ -98,7 +98,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def bars(lengths: Array | Sequence[int], limit: int | None = None, width: int = 72, ascii: bool = False) -> list[str]:
-    """A histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
+    """Return a histogram for the terminal: a line for each range of lengths, and a rule where the limit is.
 
     A range ends at the limit, so that what stands below the rule is exactly what is too long.
 

@@ -1,7 +1,7 @@
-"""From a set of windows to the padded arrays that a rank computes in one step.
+"""Loader: from a set of windows to the padded arrays that a rank computes in one step.
 
-The loader has no state but the batch number: everything follows from (seed, epoch, batch), so it can be
-put at any batch at once, and a run on another number of ranks sees the same global batches.
+The loader has no state except the batch number. Everything follows from (seed, epoch, batch), so it can start at any
+batch at once, and a run on another number of ranks sees the same global batches.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MicroBatch:
         examples: (B,) int32 number of the window in each row.
         documents: (B, T) int32 number of the document of each place; a place looks only at those of its own.
             ``None`` where each row is one document or documents may see each other.
-        iteration: number of the global batch that this is a part of.
-        sole: whether every rank has one such of that batch, and no more.
-        most: if so, the most places of ``inputs`` that any of these has.
+        iteration: number of its global batch.
+        sole: True if every rank has exactly one micro-batch of that batch.
+        most: if so, the largest number of places of ``inputs`` on any rank.
     """
 
     inputs: Int32s
@@ -47,7 +47,7 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return int(np.count_nonzero(self.targets >= 0))
 
     @property
@@ -62,7 +62,7 @@ class MicroBatch:
         return rows, width, len(self.targets)
 
     def alone(self, row: int) -> MicroBatch:
-        """The example of one row by itself, as wide as it is here; padding of its length counts as its tokens."""
+        """Return one row as an example of its own, with its width here; padding of its length counts as its tokens."""
         width = self.inputs.shape[1]
         its = (self.positions // width == row) & (self.targets >= 0)
         return MicroBatch(
@@ -120,16 +120,16 @@ class Loader:
         self._weights = tuple(weights)
 
     def load(self, iteration: int) -> list[MicroBatch]:
-        """This rank's part of batch ``iteration`` (from 0); empty when the batch has too few examples."""
+        """Load this rank's part of batch ``iteration`` (from 0); empty if the batch has too few examples."""
         shares = self.shares(iteration)
         most = self._most_of_one(shares) if self._alike else 0
         parts = collate_share(self._windows, shares[self._rank], self._sizing, self._order.epoch(iteration))
         return [replace(part, iteration=iteration, sole=most > 0, most=most) for part in parts]
 
     def shares(self, iteration: int) -> list[Ints]:
-        """The examples of each rank in batch ``iteration``.
+        """Return the examples of each rank in batch ``iteration``.
 
-        Batches of one update follow each other without an exchange: who had less of one gets more of the next.
+        Batches of one update follow each other without an exchange, so a rank with less of one gets more of the next.
         """
         cut = self._cut(iteration)
         before = self._tokens_before(iteration, cut.begin)

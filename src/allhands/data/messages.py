@@ -60,7 +60,7 @@ def asks_only(value: Any) -> bool:
 
 
 def messages_of_text(value: Any) -> list[Any] | None:
-    """The messages that a string holds as JSON or as Python's; None if it holds no list of objects with a role."""
+    """Return the messages in a string of JSON or Python; None if it holds no list of objects with a role."""
     try:
         items = list_if_text(value, "", ValuePlace("", 0)) if isinstance(value, str) else None
     except DataError:
@@ -81,7 +81,7 @@ def _is_foreign(message: Message) -> bool:
 
 
 def check_messages(value: Any, name: str, place: ValuePlace, *, sharegpt: bool = False) -> list[Message]:
-    """The messages of a list, or of a string that holds one: each with a known role and a string as content.
+    """Return the messages of a list, or of a string that holds one: each with a known role and a string as content.
 
     A message that is written with ``from`` and ``value`` is translated wherever it stands, and with ``sharegpt``
     in every message of the list. Other names of roles (human, gpt, model, observation, function) become the usual
@@ -258,7 +258,9 @@ def check_tool_answers(messages: Sequence[Message], name: str, place: ValuePlace
 
 
 def merged_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages with each system message before the question that follows it, as ``--system merge`` renders them."""
+    """Return the messages with each system message before the question that follows it, as ``--system merge`` renders
+    them.
+    """
     system, turns = "", list[Message]()
     for message in messages:
         if message["role"] in INSTRUCTION_ROLES:

@@ -80,7 +80,7 @@ class GlobalOrder:
         return -(-len(self.lengths) // self.batch_size)
 
     def epoch(self, iteration: int) -> int:
-        """The pass (from 0) that batch number ``iteration`` (from 0) belongs to."""
+        """Return the pass (from 0) that batch number ``iteration`` (from 0) belongs to."""
         return iteration // self.batches_per_epoch
 
     def batch(self, iteration: int) -> Ints:

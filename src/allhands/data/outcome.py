@@ -67,7 +67,7 @@ class Reasons:
             group.places.append(where)
 
     def listed(self) -> list[Reason]:
-        """The reasons, the commonest first."""
+        """Return the reasons, the commonest first."""
         return sorted(self._groups.values(), key=lambda reason: -reason.count)
 
 

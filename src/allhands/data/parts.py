@@ -90,7 +90,7 @@ class Parts:
         return frozenset(part for part in self.found if self.get(part) is not None)
 
     def get(self, part: str) -> Any:
-        """The value of a part; None if it is null or not there. A list that is written as a string is that list."""
+        """Return the value of a part; None if it is null or not there. A string that holds a list is that list."""
         found = self.found.get(part)
         if not isinstance(found, str):
             return found
@@ -111,7 +111,7 @@ class Parts:
         return part in self.columns.mapped
 
     def quoted(self, *parts: str) -> str:
-        """The columns of parts, for a message."""
+        """Return the columns of parts, for a message."""
         return " and ".join(quoted(self.names[part]) for part in parts)
 
     def fail(self, message: str, hint: str) -> NoReturn:
@@ -119,26 +119,26 @@ class Parts:
         self.place.fail(message, hint)
 
     def string(self, part: str, *, filled: bool = False) -> str:
-        """A part that must be a string; with ``filled``, of more than blanks."""
+        """Return a part that must be a string; with ``filled``, of more than blanks."""
         text = check_string(self.get(part), self.quoted(part), self.place)
         if filled and not text.strip():
             self.fail(f"{self.quoted(part)} is empty: there is nothing to learn", DELETE)
         return text
 
     def text_or_messages(self, part: str, *, filled: bool = False) -> str | list[Message]:
-        """A part that is a list of messages or a string; with ``filled``, of more than blanks."""
+        """Return a part that is a list of messages or a string; with ``filled``, of more than blanks."""
         value = self.get(part)
         if isinstance(value, list):
             return check_messages(value, self.names[part], self.place)
         return self.string(part, filled=filled)
 
     def messages(self, part: str, *, sharegpt: bool) -> list[Message]:
-        """The messages of a chat column; ``sharegpt``, or a mapped column, allows ShareGPT's names of roles."""
+        """Return the messages of a chat column; ``sharegpt``, or a mapped column, allows ShareGPT's names of roles."""
         sharegpt = sharegpt or self.mapped(part)
         return check_messages(self.get(part), self.names[part], self.place, sharegpt=sharegpt)
 
     def tools(self) -> list[Any] | None:
-        """The tools, also under OpenAI's older name ``functions``."""
+        """Return the tools, also under OpenAI's older name ``functions``."""
         functions = None if self.mapped("tools") else self.values.get("functions")
         return read_tools(self.get("tools"), self.names["tools"], functions, self.place)
 
@@ -159,7 +159,7 @@ class Parts:
         ]
 
     def system(self) -> list[Message]:
-        """The system column as a list of one message; empty if the column is absent, null or blank."""
+        """Return the system column as a list of one message; empty if the column is absent, null or blank."""
         text = self.string("system") if self.has("system") else ""
         return [{"role": "system", "content": text}] if text.strip() else []
 
@@ -170,7 +170,7 @@ class Parts:
 
 
 def reach(values: Any, name: str) -> Any:
-    """The value at a key, or at a dotted path through nested objects; ``MISSING`` if there is none."""
+    """Return the value at a key, or at a dotted path through nested objects; ``MISSING`` if there is none."""
     if not isinstance(values, dict):
         return MISSING
     if name in values or "." not in name:

@@ -63,12 +63,12 @@ _MAGIC = {
 
 
 def file_type(path: Path) -> FileType | None:
-    """The type that the name of a file promises; None if it is nothing that can be read."""
+    """Return the type that the name of a file promises; None if it is nothing that can be read."""
     return _TYPES.get(Path(unpacked_name(path)).suffix)
 
 
 def unpacked_name(path: Path) -> str:
-    """The name of a file in small letters, without what says that it is compressed."""
+    """Return the name of a file in small letters, without what says that it is compressed."""
     name = path.name.lower()
     return name.removesuffix(next(filter(name.endswith, _PACKED), ""))
 
@@ -80,7 +80,7 @@ def unread_hint(path: Path) -> str:
 
 
 def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | None = None) -> Iterator[Item]:
-    """All rows of a file of any supported type, in order. Nothing in a file raises; it becomes a problem.
+    """Yield all rows of a file of any supported type, in order. Nothing in a file raises; it becomes a problem.
 
     - JSON Lines: one value a line; blank lines, CRLF and byte-order marks are tolerated. A file whose first
       character is ``[`` is read as one JSON array.
@@ -105,7 +105,7 @@ def read_rows(path: Path, options: ReadOptions | None = None, *, name: str | Non
 
 
 def read_records(path: Path, columns: ColumnNames, *, name: str | None = None) -> Iterator[Record]:
-    """The records of one file of any supported type, in order, streamed; JSON Lines if its name says nothing.
+    """Yield the records of one file of any supported type, in order, streamed; JSON Lines if its name says nothing.
 
     Args:
         name: the file's name in records and errors; its own without the folder if None.
@@ -189,7 +189,9 @@ def notes_of(path: Path) -> tuple[str, ...]:
 
 
 def splits_in(path: Path) -> tuple[str, ...]:
-    """The keys of a JSON object that holds splits of a data set, ``{"train": [...], "test": [...]}``; () for others."""
+    """Return the keys of a JSON object that holds splits of a data set, ``{"train": [...], "test": [...]}``; () for
+    others.
+    """
     key = rows_key(_head(path)) if file_type(path) == "json" else None
     if key is None or key.lower() not in NAMES_OF_SPLITS:
         return ()

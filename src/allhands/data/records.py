@@ -85,7 +85,7 @@ class Record:
 
 
 def as_turns(words: str | list[Message], role: str) -> list[Message]:
-    """A string as one message of ``role``; messages as they are."""
+    """Return a string as one message of ``role``; messages as they are."""
     return [{"role": role, "content": words}] if isinstance(words, str) else list(words)
 
 
@@ -111,7 +111,8 @@ def parse_record(value: Any, columns: ColumnNames, *, source: str, line: int) ->
 
 
 def parts_of(value: Any, columns: ColumnNames, place: ValuePlace) -> Parts:
-    """The parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner one.
+    """Return the parts of a decoded JSON value; where it is no record but holds one under a key, those of the inner
+    one.
 
     ``{"row_idx": 7, "row": {"messages": [...]}}`` holds one, as APIs and annotation programs write it.
 
@@ -144,7 +145,7 @@ def _has_shape(parts: Parts) -> bool:
 
 
 def recognise(parts: Parts) -> Shape:
-    """The shape of a record, by the columns that it has.
+    """Return the shape of a record, by the columns that it has.
 
     mlx_lm's own come first, in its order: prompt and completion, messages, text. Then a preference (chosen and
     rejected), Alpaca (instruction and output), ShareGPT (conversations). Messages that do not end with an
@@ -217,7 +218,7 @@ def rating(parts: Parts, shape: Shape) -> bool | None:
 
 
 def to_record(parts: Parts, shape: Shape, *, empty_texts: bool = False) -> Record:
-    """The record of a recognised shape, checked. A mapped system column is put before any shape's messages.
+    """Return the record of a recognised shape, checked. A mapped system column is put before any shape's messages.
 
     Args:
         empty_texts: whether a text may have no words.

@@ -131,7 +131,7 @@ class Renderer:
         return results
 
     def explain(self, record: Record) -> Explained:
-        """A rendered record with the text that each of its tokens stands for, for people to read.
+        """Return a rendered record with the text that each of its tokens stands for, for people to read.
 
         Raises:
             AllhandsError: as :meth:`render`; a ModelError also if the tokenizer tells no offsets.
@@ -293,7 +293,7 @@ class ChatTemplate:
         return AnswerFinder(self.text, eos_token=self._tokenizer.eos_token, added_tokens=tuple(added))
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
-        """The rendered conversation; with ``prompt``, and the header of the answer to come.
+        """Return the rendered conversation; with ``prompt``, and the header of the answer to come.
 
         Raises:
             DataError: the template rejects the conversation.
@@ -340,7 +340,7 @@ class ChatTemplate:
         return tokenizer.get_chat_template(None, tools)
 
     def dates_in(self, text: str) -> tuple[str, ...]:
-        """The current date in a rendered conversation, in each spelling; only known of a ``moment``."""
+        """Return the current date in a rendered conversation, in each spelling; only known of a ``moment``."""
         return self._clock.dates_in(text) if self._clock else ()
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
@@ -352,7 +352,7 @@ class ChatTemplate:
         return self._tokenizer.encode(self.text(messages, None, prompt=True), add_special_tokens=False)
 
     def written(self, messages: list[Message], tools: list[Any] | None) -> Written:
-        """The conversation, rendered in the form in which the template leaves out least.
+        """Return the conversation, rendered in the form in which the template leaves out least.
 
         That is the usual one, with arguments of calls as objects, unless the template drops or rejects something in
         it that it takes in another.

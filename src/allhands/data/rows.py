@@ -75,7 +75,7 @@ class RowProblem:
         return f"{self.source}:{self.line}" if self.line else self.source
 
     def error(self) -> DataError:
-        """The same, to be raised."""
+        """Return the same, to be raised."""
         return DataError(self.message, where=self.where, hint=self.hint)
 
 
@@ -95,7 +95,7 @@ def lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int]]:
 
 
 def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | None:
-    """A problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
+    """Return a problem if ``text[start:]``, decoded with "surrogateescape", had a bad byte; it begins in ``line``."""
     found = None if text.isascii() else _BAD_BYTE.search(text, start)
     if found is None:
         return None
@@ -110,7 +110,7 @@ def not_utf8(text: str, name: str, line: int, start: int = 0) -> RowProblem | No
 
 
 def checked_value(value: Any, text: str, name: str, line: int) -> Item:
-    """The row of a JSON value read from ``text``, unless it is nested too deeply for who walks it by recursion."""
+    """Return the row of a JSON value read from ``text``, unless it is nested too deeply for recursion."""
     if text.count("[") + text.count("{") > _MAX_DEPTH:
         level: list[Any] = [value]
         for _ in range(_MAX_DEPTH + 1):
@@ -122,7 +122,7 @@ def checked_value(value: Any, text: str, name: str, line: int) -> Item:
 
 
 def with_rest(problem: RowProblem) -> RowProblem:
-    """The same, and that nothing after it was read."""
+    """Return the same, and that nothing after it was read."""
     if problem.is_rest:
         return problem
     what, _, why = problem.message.partition(":")

@@ -18,29 +18,30 @@ _SHARD = re.compile(r"(_(sft|gen|prefs))?([-_.]?\d+(-of-\d+)?(-[0-9a-f]+)?)?$")
 
 
 def why_no_data(name: str) -> str | None:
-    """Why a file of such a folder holds no rows; None if it may hold some."""
+    """Return the reason why a file of such a folder holds no rows; None if it may hold some."""
     if _ABOUT.fullmatch(name):
         return "it describes the data"
     return "a copy that the datasets library keeps for itself" if _CACHED.fullmatch(name) else None
 
 
 def split_called(name: str) -> str | None:
-    """The split that a file (without its ending) is called after, as ``train-00000-of-00003``."""
+    """Return the split that a file (without its ending) is called after, as ``train-00000-of-00003``."""
     return NAMES_OF_SPLITS.get(_SHARD.sub("", name.lower()))
 
 
 def split_of_directory(name: str) -> str | None:
-    """The split that a folder is called after: one of the usual names, as it is or as ``train_sft``."""
+    """Return the split that a folder is called after: one of the usual names, as it is or as ``train_sft``."""
     return NAMES_OF_SPLITS.get(re.sub(r"_(sft|gen|prefs)$", "", name.lower()))
 
 
 def split_of_part(part: str) -> str | None:
-    """The split of the library's name for a part: train of ``train_sft`` and ``train[:10%]``."""
+    """Return the split of the library's name for a part: train of ``train_sft`` and ``train[:10%]``."""
     return NAMES_OF_SPLITS.get(re.split(r"[^a-z]", part.lower(), maxsplit=1)[0])
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """The files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if it wrote none there.
+    """Return the files of a data set that ``save_to_disk`` wrote into ``folder``, in order; None if it wrote none
+    there.
 
     Raises:
         DataError: the folder lacks a file, or its rows are a selection that only the library can make.
@@ -59,7 +60,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def saved_split(folder: Path) -> str | None:
-    """The split that such a folder is of: as it is called, or else as it was called when it was saved."""
+    """Return the split that such a folder is of: as it is called, or else as it was called when it was saved."""
     return split_of_directory(folder.name) or split_of_part(str(_state(folder).get("_split") or ""))
 
 

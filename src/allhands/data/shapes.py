@@ -50,7 +50,7 @@ class Example:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The canonical JSON object; :func:`parse_example` makes the same record or preference of it."""
+        """Return the canonical JSON object; :func:`parse_example` makes the same record or preference of it."""
         if self.preference is not None:
             return dict(self.preference)
         record = self.record
@@ -63,7 +63,7 @@ class Example:
         return {"messages": list(record.messages or ()), **tools}
 
     def texts(self) -> str:
-        """All its words in order, tool calls among them, joined by line breaks.
+        """Return all its words in order, tool calls among them, joined by line breaks.
 
         The descriptions of the tools that could be called are left out: data sets repeat them in every row.
         """
@@ -76,7 +76,7 @@ class Example:
 
 
 def with_merged_system(example: Example) -> Example:
-    """The example with its system messages before the questions that follow them."""
+    """Return the example with its system messages before the questions that follow them."""
     warnings = tuple(warning for warning in example.warnings if warning not in (TWO_SYSTEM, LATE_SYSTEM))
     if example.preference is not None:
         prompt = {"prompt": merged_system(example.preference["prompt"])}
@@ -251,7 +251,7 @@ def remedy_of_warning(warning: str) -> str:
 
 
 def suspicions_of(record: Record) -> tuple[str, ...]:
-    """The warnings of what can be trained on; see :func:`suspicions`."""
+    """Return the warnings of what can be trained on; see :func:`suspicions`."""
     return (EMPTY_TEXT,) if record.is_blank else suspicions(record.turns)
 
 

@@ -85,7 +85,7 @@ class Source:
 
 
 def find_sources(names: Sequence[str], options: SourceOptions | None = None) -> list[Source]:
-    """The sources that are named, in order.
+    """Return the sources that are named, in order.
 
     A name is a file; a directory, which is searched with its sub-directories in sorted order; or a Hub dataset,
     ``OWNER/NAME`` or ``hf://OWNER/NAME``. What exists on disk is taken before the Hub.

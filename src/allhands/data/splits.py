@@ -43,7 +43,7 @@ _CALLED = {"valid": ("valid", "validation", "val", "dev")}
 
 
 def split_of_folder(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> RecordSource | None:
-    """The records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
+    """Return the records of ``data_dir/{split}.jsonl`` (or ``.json``); None if it is absent and not required.
 
     Where there is neither, those of the files of any type that can be read which are named ``{split}`` or
     ``{split}-...``, or lie in a folder of that name, one after the other by their names. "valid" may also be called as
@@ -111,7 +111,7 @@ def _check_parts(files: Sequence[Path]) -> None:
 
 
 def source_of_one_file(path: Path, columns: ColumnNames) -> RecordSource:
-    """The records of a file that was named itself.
+    """Return the records of a file that was named itself.
 
     Raises:
         DataError: its name does not end in a type that can be read.
@@ -170,7 +170,7 @@ def full_places(data_dir: Path) -> Generator[None, None, None]:
 
 
 def load_split(data_dir: Path, split: str, columns: ColumnNames, *, required: bool) -> list[Record]:
-    """All records of :func:`split_of_folder`; [] if it is absent and not required.
+    """Return all records of :func:`split_of_folder`; [] if it is absent and not required.
 
     Raises:
         DataError: the folder, or a required file, is missing or unreadable, or a record is malformed.

@@ -137,7 +137,7 @@ def check_fractions(valid: SplitShare | None, test: SplitShare | None) -> None:
 def wanted_rows(
     valid: SplitShare | None, test: SplitShare | None, default: SplitShare, num_rows: int, num_free: int
 ) -> WantedSplit:
-    """The sizes in rows. ``None`` is ``default``, but what was asked for comes first if both are too much.
+    """Return the sizes in rows. ``None`` is ``default``, but what was asked for comes first if both are too much.
 
     Args:
         num_rows: what fractions are of.
@@ -165,7 +165,7 @@ def _too_much(what: str, valid: SplitShare | None, test: SplitShare | None) -> C
 
 
 def assign(labels: Ints, keys: Hashes, given: Int8s, wanted: WantedSplit, seed: int) -> Int8s:
-    """The split of every row.
+    """Return the split of every row.
 
     Rows that their source puts into valid or test stay there, and undecided rows of the same group follow
     them (to test before valid). All other groups are shuffled by ``seed``; test, then valid, are filled up

@@ -53,11 +53,11 @@ class Spool:
         self._table = np.frombuffer(self._rows, dtype=_DTYPE)
 
     def row(self, index: int) -> bytes:
-        """The JSON line of a row."""
+        """Return the JSON line of a row."""
         return os.pread(self._file.fileno(), self._table["row_bytes"][index], self._table["start"][index])
 
     def text(self, index: int) -> str:
-        """The words of a row."""
+        """Return the words of a row."""
         start, row_bytes, text_bytes = self._table[["start", "row_bytes", "text_bytes"]][index]
         return os.pread(self._file.fileno(), text_bytes, start + row_bytes).decode("utf-8", "surrogatepass")
 

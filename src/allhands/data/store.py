@@ -1,9 +1,9 @@
-"""Tokenised sets on disk: written once by whoever comes first, mapped by every process of the host.
+"""Tokenised sets on disk: written once by the first process, mapped by every process of the host.
 
-A store is a directory of append-only arrays and a manifest, which is written last, with their sizes and
-SHA-256 sums. Directories are renamed into place whole, one process builds while others wait, and what is torn or
-altered is noticed at the next opening and built anew. Opening costs milliseconds: the sums are computed once
-after a file, or the machine's boot, has changed; until then sizes, times and inode numbers must match.
+A store is a directory of append-only arrays and a manifest with their sizes and SHA-256 sums, which is written last. A
+complete directory is renamed into its place. One process builds it while others wait. A torn or altered file is noticed
+at the next opening, and the store is built again. Opening takes milliseconds: the sums are computed only after a file
+or the machine's boot has changed; otherwise sizes, times and inode numbers must match.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class TokenSetReport:
         num_tokens: tokens in the set.
         num_trained_tokens: tokens in the set that the loss is computed on.
         build_s: seconds that it took to make.
-        num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets that were made before it was counted.
-        left_out: what records hold and the chat template leaves out.
+        num_text_bytes: UTF-8 bytes of the records that are plain texts; 0 in sets from before this count existed.
+        left_out: parts of records that the chat template leaves out.
     """
 
     num_records: int
@@ -97,10 +97,10 @@ class StoredTokens:
 
     Attributes:
         tokens: its arrays, mapped from the files.
-        report: what became of the records when it was built.
+        report: counts of the records when it was built.
         fingerprint: :meth:`TokenSet.fingerprint` of it, known without reading.
         path: its directory.
-        built: whether this process has built it just now.
+        built: True if this process has just built it.
     """
 
     tokens: TokenSet
@@ -184,20 +184,19 @@ Build = Callable[[StoreWriter], TokenSetReport]
 
 
 def stores() -> Path:
-    """The directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
+    """Return the directory that holds all token stores of this user: ``$ALLHANDS_TOKEN_CACHE``, or one in the cache."""
     chosen = os.environ.get("ALLHANDS_TOKEN_CACHE")
     return Path(os.path.expanduser(chosen)) if chosen else cache_dir() / "tokens"
 
 
 def open_store(key: str, vocabulary: int, build: Build, *, patience_s: float = 0.0) -> StoredTokens:
-    """The store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
+    """Return the store of ``key``, built if it is absent, torn or altered. Safe to call from several processes at once.
 
     Args:
         key: names everything that the tokens depend on; see :func:`store_key`.
         vocabulary: one more than the largest token id.
-        build: appends all examples and tells what became of them; called in one process only, while others
-            wait.
-        patience_s: how long to leave the building to another process, which can tell a person of its progress.
+        build: appends all examples and returns their counts; called in one process only, while others wait.
+        patience_s: seconds to leave the building to another process, which can show its progress.
 
     Raises:
         StorageError: the store cannot be written.
@@ -242,7 +241,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def store_key(facts: Any) -> str:
-    """A name for everything that a store depends on, given as JSON values."""
+    """Return a name for everything that a store depends on, given as JSON values."""
     text = json.dumps([FORMAT, _code(), facts], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

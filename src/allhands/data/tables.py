@@ -39,7 +39,7 @@ class Separator(NamedTuple):
 
 
 def separator_of(head: bytes, usual: str, *, whole: bool) -> Separator:
-    """The separator of a table, from its beginning.
+    """Return the separator of a table, from its beginning.
 
     A separator fits if the first row has two different names or more, and each row after it as many fields. The usual
     one is taken where it fits; another where no third does.
@@ -77,7 +77,7 @@ def _fits(text: str, delimiter: str, whole: bool) -> bool:
 
 
 def rows_of_table(file: IO[bytes], name: str, options: ReadOptions, separator: Separator) -> Iterator[Item]:
-    """The rows of a CSV or TSV file as objects of strings, by the names in its first row."""
+    """Yield the rows of a CSV or TSV file as objects of strings, by the names in its first row."""
     if not separator.certain:
         shown = "a tab" if separator.delimiter == "\t" else separator.delimiter
         hint = "save it with commas; or give each row as many fields, and put those with separators in quotes"
@@ -120,7 +120,7 @@ class _TableLines:
         self._lines, self._name = lines(file, limit), name
 
     def rows(self, delimiter: str) -> Iterator[tuple[int, list[str] | RowProblem]]:
-        """The first line of each row that is not blank, and its fields, or what is wrong with it."""
+        """Yield the first line of each row that is not blank, and its fields, or what is wrong with it."""
         reader = csv.reader(self, delimiter=delimiter, strict=True)
         while True:
             self._quotes, self._bad, first = 0, None, self._number + 1
@@ -171,7 +171,7 @@ def _twice(names: Sequence[str], source: str, line: int) -> RowProblem | None:
 
 
 def rows_of_columns(file: IO[bytes], head: bytes, name: str) -> Iterator[Item]:
-    """The rows of a Parquet or Arrow file, in batches of about 8 MB.
+    """Yield the rows of a Parquet or Arrow file, in batches of about 8 MB.
 
     An Arrow file may be a stream (what ``datasets`` saves), a file or Feather.
 
@@ -243,7 +243,7 @@ def _rows_of_batch(batch: Any, name: str, before: int) -> Iterator[Item]:
 
 
 def rows_of_text(file: IO[bytes], name: str, options: ReadOptions) -> Iterator[Item]:
-    """The documents of a plain text file."""
+    """Yield the documents of a plain text file."""
     by = options.documents
     pattern = _SEPARATORS.get(by, re.escape(by.replace("\\n", "\n").replace("\\t", "\t")))
     for line, text in _documents(file, re.compile(pattern) if pattern else None, options.max_document_chars):

@@ -73,7 +73,7 @@ class ChatChoice:
     kept: Path | None = None
 
     def chosen(self) -> str | None:
-        """The name or the text that is chosen in place of the model's own template.
+        """Return the name or the text that is chosen in place of the model's own template.
 
         Raises:
             ConfigError: there is no such name or file, or the file holds no template.
@@ -85,7 +85,7 @@ class ChatChoice:
 
 
 def read_template(name: str, *, kept: bool = False) -> str:
-    """The text of a template file: Jinja, or the JSON of a tokenizer's configuration with a ``chat_template``.
+    """Return the text of a template file: Jinja, or the JSON of a tokenizer's configuration with a ``chat_template``.
 
     Raises:
         ConfigError: it cannot be read, or holds no template.
@@ -109,7 +109,7 @@ def read_template(name: str, *, kept: bool = False) -> str:
 
 
 def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
-    """The template that ``choice`` asks for; None for the tokenizer's own.
+    """Return the template that ``choice`` asks for; None for the tokenizer's own.
 
     Raises:
         ConfigError: no such template, or it is none that Jinja reads.
@@ -123,7 +123,7 @@ def template_text(tokenizer: Any, choice: ChatChoice) -> str | None:
     program = getattr(tokenizer, "_chat_template", None)
     if callable(program):
         hint = "leave the option out, and change the data; or use another model"
-        raise ModelError("the chat template of this model is a program, which nothing replaces", where=flag, hint=hint)
+        raise ModelError("the chat template of this model is a program, and cannot be replaced", where=flag, hint=hint)
     text = _named_text(tokenizer, chosen) if chosen in NAMED else chosen
     if text is None:
         text = _own(tokenizer)
@@ -139,10 +139,10 @@ def _named_text(tokenizer: Any, name: str | None) -> str:
     fitting = [other for other, one in NAMED.items() if all(is_one_token(tokenizer, token) for token in one.tokens)]
     if missing:
         raise ModelError(
-            f"the tokenizer has no token {', '.join(missing)}: written as words, it would be no sign at which an "
-            "answer ends",
+            f"the tokenizer has no token {', '.join(missing)}: written as plain text, it would not mark the end of an "
+            "answer",
             where=flag,
-            hint=f"these need no other tokens than it has: {', '.join(fitting)}",
+            hint=f"these work with the tokenizer's own tokens: {', '.join(fitting)}",
         )
     if "eos_token" in named.text and not tokenizer.eos_token:
         raise ModelError("the tokenizer has no end-of-text token, which this chat template writes", where=flag)

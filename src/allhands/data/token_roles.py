@@ -12,7 +12,7 @@ from allhands.errors import DataError
 
 
 def stop_tokens(tokenizer: Any) -> set[int]:
-    """The tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the one token."""
+    """Return the tokens at which generation stops: a set of mlx_lm's, or of a bare tokenizer the one token."""
     stops = getattr(tokenizer, "eos_token_ids", None)
     return {*(stops if isinstance(stops, set) else ()), tokenizer.eos_token_id} - {None}
 
@@ -57,7 +57,7 @@ def _template_words(tokenizer: Any) -> str:
 
 
 def unstopped(tokenizer: Any) -> tuple[str, int] | None:
-    """The token, and its id, that ends answers in the chat template, where generation would not stop at it."""
+    """Return the token, and its id, that ends answers in the chat template, where generation would not stop at it."""
     if not has_chat_template(tokenizer):
         return None
     try:

@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]
 
 
 def no_progress(_records: int, _tokens: int) -> None:
-    """Nobody is told."""
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rendering:
     moment: datetime = field(default_factory=datetime.now)
 
     def renderer(self) -> Renderer:
-        """The renderer that does it."""
+        """Return the renderer that does it."""
         options: Any = {"mask_prompt": self.mask_prompt, "train_on": self.train_on, "moment": self.moment}
         return Renderer(self.tokenizer, max_seq_length=self.max_seq_length, **options)
 
@@ -127,7 +127,7 @@ def tokenizer_files(directory: Path) -> str:
 
 
 def tokenizer_files_of(directory: Path) -> list[Path]:
-    """The files in a model's directory that its tokenizer may be made of, by their names."""
+    """Return the files in a model's directory that its tokenizer may be made of, by their names."""
     found = {path.name: path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
     return [path for _, path in sorted(found.items())]
 
@@ -231,7 +231,7 @@ Result = Rendered | AllhandsError
 
 
 def _rendered(chunks: Iterator[list[Record]], rendering: Rendering) -> Iterator[tuple[list[Record], Sequence[Result]]]:
-    """Each chunk with its results, in order."""
+    """Yield each chunk with its results, in order."""
     renderer = rendering.renderer()
     alone_until = time.perf_counter() + ALONE_S
     task, ahead = replace(rendering, tokenizer=None), 1

@@ -1,8 +1,8 @@
 """Tokenised examples as flat arrays, in memory or mapped from a file, and the two ways to train on them.
 
-:class:`TokenSet` holds the arrays. What a run trains on is either its examples one by one (:class:`TokenSet`
-itself) or, for pre-training, the documents joined and cut into rows of equal length (:class:`PackedRows`).
-Both are read through :class:`Windows`, so nothing behind them knows the difference.
+:class:`TokenSet` holds the arrays. A run trains on its examples one by one (:class:`TokenSet` itself) or, in
+pre-training, on the documents joined and cut into rows of equal length (:class:`PackedRows`). Both are read through
+:class:`Windows`, so other code does not depend on the difference.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TokenSet:
 
     @classmethod
     def of(cls, tokens: Array, mask: Bools, offsets: Ints) -> TokenSet:
-        """A set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
+        """Return a set in memory from flat arrays: (num_tokens,) ids and mask, (num_examples + 1,) offsets."""
         assert mask.shape == tokens.shape
         until = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
         counts = until[offsets[1:]] - until[offsets[:-1]]
@@ -97,7 +97,7 @@ class TokenSet:
 
     @classmethod
     def of_examples(cls, examples: Sequence[tuple[Array, Bools]]) -> TokenSet:
-        """A set in memory from (tokens, mask) of each example."""
+        """Return a set in memory from (tokens, mask) of each example."""
         lengths = [len(tokens) for tokens, _ in examples]
         tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(tokens for tokens, _ in examples)])
         mask = np.concatenate([np.zeros(0, dtype=np.bool_), *(mask for _, mask in examples)])
@@ -167,14 +167,14 @@ class PackedRows:
     ``stream`` is the tokens of all documents, each with its end-of-text token. Every token but the first of the
     stream is a target once. The last row is what remains and may be shorter.
 
-    That is the first epoch. In each further one the stream, joined to a ring, begins elsewhere (:meth:`shift`), so that
-    no row comes back as it was: rows that do are learned by heart sooner than the text is.
+    This is so in the first epoch. In each further epoch the stream, joined to a ring, begins at another place
+    (:meth:`shift`), so that no row is repeated: a model memorises repeated rows sooner than the text.
 
     Attributes:
         source: the documents.
         block: inputs a row.
-        isolate: whether documents are kept apart: a row's window carries document numbers, and the first
-            token of a document, which nothing of the document predicts, is no target.
+        isolate: True if documents are kept apart: a row's window has document numbers, and the first token of a
+            document is no target, because nothing of the document predicts it.
     """
 
     source: TokenSet

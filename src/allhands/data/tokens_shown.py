@@ -31,7 +31,7 @@ class TokenisedText:
 
 
 def load_tokenizer_file(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory, or of a model.
+    """Return the tokenizer of a directory, or of a model.
 
     Raises:
         ModelError: there is none, or it cannot be read.
@@ -81,7 +81,7 @@ def _escaped(letter: str) -> str:
 
 @cache
 def bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
+    """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2's table).
 
     Printable characters of Latin-1 stand for themselves, and the other bytes, in order, for those from 256 on.
     """

@@ -32,21 +32,21 @@ class ValuePlace:
 
 
 def type_name(value: Any) -> str:
-    """The type of a JSON value in words, with its article."""
+    """Return the type of a JSON value in words, with its article."""
     if value is None:
         return "null or missing"
     return _NAMES.get(type(value)) or f"a value of type {type(value).__name__}"
 
 
 def quoted(name: Any) -> str:
-    """A key or other short text from the data, fit for a message: in quotes, printable, not too long."""
+    """Return a key or other short text from the data, fit for a message: in quotes, printable, not too long."""
     text = name if isinstance(name, str) else reprlib.repr(name)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f'"{text.encode("utf-8", "backslashreplace").decode("utf-8")}"'
 
 
 def key_list(names: Iterable[str]) -> str:
-    """The first keys, quoted, for a message."""
+    """Return the first keys, quoted, for a message."""
     first = [quoted(name) for name in names]
     return (", ".join(first[:12]) or "none") + (", ..." if len(first) > 12 else "")
 
@@ -57,7 +57,7 @@ def is_list_of_objects(value: Any) -> bool:
 
 
 def check_string(value: Any, what: str, place: ValuePlace) -> str:
-    """The value if it is a string that UTF-8 can write.
+    """Return the value if it is a string that UTF-8 can write.
 
     Raises:
         DataError: with ``what`` in the message.
@@ -69,7 +69,7 @@ def check_string(value: Any, what: str, place: ValuePlace) -> str:
 
 
 def as_json(value: Any, what: str, place: ValuePlace) -> Any:
-    """The value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
+    """Return the value as UTF-8 JSON gives it back, so that it can be written, hashed and handed to a template."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_date_as_text)
         text.encode("utf-8")
@@ -89,7 +89,7 @@ def _date_as_text(value: Any) -> str:
 
 
 def parse_json(text: str, what: str, place: ValuePlace) -> Any:
-    """A JSON value that stands in the data as a string.
+    """Return a JSON value that stands in the data as a string.
 
     Raises:
         DataError: it is not JSON.
@@ -101,7 +101,7 @@ def parse_json(text: str, what: str, place: ValuePlace) -> Any:
 
 
 def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
-    """The list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
+    """Return the list that a string holds, None for an empty string (a table's empty cell), any other value as it is.
 
     The string is JSON, also encoded twice, or what Python, and so pandas, writes into a CSV.
 
@@ -128,5 +128,5 @@ def list_if_text(value: Any, what: str, place: ValuePlace) -> Any:
 
 
 def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an object that are not null."""
+    """Return the fields of an object that are not null."""
     return {key: value for key, value in fields.items() if value is not None}

@@ -78,7 +78,7 @@ def _misfit(
 
 
 def _names(everyone: Sequence[Mapping[str, Any]], said: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whose the statements are: computers', or ranks' where one computer's do not say the same."""
+    """Return the owners of the statements: computers, or ranks if those of one computer differ."""
     computers = [one["computer"] for one in said]
     firsts = Counter(one["computer"] for one in said if one["leads"])
     alike = all(everyone[computers.index(name)] == facts for name, facts in zip(computers, everyone, strict=True))

@@ -1,9 +1,9 @@
 """The only module that touches ``mx.distributed``: connect, check, communicate.
 
-MLX's back-ends fail quietly: ``init()`` gives a group of one when it finds no peers, the ring waits for
-ever for a peer that never comes, an operation that a back-end lacks throws in the middle of a run, and two collectives
-on two streams mix their bytes. So the group's size is compared with what the launcher promised, what each back-end can
-do is one table (:mod:`allhands.distributed.capabilities`), and a process has one stream for all that it exchanges.
+MLX's back-ends fail silently: ``init()`` returns a group of one when it finds no peers, the ring waits for ever for a
+peer that never comes, a missing operation throws in the middle of a run, and two collectives on two streams mix their
+bytes. So the group's size is compared with the launcher's number, one table has the capabilities of each back-end
+(:mod:`allhands.distributed.capabilities`), and a process has one stream for all exchanges.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Communicator(Protocol):
     def backend(self) -> str: ...
 
     def all_sum(self, array: mx.array) -> mx.array:
-        """Element-wise sum over ranks; every rank must pass the same shape and dtype."""
+        """Return the element-wise sum over ranks; every rank must pass the same shape and dtype."""
         ...
 
     def all_gather(self, array: mx.array) -> mx.array:
-        """Ranks' arrays joined along the first axis."""
+        """Return the arrays of all ranks joined along the first axis."""
         ...
 
 
@@ -73,15 +73,15 @@ class TwoStreamsError(DistributedError):
 
 
 class ExchangeStream:
-    """The one stream of a device over which this process exchanges anything, with whatever group.
+    """The only stream of a device for all exchanges of this process, with any group.
 
-    Two collectives on two streams of a ring run at once and take each other's bytes: the sums are wrong, and nothing
-    says so. MPI, as MLX starts it, allows one thread only, and a stream of the CPU is a thread. So the first stream
-    that is used stays the one, whatever MLX's default is later, until :meth:`release`.
+    Two collectives on two streams of a ring run at once and read each other's bytes: the sums are wrong, without an
+    error. MPI, as MLX starts it, allows only one thread, and a stream of the CPU is a thread. So the first stream stays
+    in use until :meth:`release`, even if MLX's default changes.
 
     Attributes:
-        sent_bytes: that this process has been asked to send so far, over all groups.
-        asleep: sockets whose threads sleep until something comes.
+        sent_bytes: bytes that this process had to send so far, over all groups.
+        asleep: sockets whose threads sleep until data arrive.
     """
 
     def __init__(self, device: DeviceKind) -> None:
@@ -94,7 +94,7 @@ class ExchangeStream:
         self.asleep: list[int] = []
 
     def restart(self, *, apart: bool) -> None:
-        """Begin anew, in this thread; ``apart``: on a stream of its own, beside what is computed on the device."""
+        """Start again in this thread; ``apart``: on another stream than the device's computations."""
         if not apart or self._thread not in (0, threading.get_ident()):
             self.home = None
         if apart and self.home is None:
@@ -107,7 +107,7 @@ class ExchangeStream:
         return self._used
 
     def take(self, wanted: Any = None) -> mx.Stream:
-        """The stream for the next collective; ``wanted``: by name, else the one in use.
+        """Return the stream for the next collective; ``wanted``: by name, else the one in use.
 
         Raises:
             TwoStreamsError: another one is in use, or the one in use is another thread's.
@@ -128,14 +128,14 @@ class ExchangeStream:
         return stream
 
     def release(self) -> None:
-        """Wait for everything that was handed out on the stream in use, after which another one may be."""
+        """Wait for all queued work on the stream in use; then another stream may be used."""
         if self._used is not None:
             mx.synchronize(self._used)
         self._used = None
 
     @contextmanager
     def lent(self) -> Generator[None]:
-        """Within the block another stream may be used, for what is computed before the block ends."""
+        """Allow another stream within the block, for work that is computed before the block ends."""
         before, thread = self._used, self._thread
         self.release()
         try:
@@ -146,14 +146,14 @@ class ExchangeStream:
 
 
 def resolved(stream: Any) -> mx.Stream:
-    """The stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
+    """Return the stream that MLX takes for a device, for a stream of every thread, or for a stream itself."""
     with mx.stream(stream):
         return mx.default_stream(getattr(stream, "device", stream))
 
 
 @cache
 def exchange_stream(device: DeviceKind) -> ExchangeStream:
-    """The one of this process."""
+    """Return the exchange stream of this process."""
     return ExchangeStream(device)
 
 
@@ -196,7 +196,7 @@ class MlxGroup:
         return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """The array that a rank sends; where the back-end has it."""
+        """Return the array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
 
@@ -205,7 +205,8 @@ class MlxGroup:
         self.exchange.sent_bytes += round((self.size - 1) * part * array.nbytes)
 
     def split(self, members: Sequence[int]) -> MlxGroup:
-        """The group of some ranks, in this order; called by all ranks together, each with those that it is among.
+        """Return the group of some ranks, in this order; called by all ranks together, each with those that it is
+        among.
 
         Raises:
             DistributedError: MLX's group is another one.
@@ -219,18 +220,18 @@ class MlxGroup:
 
 
 def _device_of(backend: str) -> DeviceKind:
-    """Where a back-end sends from. A person's own group is NCCL's where MLX would have chosen that."""
+    """Return the device from which a back-end sends. A person's own group is NCCL's if MLX would have chosen NCCL."""
     chosen = backend == _PERSONS and mx.cuda.is_available() and {"NCCL_HOST_IP", "NCCL_PORT"} <= os.environ.keys()
     return "gpu" if backend == "nccl" or chosen else "cpu"
 
 
 def of_group(group: Any) -> Communicator:
-    """The communicator over a group of ``mx.distributed`` that a person has made."""
+    """Return the communicator over a group of ``mx.distributed`` that a person has made."""
     return MlxGroup(group, _PERSONS) if group.size() > 1 else SingleProcess()
 
 
 def on_stream(communicator: Communicator, stream: Any) -> Communicator:
-    """The same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
+    """Return the same ranks, exchanging on another stream; as it is, if there is no stream or no group of MLX's.
 
     Raises:
         TwoStreamsError: another one is in use: see :func:`moved_to`.
@@ -247,17 +248,17 @@ def sent_bytes(communicator: Communicator) -> int:
 
 
 def finish_exchanges(communicator: Communicator) -> None:
-    """Wait for all that was handed out to be exchanged; then another stream, or thread, may exchange.
+    """Wait for all queued exchanges; then another stream, or thread, may exchange.
 
-    The caller has evaluated every collective of before, and calls no function that was compiled with one in it: on the
-    stream of before they would meet those of the new one.
+    The caller has evaluated every earlier collective, and calls no compiled function with a collective in it: on the
+    earlier stream they would mix with those of the new one.
     """
     if isinstance(communicator, MlxGroup):
         communicator.exchange.release()
 
 
 def moved_to(communicator: Communicator, stream: Any) -> Communicator:
-    """As :func:`on_stream`, after :func:`finish_exchanges`: from now on every group exchanges there."""
+    """Move all exchanges to a stream: :func:`on_stream` for every group from now on, after :func:`finish_exchanges`."""
     if stream is None:
         return communicator
     finish_exchanges(communicator)
@@ -265,7 +266,7 @@ def moved_to(communicator: Communicator, stream: Any) -> Communicator:
 
 
 def exchanging_beside(communicator: Communicator) -> Communicator:
-    """The same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
+    """Return the same ranks, exchanging beside what a CPU computes; as it is, where only one thread may exchange."""
     if not isinstance(communicator, MlxGroup) or communicator.backend != "ring":
         return communicator
     if hostfile := os.environ.get("MLX_HOSTFILE"):
@@ -274,7 +275,7 @@ def exchanging_beside(communicator: Communicator) -> Communicator:
 
 
 def expect_bulk(communicator: Communicator, bulk: bool) -> None:
-    """Something large comes while other things are computed, or is waited for: threads that sleep are woken seldom."""
+    """Expect a large array during other computations, or while waiting: sleeping threads are then woken less often."""
     world = getattr(communicator, "world", communicator)  # that exchanges for a group
     if isinstance(world, MlxGroup):
         receive_in_bulk(world.exchange.asleep, bulk)
@@ -289,7 +290,7 @@ def lent_stream(communicator: Communicator, stream: Any) -> AbstractContextManag
 
 
 def sum_scatter(communicator: Communicator, array: mx.array) -> mx.array:
-    """This rank's equal part of the sum over ranks of ``array``, whose first axis the number of ranks divides."""
+    """Return this rank's equal part of the sum of ``array`` over ranks; the number of ranks divides its first axis."""
     if communicator.size > 1 and array.shape[0] % communicator.size:
         raise ValueError(f"{communicator.size} ranks cannot have equal parts of an array of shape {array.shape}")
     if isinstance(communicator, MlxGroup) and communicator.scatters:
@@ -316,10 +317,9 @@ def connect(
         backend: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"`` or ``"none"``.
         size: processes that the launcher promised.
         rank: this process's number as the launcher has it.
-        timeout_s: seconds for which a ring's neighbours, or the first rank, are waited for; without a ``watch`` a
-            minute at most.
-        watch: knows when all ranks listen, and sees to it that they come.
-        tried: whether all ranks are known to reach the first one.
+        timeout_s: seconds to wait for a ring's neighbours, or for the first rank; without a ``watch`` a minute at most.
+        watch: knows when all ranks listen, and waits for them.
+        tried: True if all ranks are known to reach the first one.
 
     Raises:
         ConfigError: this MLX is built without the back-end.
@@ -368,7 +368,7 @@ def _check_first_gathering(communicator: Communicator) -> None:
 
 
 def _first_rank(backend: str, environ: Mapping[str, str]) -> str | None:
-    """Where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
+    """Return the place where NCCL and JACCL call the first rank; ``None``: nowhere, or on this very computer."""
     if backend == "nccl":
         address, port = environ.get("NCCL_HOST_IP", ""), environ.get("NCCL_PORT", "")
     elif backend == "jaccl":

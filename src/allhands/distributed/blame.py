@@ -93,7 +93,7 @@ TRUSTED_VARIABLE = "ALLHANDS_TRUSTED_HOSTS"
 
 
 def circumstances_in(environ: Mapping[str, str], launcher: str = "") -> Circumstances:
-    """The circumstances that a supervisor has put into the environment."""
+    """Return the circumstances that a supervisor has put into the environment."""
     trusted = environ.get(TRUSTED_VARIABLE, "")
     return Circumstances(
         launcher or environ.get(LAUNCHER_VARIABLE, ""),
@@ -165,7 +165,7 @@ def _differ(values: Iterable[str]) -> bool:
 
 
 def init_command(names: Iterable[str], option: str = "") -> str:
-    """The command that makes the same environment on these computers as on the one where it is typed."""
+    """Return the command that makes the same environment on these computers as on the one where it is typed."""
     words = ["allhands", "cluster", "init", "--hosts", ",".join(names)]
     flag, _, file = option.partition(" ")
     ours = flag == "--hostfile" and file.endswith(".json")

@@ -1,4 +1,4 @@
-"""What each of MLX's back-ends can do besides sums and gathers; asked when a run is configured, before it starts.
+"""Capabilities of MLX's back-ends besides sums and gathers; they are asked for when a run is configured.
 
 Every back-end has ``all_sum``, ``all_max`` and ``all_gather``: these need no entry. What a back-end lacks is made of
 these, or refused by name. Each entry is read somewhere, by :func:`can`.
@@ -31,7 +31,7 @@ _SINCE = {("jaccl", "sum_scatter"): (0, 32, 2)}
 
 
 def can(backend: str, operation: str) -> bool:
-    """Whether a back-end of the installed MLX has an operation of :data:`CAPABILITIES`; an unknown one has none."""
+    """Return whether a back-end of this MLX has an operation of :data:`CAPABILITIES`; an unknown back-end has none."""
     if backend == "jaccl" and _in_ring():
         operation = {"send_recv_neighbours": "send_recv", "send_recv": ""}.get(operation, operation)
     since = _SINCE.get((backend, operation))
@@ -40,7 +40,7 @@ def can(backend: str, operation: str) -> bool:
 
 
 def _in_ring() -> bool:
-    """Whether JACCL's ranks have cables to their neighbours only: MLX takes the variable for it, whatever it says."""
+    """Return whether JACCL's ranks have cables to their neighbours only: MLX looks only for the variable's presence."""
     return "MLX_JACCL_RING" in os.environ or "JACCL_RING" in os.environ
 
 

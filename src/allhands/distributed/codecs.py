@@ -57,7 +57,7 @@ class Codec:
         return groups * (GROUP * self.bits // 8 + _SCALES * self.grouped)
 
     def route(self, backend: str, ranks: int, item_bytes: int = _FLOAT) -> Route:
-        """The way in which ranks exchange packed numbers of ``item_bytes`` over a back-end.
+        """Return the way in which ranks exchange packed numbers of ``item_bytes`` over a back-end.
 
         Gathering rounds once and takes N - 1 rows of each rank; while these are fewer bytes than a sum of what is not
         packed, N < 2 / ratio, it is taken. Beyond, parts are passed on, in 2 (N - 1) / N rows.

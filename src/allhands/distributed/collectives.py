@@ -40,7 +40,7 @@ def replicated(communicator: Communicator, array: mx.array) -> mx.array:
 
 
 def summed(communicator: Communicator, array: mx.array) -> mx.array:
-    """The sum over ranks; the gradient passes, as all ranks use the sum in the same way and have the same."""
+    """Return the sum over ranks; the gradient passes, as all ranks use the sum in the same way and have the same."""
     if communicator.size == 1:
         return array
     return _with_gradient(communicator.all_sum, lambda primal, cotangent, output: cotangent, array)
@@ -90,7 +90,7 @@ def sent(communicator: Communicator, array: mx.array, peer: int) -> mx.array:
 def received(
     communicator: Communicator, shape: Sequence[int], dtype: mx.Dtype, peer: int, *, after: mx.array
 ) -> mx.array:
-    """The array that rank ``peer`` sends by :func:`sent`; its gradient travels back there.
+    """Return the array that rank ``peer`` sends by :func:`sent`; its gradient travels back there.
 
     Args:
         after: is computed before anything is received. Its gradient is 0 and has to be computed, by differentiating

@@ -34,7 +34,7 @@ def all_equal(communicator: Communicator, text: str) -> bool:
 
 
 def votes(communicator: Communicator, vote: bool) -> int:
-    """The number of ranks whose ``vote`` is true."""
+    """Return the number of ranks whose ``vote`` is true."""
     return int(np.asarray(communicator.all_sum(mx.array([float(vote)])))[0])
 
 
@@ -48,7 +48,7 @@ def hand_out_json(communicator: Communicator, value: Any) -> Any:
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
-    """Every rank's JSON ``value``, on every rank."""
+    """Return every rank's JSON ``value``, on every rank."""
     text = json.dumps(value, default=str).encode()
     sizes: list[int] = gather_rows(communicator, np.array([len(text)], dtype=np.int32))[:, 0].tolist()
     texts = [bytearray() for _ in sizes]
@@ -75,7 +75,7 @@ def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: in
 def gather_bytes(
     communicator: Communicator, pieces: Iterable[Bytes], sizes: Sequence[int]
 ) -> Iterator[list[memoryview]]:
-    """Every rank's bytes, a piece of each at a time (an empty one where it has no more); likewise.
+    """Yield every rank's bytes, a piece of each at a time (an empty one where it has no more); likewise.
 
     Args:
         pieces: this rank's bytes.

@@ -1,4 +1,4 @@
-"""The mesh of ranks: who this process is among the others, along named axes. Plain numbers, no device."""
+"""Mesh of ranks: this process's place among the others along named axes. Plain numbers, no device."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Coordinates(NamedTuple):
 class Mesh:
     """The processes of a run, ordered along named axes, and this one's place.
 
-    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* what
-    is kept of parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
-    ``context`` the places of a row. Rank numbers count the last axis first, like the indices of a C array. Without
-    sizes all ranks are on ``data``.
+    Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* the
+    stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
+    ``context`` the token positions of a row. Rank numbers increase along the last axis first, like the indices of a C
+    array. Without sizes all ranks are on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
         size: number of processes, the product of the axes.
         local_rank: number of this process on its host.
         local_size: processes on this host.
-        weights: relative speed of each data rank, by which its share of a batch is cut; empty: all are alike.
-        data: size of that axis, as the following are of theirs; ``None``: the ranks that the others leave.
+        weights: relative speed of each data rank, which gives its share of a batch; empty: all are equal.
+        data: size of this axis; the next attributes are the sizes of theirs. ``None``: the ranks that the others leave.
 
     Raises:
         ConfigError: sizes that are not those of a mesh of ``size`` ranks, or weights that are not one a data rank.
@@ -67,12 +67,12 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks to the person."""
+        """Return whether this rank writes files and prints messages."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of each batch this rank computes; ranks of one share differ on the other axes only.
+        """Return the number of this rank's share of each batch; ranks with the same share differ on other axes only.
 
         Rows are divided over ``data`` and over ``shard``: a fully sharded rank computes rows of its own with
         parameters that it gathers, while ranks along ``pipe``, ``tensor``, ``expert`` and ``context`` work together on
@@ -83,15 +83,15 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """The number of shares of a batch: the size of ``data`` times that of ``shard``."""
+        """Number of shares of a batch: the size of ``data`` times that of ``shard``."""
         return self.size_of("data") * self.shard
 
     def size_of(self, axis: Axis) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self._sizes()[AXES.index(axis)]
 
     def coordinates(self, rank: int | None = None) -> Coordinates:
-        """The place of ``rank``; default: of this one."""
+        """Return the place of ``rank``; default: of this one."""
         left = self.rank if rank is None else rank
         if not 0 <= left < self.size:
             raise ConfigError(f"there is no rank {left} among {self.size}", where=_WHERE)
@@ -102,23 +102,25 @@ class Mesh:
         return Coordinates(*reversed(found))
 
     def rank_at(self, place: Coordinates) -> int:
-        """The rank whose coordinates these are."""
+        """Return the rank whose coordinates these are."""
         rank = 0
         for size, at in zip(self._sizes(), place, strict=True):
             rank = rank * size + at
         return rank
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
+        """Return the ranks that share all other coordinates with this one, ascending: its group along ``axes``."""
         return self._group(self.coordinates(), axes)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups along ``axes``, each with its members; every rank is in one of them."""
+        """Return all groups along ``axes``, each with its members; every rank is in one of them."""
         others = [range(1 if axis in axes else size) for axis, size in zip(AXES, self._sizes(), strict=True)]
         return tuple(self._group(Coordinates(*place), axes) for place in product(*others))
 
     def neighbours(self, axis: Axis) -> tuple[int | None, int | None]:
-        """The ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its ends."""
+        """Return the ranks before and after this one on an axis, such as the stages of a pipeline; ``None`` at its
+        ends.
+        """
         members = self.members(axis)
         at = members.index(self.rank)
         return members[at - 1] if at else None, members[at + 1] if at + 1 < len(members) else None

@@ -77,7 +77,7 @@ class Packing:
         return self.communicator.backend, self.communicator.size
 
     def nothing_left(self, arrays: Sequence[mx.array]) -> list[Left]:
-        """The rest that is left out of ``arrays`` before the first exchange."""
+        """Return the rest that is left out of ``arrays`` before the first exchange."""
         feeds = self.codec is not None and self.codec.grouped
         return [mx.zeros(each.shape) if feeds and self.packs(each) else None for each in arrays]
 
@@ -263,7 +263,7 @@ def unpack(codec: Codec, words: mx.array, size: int) -> mx.array:
 
 
 def passed_on(communicator: MlxGroup, codec: Codec, row: mx.array) -> tuple[mx.array, mx.array]:
-    """The sum of rows, and what is left out of this rank's: by neighbours of a ring, each of whom adds its part.
+    """Return the sum of rows, and what is left out of this rank's: by neighbours of a ring, each of whom adds its part.
 
     A rank packs each part once, the one sum that it has finished among them, so that what it leaves out is one row. To
     send and to receive take turns: where all sent first, nobody would get rid of a large part.

@@ -29,7 +29,7 @@ _COUNT_UNIT = 1 << 12
 
 
 def bucket_bytes_for(backend: str, megabytes: float | None) -> int:
-    """Size of an all-reduce call: what was asked for, else what is best for the back-end."""
+    """Return the size of an all-reduce call: the requested one, else the best one for the back-end."""
     if megabytes is not None:
         return int(megabytes * 1e6)
     return _NCCL_BUCKET_BYTES if backend == "nccl" else BUCKET_BYTES
@@ -45,11 +45,11 @@ def sum_over_ranks(
     """Add ``arrays`` and ``scalars`` element-wise over all ranks.
 
     Arrays of one dtype are laid end to end in buckets of about ``bucket_bytes``, because each call costs
-    a round of latency; the scalars (loss, token count, flags) travel in the first float32 bucket for nothing.
+    a round of latency. The scalars (loss, token count, flags) are part of the first float32 bucket, at no cost.
 
     Args:
         arrays: the same shapes and dtypes in the same order on every rank.
-        scalars: exact as float32; of counts, which may be larger than 2**24, :func:`count_parts`.
+        scalars: numbers that are exact as float32; counts may be larger than 2**24, so pass their :func:`count_parts`.
 
     Returns:
         The summed arrays in their order and shapes, and the (len(scalars),) float32 sums.
@@ -74,10 +74,10 @@ def packed_sum_over_ranks(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[mx.array], mx.array, list[Left]]:
-    """As :func:`sum_over_ranks`, of arrays that travel packed; a bucket is computed before the next one is begun.
+    """Sum packed arrays like :func:`sum_over_ranks`; a bucket is computed before the next one is begun.
 
     Args:
-        left: what packing has left out of each array in the last exchange; in this one, it is returned last.
+        left: rounding error of each array in the last exchange; the error of this exchange is returned last.
     """
     sums, new, totals = list(arrays), list(left), _as_array(scalars)
     beside: mx.array | None = totals
@@ -91,7 +91,7 @@ def packed_sum_over_ranks(
 
 
 def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.array]:
-    """A count, or lazy counts, as two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36."""
+    """Split a count into two numbers whose float32 sums over up to 4096 ranks are exact, up to 2**36; may be lazy."""
     if isinstance(count, mx.array) and mx.issubdtype(count.dtype, mx.floating):
         count = count.astype(mx.float32)
     units = count // _COUNT_UNIT
@@ -99,12 +99,12 @@ def count_parts(count: float | mx.array) -> tuple[float | mx.array, float | mx.a
 
 
 def whole_count(units: float, rest: float) -> int:
-    """The count whose parts, or their sums, these are."""
+    """Return the count whose parts, or their sums, these are."""
     return int(units) * _COUNT_UNIT + int(rest)
 
 
 def lazy_count(parts: mx.array) -> mx.array:
-    """() float32, of two sums of :func:`count_parts`: rounded once, whatever the ranks' own counts are."""
+    """Return the () float32 count of two sums of :func:`count_parts`: rounded once, whatever the ranks' counts are."""
     return parts[0] * _COUNT_UNIT + parts[1]
 
 
@@ -113,10 +113,10 @@ class Lookups:
     """The contribution of the look-ups of a table to its gradient.
 
     Attributes:
-        index: of the table among the arrays.
-        rows: (N, D) gradients, as many on every rank; of all of them once they are exchanged.
+        index: index of the table among the arrays.
+        rows: (N, D) gradients, the same number on every rank; after the exchange those of all ranks.
         ids: (N,) int32, the rows of the table to which they belong.
-        besides: whether the table's array is a gradient as well; else nobody looks at it.
+        besides: True if the table's array is a gradient as well; else the array is not read.
     """
 
     index: int
@@ -130,10 +130,10 @@ class PendingReduce:
     """Sums over ranks that are on their way.
 
     Attributes:
-        arrays: as :func:`sum_over_ranks` gives them; of what is divided this rank's part.
-        computed: arrays that are there once everything of this rank's is computed.
-        lookups: of all ranks, still to be added.
-        left: what packing has left out of each array of this rank's, where they travel packed.
+        arrays: as :func:`sum_over_ranks` returns them; of sharded arrays this rank's part.
+        computed: arrays that are computed when all passes of this rank are.
+        lookups: those of all ranks, still to be added.
+        left: rounding error of each array of this rank, if they are packed.
     """
 
     arrays: list[mx.array]
@@ -153,7 +153,7 @@ def start_all_reduce(
     cuts: Collection[int] = (),
     packed: tuple[Packing, Sequence[Left]] | None = None,
 ) -> PendingReduce:
-    """As :func:`sum_over_ranks`, beside what is computed: a bucket travels while the next is still being computed.
+    """Start :func:`sum_over_ranks` during computation: a bucket is sent while the next one is still being computed.
 
     The last arrays go first, because a backward pass comes to them first. Each bucket is handed out by itself, so that
     all ranks exchange them in the same order, whatever their graphs look like, and before the next one's arrays are:
@@ -286,7 +286,7 @@ def beside(arrays: Sequence[mx.array], stream: Any) -> Generator[list[mx.array]]
 
 @contextmanager
 def together(arrays: Sequence[mx.array], stream: Any, communicator: Communicator) -> Generator[list[mx.array]]:
-    """As :func:`beside`, but ranks meet in between, and what is computed next waits for that.
+    """Do the same as :func:`beside`, but let the ranks meet in between; the next computation waits for that.
 
     A call of the exchange holds multiprocessors until the same call of every rank has begun, which is where some
     kernel of that rank's ends: ranks that are not at the same place of their passes would wait for each other in turn.
@@ -359,7 +359,7 @@ def _take_apart(total: mx.array, arrays: Sequence[mx.array], bucket: Sequence[in
 
 
 def barrier(communicator: Communicator) -> None:
-    """Return when every rank has come here."""
+    """Wait until every rank has called it."""
     mx.eval(communicator.all_sum(mx.zeros((1,))))
 
 
@@ -371,7 +371,7 @@ def buckets(
     tapering: bool = False,
     cuts: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """The indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
+    """Yield the indices ``order`` grouped by dtype, cut where a bucket is full; empty arrays are left out.
 
     With ``tapering`` what would be the last bucket is several, also where it is the only one: nothing is computed any
     more beside the last of these. Before one of ``cuts`` half full is full.
@@ -402,12 +402,12 @@ def _cut_where_full(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The form in which gradients travel.
+    """Options of an exchange of gradients.
 
     Attributes:
-        bucket_bytes: arrays are laid end to end up to about so many bytes a call; 0 or less: each by itself.
-        dtype: of the gradients on the way; ``None``: as they are added up.
-        stream: of MLX, for the sums; ``None``: the one that the back-end prefers.
+        bucket_bytes: approximate bytes of a call, in which arrays are laid end to end; 0 or less: one array per call.
+        dtype: of the exchanged gradients; ``None``: that of the sums.
+        stream: MLX stream of the sums; ``None``: the one that the back-end prefers.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -416,7 +416,7 @@ class Exchange:
 
 
 def mean_of_ranks(communicator: Communicator, grads: Any, exchange: Exchange) -> Any:
-    """Tree of the plain means over ranks, as ``mlx.nn.average_gradients`` has it."""
+    """Return the tree of plain means over ranks, as ``mlx.nn.average_gradients`` does."""
     flat = flatten(grads)
     if communicator.size == 1 or not flat:
         return grads
@@ -436,12 +436,12 @@ def mean_of_tokens(
     reduction: Literal["mean", "sum"],
     exchange: Exchange,
 ) -> Any:
-    """Tree of gradients of the mean over all ranks' tokens.
+    """Return the tree of gradients of the mean over all ranks' tokens.
 
     Args:
         grads: of this rank's loss.
         num_tokens: trained tokens on this rank; may be 0, then ``grads`` do not matter.
-        reduction: whether that loss is the mean over its tokens or their sum.
+        reduction: ``"mean"`` or ``"sum"``: that loss as a function of its tokens.
     """
     communicator = on_stream(communicator, exchange.stream)
     parts = count_parts(num_tokens)

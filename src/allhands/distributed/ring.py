@@ -84,7 +84,7 @@ class Unwatched:
     """Nobody sees all ranks: who cannot be called may only be late."""
 
     def listening(self) -> None:
-        """Nobody is told."""
+        """Report nothing."""
 
     def all_listen(self) -> bool:
         """Not known."""

@@ -42,7 +42,7 @@ class Shards:
         return self._rank == 0
 
     def split(self, order: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The indices of arrays that are divided, and the others."""
+        """Return the indices of arrays that are divided, and the others."""
         divided, whole = list[int](), list[int]()
         for index in order:
             (divided if self.divided[index] else whole).append(index)
@@ -54,7 +54,9 @@ class Shards:
         return -(-math.prod(self._shapes[index]) // (self._size * unit)) * unit
 
     def range(self, index: int) -> tuple[int, int]:
-        """The numbers of an array, and of the zeros after it, that this rank has: from the first up to the second."""
+        """Return the numbers of an array, and of the zeros after it, that this rank has: from the first up to the
+        second.
+        """
         if not self.divided[index]:
             return 0, math.prod(self._shapes[index])
         each = self._each(index)
@@ -65,7 +67,7 @@ class Shards:
         return self.shaped(index, mx.zeros((self._each(index),), dtype=dtype))
 
     def own_rows(self, index: int, ids: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
-        """The (N, D) ``rows`` of a table that belong to this rank's part, with the ids there, from 0.
+        """Return the (N, D) ``rows`` of a table that belong to this rank's part, with the ids there, from 0.
 
         Others are zeros, spread over the part: where one row has many, each is added after the other.
         """
@@ -75,7 +77,7 @@ class Shards:
         return mx.where(mine, there, ids % count), mx.where(mine[:, None], rows, mx.zeros((), dtype=rows.dtype))
 
     def padded(self, index: int, whole: mx.array) -> mx.array:
-        """An array as one row of which each rank has an equal part."""
+        """Return an array as one row of which each rank has an equal part."""
         row = whole.reshape(-1)
         missing = self._size * self._each(index) - row.size
         return mx.concatenate([row, mx.zeros((missing,), dtype=row.dtype)]) if missing else row
@@ -88,11 +90,11 @@ class Shards:
         return self.shaped(index, self.padded(index, whole)[self._rank * each : (self._rank + 1) * each])
 
     def shaped(self, index: int, part: mx.array) -> mx.array:
-        """A part's numbers in its shape."""
+        """Return a part's numbers in its shape."""
         return part.reshape(-1, *self._shapes[index][1:])
 
     def whole(self, index: int, communicator: Communicator, part: mx.array) -> mx.array:
-        """An array of all ranks' parts, lazily; called by every rank."""
+        """Return an array of all ranks' parts, lazily; called by every rank."""
         if not self.divided[index]:
             return part
         shape = self._shapes[index]

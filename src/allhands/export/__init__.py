@@ -1,1 +1,1 @@
-"""A trained model on its way out: fused, for other programs, to the Hub."""
+"""Export of trained models: fused, for other programs, to the Hub."""

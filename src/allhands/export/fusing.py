@@ -1,8 +1,8 @@
-"""Adapters merged into the model below them: an ordinary model directory, checked before it is in its place.
+"""Adapters merged into the model below them: an ordinary model directory, checked before it gets its name.
 
-The merging is mlx_lm's (``LoRALinear.fuse``, ``DoRALinear.fuse``). Around it: weights are unpacked in float32 and
-rounded once, a layer keeps the type of the one that it replaces, and what was written is read back: every weight has to
-be the merged one, bit by bit, and the model is asked the same as model and adapter were.
+mlx_lm merges (``LoRALinear.fuse``, ``DoRALinear.fuse``). This module unpacks weights in float32 and rounds them once,
+keeps the type of each replaced layer, and reads the written files back: every weight must be the merged one, bit for
+bit, and the outputs are compared with those of model and adapter.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class FuseOptions:
     """The options of :func:`fuse_model`.
 
     Attributes:
-        source: the model below: ``demo``, a directory or a Hub repository; ``None``: as the adapter says.
-        adapter_path: directory of a training run; ``None``: the model is taken as it is.
+        source: the model below: ``demo``, a directory or a Hub repository; ``None``: the one that the adapter names.
+        adapter_path: directory of a training run; ``None``: the model alone.
         dequantize: unpack quantised weights; without it layers with an adapter are quantised again.
         dtype: of the floating-point weights; ``None`` keeps the model's.
         force: replace a model that is in the output directory.
-        library: who is to load the result, for its card.
+        library: library that loads the result, for its card.
     """
 
     source: str | None
@@ -91,7 +91,7 @@ class Fused:
         kind: lora, dora, full; ``none`` without an adapter.
         num_layers: layers into which an adapter was merged.
         difference: of the logits to those of model and adapter: root mean square, as a part of their spread.
-        requantized: whether merged layers were quantised again, which loses a part of what was learned.
+        requantized: True if merged layers were quantised again, which loses some of the training.
         stop: the token that was added to those at which generation stops, because answers end with it.
     """
 
@@ -114,8 +114,7 @@ def fuse_model(
 
     Raises:
         ConfigError: no such dtype, or ``out`` is taken.
-        ModelError: model or adapter is missing, they do not fit together, or what was written does not compute what
-            it should.
+        ModelError: model or adapter is missing, they do not fit together, or the written model computes other outputs.
         StorageError: ``out`` cannot be written.
     """
     check_dtype(options.dtype)
@@ -295,7 +294,7 @@ def _require_same(expected: dict[str, Digest], weights: Weights, out: Path) -> N
                 f"what was written is not the model, and was not kept: shape, type and checksum of {name} are read "
                 f"back as {read.get(name)}, not {expected.get(name)}",
                 where=str(out),
-                hint="free disk space and try again; if it happens again this is a defect: report it",
+                hint="free disk space and try again; if it happens again, this is a defect: report it",
             )
 
 

@@ -45,7 +45,7 @@ class ChatFormat:
     stop: tuple[str, ...]
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """A conversation in this format, with the beginning of the answer to come."""
+        """Return a conversation in this format, with the beginning of the answer to come."""
         return "".join(self.turns[each["role"]] % each["content"] for each in messages) + self.answer
 
 
@@ -107,7 +107,7 @@ class Recognised:
 
 
 def recognise(path: Path, adapter_path: Path | None = None) -> Recognised:
-    """The format of the chat template of the model in ``path``, or of the one that lies beside an adapter.
+    """Return the format of the chat template of the model in ``path``, or of the one that lies beside an adapter.
 
     Raises:
         ModelError: it has none, or none that is known here.
@@ -162,7 +162,7 @@ def _names() -> str:
 
 
 def modelfile(found: Recognised) -> str:
-    """The Modelfile of a model in that format.
+    """Return the Modelfile of a model in that format.
 
     Raises:
         ModelError: the system message cannot be written into one.

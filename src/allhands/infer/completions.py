@@ -1,4 +1,4 @@
-"""Requests for completions: read, bounded and checked field by field, before the model is asked."""
+"""Requests for completions: read within bounds and checked field by field, before the model computes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Refused(Exception):
 
     Attributes:
         message: one sentence.
-        status: of HTTP.
-        code: OpenAI's word for it, where there is one.
-        param: the field of the request that is meant.
+        status: HTTP status.
+        code: OpenAI's code, if there is one.
+        param: the field of the request at fault.
     """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, *, param: str | None = None) -> None:
@@ -163,7 +163,7 @@ class _Fields(_Checked):
 
 
 def read_request(raw: bytes, path: str, served: Served) -> _Object:
-    """The body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
+    """Return the body of a request, with every field as mlx_lm's server takes it; fields that are null are left out.
 
     Raises:
         Refused: it is none that could be answered.
@@ -196,10 +196,10 @@ def _check_effects(given: _Object) -> None:
     for name, without_effect in _NOT_DONE.items():
         if (value := given.get(name)) is not None and value not in without_effect:
             told = f": only {' or '.join(map(json.dumps, without_effect))}" if without_effect else ""
-            message = f"{name} {json.dumps(value)[:60]} is not done here{told}"
+            message = f"{name} {json.dumps(value)[:60]} is not supported{told}"
             raise Refused(message, code="unsupported_value" if told else "unsupported_parameter", param=name)
     if (form := given.get("response_format", {}).get("type", "text")) != "text":
-        message = f"response_format {json.dumps(form)[:60]} is not done here: answers are text"
+        message = f"response_format {json.dumps(form)[:60]} is not supported: answers are text"
         raise Refused(message, code="unsupported_value", param="response_format")
 
 

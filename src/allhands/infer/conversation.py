@@ -1,4 +1,4 @@
-"""A conversation with a model: every turn sees those before it, and only what is new is computed."""
+"""Conversation with a model: every turn sees the earlier ones, and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _trim = cast("Callable[[list[Any], int], int]", trim_prompt_cache)
 class Conversation:
     """Turns of a person and a model, through the model's chat template.
 
-    mlx_lm's prompt cache is kept between turns. Its tokens are compared with the tokens of the whole conversation:
-    from the first difference on (a template may write earlier turns in another way) they are computed anew.
+    mlx_lm's prompt cache is kept between turns. Its tokens are compared with those of the whole conversation. Tokens
+    from the first difference on are computed again, because a template may write earlier turns in another way.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Conversation:
         return self._loaded.model
 
     def ask(self, text: str) -> Generator[str]:
-        """Pieces of the answer as they come. The text so far is kept if the caller stops early.
+        """Yield pieces of the answer as they are generated. The text so far is kept if the caller stops early.
 
         Raises:
             DataError: the template rejects the conversation, which stays as it was.

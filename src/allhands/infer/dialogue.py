@@ -1,6 +1,6 @@
-"""A conversation between a terminal and the ranks that answer: lines of JSON over a socket of this computer.
+"""Conversation between a terminal and the ranks that answer: lines of JSON over a socket of this computer.
 
-The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); its end is the end of all.
+The terminal's side asks (``ask``), forgets (``reset``) and stops answers (``stop``); when it ends, the ranks end, too.
 A rank on the terminal's computer sends pieces of an answer (``text``), and ends it with ``done`` or ``error``.
 """
 
@@ -56,7 +56,7 @@ class Wire:
             self._socket.sendall(json.dumps(word).encode() + b"\n")
 
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next that was sent; ``None`` if nothing comes in this time.
+        """Return the next that was sent; ``None`` if nothing comes in this time.
 
         Raises:
             EOFError: the other end is closed.
@@ -80,7 +80,7 @@ class Wire:
 
 
 class RanksEnded(Exception):
-    """The ranks have ended by themselves; their supervisor knows why."""
+    """The ranks have ended without a request; their supervisor knows the reason."""
 
 
 class RemoteConversation:

@@ -63,14 +63,14 @@ def load_for_generation(
     cut: Callable[[LoadedModel], object] | None = None,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """Load a model, on top of it an adapter, and make it fast on this device.
+    """Load a model with an adapter on it, if there is one, and make it fast on this device.
 
     Generation stops where the chat template ends an answer, also if the model's own files do not say so.
 
     Args:
-        chat: the chat template, where it is not the model's own or the one that lies beside the adapter.
-        cut: leaves the model with a part of itself, before its weights are read.
-        mesh: this rank's place among those that have the other parts.
+        chat: the chat template, if it is neither the model's own nor the one beside the adapter.
+        cut: reduces the model to a part of it, before its weights are read.
+        mesh: this rank's place among the ranks with the other parts.
 
     Raises:
         ConfigError: there is no such chat template.
@@ -171,7 +171,7 @@ def room_for_answer(count: int, positions: int | None, wanted: int, what: str = 
 def stream_answer(
     loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, sampling: Sampling
 ) -> Iterator[tuple[str, AnswerSpeed]]:
-    """Pieces of the answer as they come, each with the speed so far.
+    """Yield pieces of the answer as they are generated, each with the speed so far.
 
     Raises:
         PromptTooLong: for this model.
@@ -192,7 +192,7 @@ def _speed(told: Any, accelerator: Accelerator) -> AnswerSpeed:
 def answer_all(
     loaded: LoadedModel, prompts: Sequence[str], max_tokens: int, *, batch_size: int = 16
 ) -> tuple[list[str], AnswerSpeed]:
-    """Greedy answers to ``prompts``, several at a time: the way to a score in seconds.
+    """Return greedy answers to ``prompts``, several at a time, for a score in seconds.
 
     Raises:
         PromptTooLong: one of them, for this model.

@@ -1,4 +1,4 @@
-"""mlx_lm's generator of answers, for one model; requests ask it here, and tell it when nobody waits any more.
+"""mlx_lm's generator of answers for one model: requests call it here, and cancel answers that nobody waits for.
 
 A request without a prompt is refused in its own thread, before anything is computed.
 """
@@ -43,7 +43,7 @@ _SAID = {"system": "its content", "question": "its content", "result": "its cont
 
 
 class Provider(ModelProvider):
-    """One model, whatever a request asks for."""
+    """Provider of one model, for any request."""
 
     def __init__(self, settings: argparse.Namespace, loaded: LoadedModel) -> None:
         super().__init__(settings)
@@ -56,7 +56,7 @@ class Provider(ModelProvider):
         self.token_bytes = TokenBytes(self.tokenizer)
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> tuple[Any, Any]:
-        """The model and its tokenizer."""
+        """Return the model and its tokenizer."""
         return self.model, self.tokenizer
 
 
@@ -165,7 +165,7 @@ class Generator(ResponseGenerator):
     # --- in the thread of a request -------------------------------------------------------------------
 
     def prepare(self, request: CompletionRequest, arguments: GenerationArguments, served: Served) -> Prepared:
-        """The prompt in tokens; ``arguments`` get no more tokens for the answer than there are positions left.
+        """Return the prompt in tokens; ``arguments`` get no more tokens for the answer than there are positions left.
 
         Raises:
             Refused: there is no such prompt, or it is too long for the model.
@@ -230,7 +230,7 @@ class Generator(ResponseGenerator):
         if self.provider.template is None or any(part.kind == "tool" for part in lost or ()):
             raise Refused("the model's chat template has no place for tools", code=code, param="tools")
         if not self.provider.tokenizer.has_tool_calling:
-            raise Refused("calls of tools that this model writes cannot be read here", code=code, param="tools")
+            raise Refused("the tool calls of this model cannot be parsed", code=code, param="tools")
 
     def _lost(self, messages: list[Any], tools: list[Any] | None) -> list[AnswerPart] | None:
         """Return the parts of a conversation that the template leaves out; ``None`` if it rejects it."""
@@ -286,7 +286,7 @@ _PENALTIES = {
 
 
 def completion_of(given: dict[str, Any], *, chat: bool, defaults: Any) -> tuple[CompletionRequest, GenerationArguments]:
-    """A request that was read, in mlx_lm's words; ``defaults`` holds what the server was started with."""
+    """Return a request that was read, in mlx_lm's words; ``defaults`` holds what the server was started with."""
     request = CompletionRequest(
         request_type="chat" if chat else "text",
         prompt="" if chat else given["prompt"],

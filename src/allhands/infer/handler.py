@@ -1,4 +1,4 @@
-"""Requests to the server: heads are looked at, bodies read within bounds; what mlx_lm generates is the answer."""
+"""Requests to the server: headers are checked, bodies are read within bounds, and mlx_lm generates the answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Incoming(io.RawIOBase):
 def error_of(
     message: str, code: str | None = None, kind: str = "invalid_request_error", param: str | None = None
 ) -> dict[str, Any]:
-    """A refusal as OpenAI's clients read it."""
+    """Return a refusal as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

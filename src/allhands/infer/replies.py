@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: text by state, tokens with their likelihoods, whole or in a stream."""
+"""Answers in OpenAI's format: text by state, tokens with their likelihoods, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Reply:
     usage: bool = False
 
     def whole(self, piece: Piece, counts: Json) -> Json:
-        """The answer as one object."""
+        """Return the answer as one object."""
         choice: Json = {"index": 0, "logprobs": self._logprobs(piece.tokens, 0), "finish_reason": piece.finish}
         if self.kind == "text":
             return {**self._head("text_completion"), "choices": [{**choice, "text": piece.text}], "usage": counts}
@@ -174,7 +174,7 @@ class Reply:
         return {**self._head("chat.completion"), "choices": [{**choice, "message": message}], "usage": counts}
 
     def chunk(self, piece: Piece, *, first: bool, offset: int) -> Json:
-        """The next part of a stream, whose text began so many characters ago."""
+        """Return the next part of a stream, whose text began so many characters ago."""
         choice: Json = {"index": 0, "logprobs": self._logprobs(piece.tokens, offset), "finish_reason": piece.finish}
         if self.kind == "text":
             choice["text"] = piece.text
@@ -187,7 +187,7 @@ class Reply:
         return {**self._chunk_head(), "choices": [choice], **({"usage": None} if self.usage else {})}
 
     def last(self, counts: Json) -> Json:
-        """The end of a stream that tells how many tokens it was."""
+        """Return the end of a stream that tells how many tokens it was."""
         return {**self._chunk_head(), "choices": [], "usage": counts}
 
     def _chunk_head(self) -> Json:

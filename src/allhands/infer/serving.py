@@ -144,7 +144,7 @@ def serve(options: ServeOptions, listening: Listening, ready: Callable[[], None]
     """Answer requests until ``KeyboardInterrupt``; what was begun is dropped then.
 
     Args:
-        listening: the address, taken before: that it is another's should not be found after minutes of loading.
+        listening: the address, opened before loading, so that a taken address is not found only after minutes.
         ready: called once requests are answered.
 
     Raises:

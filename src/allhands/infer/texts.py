@@ -1,6 +1,6 @@
-"""The text of tokens as they come: what each stands for in bytes, and where a stop word begins in what they say.
+"""Text of generated tokens: the bytes of each token, and the places of stop words in the text.
 
-Stop words are found in the text, not among the tokens: a word may begin and end in the middle of one.
+Stop words are found in the text, not among the tokens, because a word may begin and end in the middle of a token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenBytes:
         return isinstance(self._sample, BPEStreamingDetokenizer | SPMStreamingDetokenizer)
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token; an incomplete character's are no text by themselves."""
+        """Return the bytes of a token; an incomplete character's are no text by themselves."""
         if token not in self._known:
             self._known[token] = self._added[token] if token in self._added else self._found(token)
         return self._known[token]
@@ -59,11 +59,11 @@ class TokenBytes:
         return str(self._tokenizer.decode([token])).encode()
 
     def shown(self, token: int) -> str:
-        """A token as text; bytes that are no whole character as ``\\xe2``, as OpenAI writes them."""
+        """Return a token as text; bytes that are no whole character as ``\\xe2``, as OpenAI writes them."""
         return self.of(token).decode("utf-8", "backslashreplace")
 
     def stream(self) -> TextStream:
-        """The text of tokens to come."""
+        """Return the text of tokens to come."""
         if not self.joined:
             return _Naive(self, self._tokenizer.detokenizer)
         return TextStream(self, drops_space=getattr(self._sample, "trim_space", True))
@@ -84,13 +84,13 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """The text that is known with this token and was not without."""
+        """Return the text that is known with this token and was not without."""
         text = self._counted(self._decoder.decode(self._tokens.of(token)))
         self.whole = not self._decoder.getstate()[0]
         return text
 
     def finish(self) -> str:
-        """The rest, when no token comes any more."""
+        """Return the rest, when no token comes any more."""
         return self._counted(self._decoder.decode(b"", True))
 
     def _counted(self, text: str) -> str:
@@ -133,7 +133,7 @@ class StopWords:
         self.passed = 0
 
     def add(self, text: str) -> str:
-        """The part of the text so far that is surely no part of a stop word, and was not let through before."""
+        """Return the part of the text so far that is surely no part of a stop word, and was not let through before."""
         if self.found:
             return ""
         self._held += text

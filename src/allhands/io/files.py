@@ -44,7 +44,7 @@ class ClaimedError(StorageError):
 
 
 def storage_error(path: Path, error: OSError | RuntimeError) -> StorageError:
-    """A :class:`StorageError` that names the file and the remedy."""
+    """Return a :class:`StorageError` that names the file and the remedy."""
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error)
     hint = _REMEDY.get(number or 0, "check the free space and the rights of the directory")
@@ -111,7 +111,7 @@ def make_private(directory: Path) -> None:
 
 
 def make_unused(parent: Path, prefix: str, *, private: bool = False) -> Path:
-    """A new directory in ``parent`` with a name that nobody can guess.
+    """Return a new directory in ``parent`` with a name that nobody can guess.
 
     Raises:
         OSError: it cannot be made.

@@ -13,7 +13,7 @@ from allhands.errors import ConfigError
 
 
 def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, mx.array]]:
-    """The shape of ``tree`` as JSON, and its arrays by names that are unique.
+    """Return the shape of ``tree`` as JSON, and its arrays by names that are unique.
 
     An array becomes its name in the shape, everything else an object of one key: ``dict`` with pairs, ``list``,
     ``tuple``, or ``value`` for a plain value. A module counts as the dictionary of its parameters.
@@ -29,7 +29,7 @@ def take_apart(tree: Any, where: str) -> tuple[Any, dict[str, mx.array]]:
 
 
 def put_together(shape: Any, arrays: Mapping[str, mx.array]) -> Any:
-    """The tree that :func:`take_apart` took apart."""
+    """Return the tree that :func:`take_apart` took apart."""
     if isinstance(shape, str):
         return arrays[shape]
     ((kind, inside),) = cast("dict[str, Any]", shape).items()

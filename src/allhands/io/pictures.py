@@ -40,20 +40,20 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def palettes() -> dict[str, tuple[str, ...]]:
-    """The colours of each kind of thing on a page, in their order; the last phase is any without a name here."""
+    """Return the colours of each kind of thing on a page, in their order; the last phase is any without a name here."""
     phases = (*(colour for _, colour, _ in PHASES.values()), OTHER)
     return {"run": RUNS, "rank": RANKS, "director": DIRECTORS, "phase": phases}
 
 
 def phase_colour(label: str) -> int:
-    """The place among the phases' colours of the phase that people call so; updates are told with all else, too."""
+    """Return the index of the colour of the phase with this label; updates are also shown together with all else."""
     labels = [one for one, _, _ in PHASES.values()]
     label = "update" if label == "update and rest" else label
     return labels.index(label) if label in labels else len(labels)
 
 
 def luminance(colour: str) -> float:
-    """The relative luminance of ``#rrggbb``, from 0 to 1 (WCAG 2.2)."""
+    """Return the relative luminance of ``#rrggbb``, from 0 to 1 (WCAG 2.2)."""
     parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -27,7 +27,7 @@ class Box:
         return math.prod(self.shape)
 
     def flat(self, whole: Shape) -> Flat | None:
-        """The same numbers of an array of the shape ``whole`` as a range, if they follow each other there."""
+        """Return the same numbers of an array of the shape ``whole`` as a range, if they follow each other there."""
         # Of the first axis with several numbers a part, of those behind it everything.
         first = next((axis for axis, n in enumerate(self.shape) if n != 1), len(whole))
         if any(n != most for n, most in zip(self.shape[first + 1 :], whole[first + 1 :], strict=True)):
@@ -64,7 +64,7 @@ class Flat:
         return (self.size,)
 
     def flat(self, whole: Shape) -> Flat:
-        """Itself, as :meth:`Box.flat`."""
+        """Return the region itself, as :meth:`Box.flat` does."""
         return self
 
     def fits(self, whole: Shape) -> bool:
@@ -79,5 +79,5 @@ Region = Box | Flat
 
 
 def everything(shape: Shape) -> Box:
-    """The region that is all of an array."""
+    """Return the region that is all of an array."""
     return Box((0,) * len(shape), shape)

@@ -23,7 +23,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_object(content: bytes, most_depth: int = _MOST_DEPTH, halves: bool = False) -> dict[str, Any] | None:
-    """The object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound one.
+    """Return the object that ``content`` holds; ``None`` if it is no JSON, no object, or no sound one.
 
     Args:
         content: of a bounded length: that is for who reads it to see to.
@@ -110,7 +110,7 @@ def is_number(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> Check:
-    """An integer between these two."""
+    """Return the check for an integer between these two."""
     return lambda value: is_integer(value, least, most)
 
 
@@ -120,17 +120,17 @@ def maybe(check: Check) -> Check:
 
 
 def list_of(check: Check) -> Check:
-    """A list of such values."""
+    """Return the check for a list of such values."""
     return lambda value: isinstance(value, list) and all(map(check, cast("list[Any]", value)))
 
 
 def mapping_of(check: Check) -> Check:
-    """An object with any names, whose values are such."""
+    """Return the check for an object with any names and such values."""
     return lambda value: isinstance(value, dict) and all(map(check, cast("dict[str, Any]", value).values()))
 
 
 def object_of(needed: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """An object that has the needed names, and maybe the optional and any others."""
+    """Return the check for an object with the needed names, and maybe the optional and any others."""
 
     def check(value: Any) -> bool:
         if not isinstance(value, dict):

@@ -35,7 +35,7 @@ class Tensor:
     part: tuple[Shape, Region] | None = None
 
     def content(self) -> memoryview:
-        """The data as bytes.
+        """Return the data as bytes.
 
         Raises:
             ValueError: they are not of the shape and type.
@@ -65,7 +65,7 @@ class Tensor:
 
 
 def safetensors_pieces(tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file. Large items come first, as the format asks, so that all are aligned.
+    """Yield the bytes of a safetensors file. Large items come first, as the format asks, so that all are aligned.
 
     Raises:
         ValueError: at once: a name given twice, an unknown type, data that are not of the shape and type. Data that a
@@ -87,7 +87,7 @@ def safetensors_pieces(tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview
 
 
 def safetensors_size(tensors: Sequence[Tensor]) -> int:
-    """The bytes of such a file, without looking at the data."""
+    """Return the bytes of such a file, without looking at the data."""
     return len(_header(_ordered(tensors))) + sum(tensor.num_bytes for tensor in tensors)
 
 

@@ -51,7 +51,8 @@ def is_read_live(stream: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def console_for(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
-    """A console of rich's on standard output, or ``stream``; it writes no order of a terminal where there is no screen.
+    """Return a console of rich's on standard output, or ``stream``; it writes no order of a terminal where there is no
+    screen.
 
     ``FORCE_COLOR`` gives colours anywhere, ``NO_COLOR`` nowhere. The width is that of this stream, not of another one
     that happens to be a terminal: of tables 80 in a file, where text is broken only if ``COLUMNS`` says at what width.
@@ -141,7 +142,7 @@ def print_table(
 
 
 def progress_console(stream: TextIO | None = None, environ: Mapping[str, str] = os.environ, **options: Any) -> Console:
-    """A console on standard error, or ``stream``, for a display that writes over itself: on a screen alone.
+    """Return a console on standard error, or ``stream``, for a display that writes over itself: on a screen alone.
 
     ``FORCE_COLOR`` does not make a screen of a file.
     """
@@ -198,7 +199,7 @@ def echo(text: str) -> None:
 
 
 def row_width(console: Console) -> int | None:
-    """The width of the rows on which ``console`` shows lines; ``None`` where a line may be as long as it is."""
+    """Return the width of the rows on which ``console`` shows lines; ``None`` where a line may be as long as it is."""
     return console.width if console.is_terminal or is_read_live(console.file) else None
 
 

@@ -10,12 +10,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 
 def flatten(tree: Any) -> list[tuple[str, mx.array]]:
-    """The arrays of a tree with their dotted names, in a fixed order."""
+    """Return the arrays of a tree with their dotted names, in a fixed order."""
     return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
 
 
 def unflatten(pairs: Iterable[tuple[str, Any]]) -> Any:
-    """The tree that :func:`flatten` took apart; works for modules too."""
+    """Return the tree that :func:`flatten` took apart; works for modules too."""
     return tree_unflatten(list(pairs))
 
 
@@ -27,10 +27,10 @@ def part_of(tree: Any, name: str) -> Any:
 
 
 def number(array: mx.array) -> float:
-    """The value of an array of one element."""
+    """Return the value of an array of one element."""
     return float(cast("float", array.item()))
 
 
 def numbers(array: mx.array) -> list[float]:
-    """The values of a one-dimensional array."""
+    """Return the values of a one-dimensional array."""
     return cast("list[float]", array.tolist())

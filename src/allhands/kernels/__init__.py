@@ -1,1 +1,1 @@
-"""Faster forms of what a model computes, on CPUs and GPUs, and which of them are chosen."""
+"""Faster forms of a model's operations, on CPUs and GPUs, and the choice among them."""

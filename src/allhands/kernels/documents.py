@@ -1,10 +1,9 @@
 """Attention that does not cross documents, for rows that hold several.
 
-mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` stands in the cache's place: it
-keeps nothing and answers with a mask that is block-diagonal by document. Positions need no change: rotary
-embeddings depend on differences of positions only, which are the same within a document wherever it
-begins. Since architectures may do otherwise, :func:`require_isolation` computes that a document's hidden
-states are what they are alone.
+mlx_lm's models ask their key-value cache for the attention mask. :class:`DocumentRow` takes the cache's place: it keeps
+nothing and returns a mask that is block-diagonal by document. Positions need no change: rotary embeddings depend only
+on differences of positions, which do not change with the beginning of a document. Some architectures may differ, so
+:func:`require_isolation` checks that the hidden states of a document equal those of the document alone.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class DocumentRow:
         return same & visible
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The keys and values of this pass are all there are."""
+        """Return the keys and values of this pass: there are no earlier ones."""
         return keys, values
 
 
 def caches_for(num_layers: int, documents: mx.array) -> list[Any]:
-    """The ``cache`` argument for a model of ``num_layers``, so that each place sees only its own document.
+    """Return the ``cache`` argument for a model of ``num_layers``, so that each place sees only its own document.
 
     Args:
         documents: (B, T) int32, the number of the document of each place.

@@ -87,7 +87,7 @@ def gated(gate: mx.array, up: mx.array, selection: KernelSelection) -> mx.array:
 
 
 def use_fast_mlp(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
-    """Let the model's known SwiGLU blocks use :func:`swiglu`; returns how many.
+    """Let the model's known SwiGLU blocks use :func:`swiglu`; return their number.
 
     Only instances change, and neither the names nor the values of their parameters do.
     """

@@ -1,7 +1,7 @@
-"""Change what one module of a model computes: the one place that gives an instance another class.
+"""Change of the computation of one module: the only place that gives an instance another class.
 
-A form is a subclass of the module's own class. So only this instance computes otherwise; other models of the process,
-the names and values of parameters and what ``isinstance`` says stay as they are.
+A form is a subclass of the module's own class. So only this instance computes in another way. Other models of the
+process, the names and values of parameters and the results of ``isinstance`` stay unchanged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The modules of mlx_lm that faster forms may stand for, listed one by one and checked instance by instance.
 
-A form computes what one ``__call__`` in mlx_lm's source computes, so only classes whose source has been read are
-listed. A module counts as known if its class is listed and it has no attribute that the list does not name. Everything
-else computes as mlx_lm does. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
+A form computes the same as one ``__call__`` in mlx_lm's source, so the list has only classes whose source was read. A
+module counts as known if its class is listed and if all its attributes are named in the list. All other modules compute
+as in mlx_lm. ``tests/unit/test_known.py`` fails when the source of a listed class changes.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Attention:
 
 
 def attention_of(module: Any) -> Attention | None:
-    """The sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
+    """Return the sizes of ``module`` if it is a known attention block that rotates whole heads by halves."""
     names = ATTENTION.get(name_of(module))
     if names is None or not _only_has(module, _ATTENTION_ATTRIBUTES):
         return None
@@ -230,7 +230,8 @@ def turns_of(rope: Any, length: int, width: int) -> tuple[mx.array, mx.array]:
 
 
 def head_of(model: Any) -> Any:
-    """The module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if unknown.
+    """Return the module whose weight makes the logits of ``model.model``'s output and nothing else does; ``None`` if
+    unknown.
 
     The module may be an embedding, a linear layer or something that is put around one of them.
     """

@@ -1,8 +1,8 @@
 """Norms, attention and SwiGLU by the code in ``allhands.runtime.native``, for training on Linux CPUs.
 
 MLX's CPU back-end computes one operation after the other, on one thread and one number at a time; norms, rotations,
-softmax and SwiGLU are several passes each. Here each is one, on all cores. These operations compute when they are
-called: they cannot be compiled, and their gradients ask for values, too.
+softmax and SwiGLU are several passes each. Here each is one pass, on all cores. These operations compute at once: they
+cannot be compiled, and their gradients need values, too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _WIDTH = 16  # of a vector: a head's width is filled up to a multiple of it
 
 
 def use_native(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
-    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively where they can; returns how many.
+    """Let norms, attention, SwiGLU and linear layers of ``model`` compute natively if they can; return their number.
 
-    Only instances change, by a subclass of their own class; the names and values of parameters stay. To be called when
-    it is settled what is trained, and not for a model whose step is compiled.
+    Only instances change, by a subclass of their own class; the names and values of parameters stay. Call it after the
+    choice of trained weights, and not for a model whose step is compiled.
     """
     if not available():
         return 0
@@ -76,7 +76,7 @@ def is_native(model: nn.Module) -> bool:
 
 
 def before_training(model: Any) -> list[Any]:
-    """The blocks through which no gradient goes back: those before the first one that is trained.
+    """Return the blocks through which no gradient goes back: those before the first one that is trained.
 
     None of a model that is not known to run each block once, in order.
     """

@@ -1,4 +1,4 @@
-"""MLX's arrays as the code in ``allhands.runtime.native`` takes and gives them, and its matrix product."""
+"""MLX's arrays for the code in ``allhands.runtime.native``, and its matrix product."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def no_gradient_through(block: nn.Module) -> Generator[None]:
 
 
 def floats(array: mx.array) -> Array:
-    """A view of an evaluated array, or a copy in rows if it lies otherwise."""
+    """Return a view of an evaluated array, or a copy in rows if it lies otherwise."""
     return np.ascontiguousarray(np.asarray(array))
 
 
@@ -56,7 +56,7 @@ def rows(array: mx.array) -> Array:
 
 
 def new(*shape: int) -> tuple[mx.array, Array]:
-    """An array of anything, and the view through which it is filled.
+    """Return an array of anything, and the view through which it is filled.
 
     It does not come of other arrays, so that MLX, while it differentiates, keeps nothing for its sake.
     """

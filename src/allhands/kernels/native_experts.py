@@ -1,7 +1,7 @@
-"""Mixtures of experts whose products are computed when they are called: for training on Linux CPUs.
+"""Mixtures of experts whose products are computed at once: for training on Linux CPUs.
 
-MLX's own are a product for each place by itself on a CPU, and every intermediate result is kept for the backward pass.
-Here the places are sorted by expert, each expert is one product, and what is kept are the two halves of SwiGLU.
+MLX computes a separate product for each place on a CPU, and keeps every intermediate result for the backward pass. Here
+the places are sorted by expert, each expert is one product, and only the two halves of SwiGLU are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Layer:
         multiply(x, self._weight(expert), right=True, into=into, add=False)
 
     def back(self, x: Array, cotangent: Array, expert: int, grads: Sequence[Array]) -> Array:
-        """The gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
+        """Return the gradient in the rows; those of ``trained`` are written to ``grads`` for this expert."""
         if grads:
             multiply(cotangent, x, left=True, into=grads[0][expert], add=False)
         return multiply(cotangent, self._weight(expert))

@@ -1,7 +1,7 @@
-"""Linear layers whose products are computed when they are called, backwards too: for training on Linux CPUs.
+"""Linear layers whose products are computed at once, also in the backward pass: for training on Linux CPUs.
 
-While MLX differentiates, it keeps whatever comes of a trained weight by its own operations, every intermediate result
-of the backward pass included: of a step's memory that was more than half. It does not know of the products here.
+While MLX differentiates, it keeps all results of its own operations on a trained weight, including every intermediate
+result of the backward pass: that was more than half of a step's memory. MLX does not see the products here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FrozenProduct(Protocol):
     """``x @ w.T`` for a weight that is not trained."""
 
     def run(self, x: mx.array, *, back: bool = False) -> mx.array:
-        """The product; with ``back`` ``x @ w``."""
+        """Return the product; with ``back`` ``x @ w``."""
         ...
 
 
@@ -120,12 +120,14 @@ class DenseProduct:
 
 
 def differentiable(product: FrozenProduct, x: mx.array) -> mx.array:
-    """The product, with its gradient in ``x``."""
+    """Return the product, with its gradient in ``x``."""
     return with_vjp(product.run, lambda _x, cotangent, _y: product.run(cotangent, back=True))(x)
 
 
 def applied(layer: Any, product: FrozenProduct, x: mx.array) -> mx.array:
-    """The product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the layer."""
+    """Return the product that a ``layer`` has with ``x``, with its gradient in ``x`` if one goes back through the
+    layer.
+    """
     return product.run(x) if forward_only(layer) else differentiable(product, x)
 
 
@@ -178,7 +180,7 @@ class CodedLayer:
     coded: FrozenProduct | None = None
 
     def native_product(self, x: mx.array, name: str = "quantized_linear") -> FrozenProduct | None:
-        """The native product for ``x``, alone or within the operation ``name``; ``None`` where MLX multiplies."""
+        """Return the native product for ``x``, alone or within the operation ``name``; ``None`` if MLX multiplies."""
         if x.dtype != mx.float32 or selection_of(self).select(name, "cpu") == PLAIN:
             return None
         return self.coded

@@ -1,7 +1,7 @@
 """Quantised layers that stay packed, for CPUs with little memory: blocks of rows are decoded while they multiply.
 
-Scales and biases keep the type in which they are stored. Products are those of :class:`native_products.CodedProduct`
-where the mode is affine and operations compute when they are called, and MLX's own with dense blocks elsewhere.
+Scales and biases keep the type in which they are stored. If the mode is affine and operations compute at once, products
+are those of :class:`native_products.CodedProduct`, otherwise MLX's own with dense blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rows_of(layer: Any, rows: Any) -> QuantizedRows:
 
 
 def blocks_of_rows(layer: Any) -> Iterator[tuple[int, QuantizedRows]]:
-    """A quantised layer's weight in parts, each with the number of its first row."""
+    """Yield a quantised layer's weight in parts, each with the number of its first row."""
     outputs, groups = layer.scales.shape
     step = max(_LEAST_ROWS, _BLOCK_VALUES // (groups * layer.group_size))
     for first in range(0, outputs, step):

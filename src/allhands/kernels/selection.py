@@ -1,7 +1,7 @@
-"""The form in which each operation is computed: by rule, or as ``ALLHANDS_KERNELS`` asks.
+"""Selection of the form of each operation: by rule, or by ``ALLHANDS_KERNELS``.
 
-:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and what trains it share;
-two models of a process may compute in different forms.
+:data:`FORMS` is the table of rules. A model has a :class:`KernelSelection`, which its modules and its training
+functions share; two models of a process may compute in different forms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUANTISED = ("quantized_linear", "adapted_linear", "dequantize")
 
 
 def forms(name: str, kind: Kind, tokens: int) -> tuple[str, ...]:
-    """The forms of an operation on a kind of device, that of the rule first; none if it is no choice there."""
+    """Return the forms of an operation on a kind of device, that of the rule first; none if it is no choice there."""
     found = FORMS[name].get(kind, ())
     if name == "quantized_linear" and kind == "cuda" and tokens < DENSE_FROM_TOKENS:
         return tuple(reversed(found))
@@ -51,8 +51,8 @@ class KernelSelection:
     """Selects the forms of one model's operations.
 
     Attributes:
-        requested: form by operation, which a person asks for; with ``""`` that of all others. It may be replaced until
-            functions are compiled by it.
+        requested: requested form of each operation; the key ``""`` has that of all others. It may be replaced until
+            functions are compiled with it.
         missing: forms that other devices of this kind have, but this process does not.
     """
 
@@ -61,11 +61,11 @@ class KernelSelection:
         self.missing = frozenset(missing)
 
     def select(self, name: str, kind: Kind, tokens: int = 0) -> str:
-        """The form in which to compute an operation for so many tokens, one of :func:`forms`."""
+        """Return the form in which to compute an operation for so many tokens, one of :func:`forms`."""
         return self.explain(name, kind, tokens)[0] if self.requested else forms(name, kind, tokens)[0]
 
     def explain(self, name: str, kind: Kind, tokens: int = 0) -> tuple[str, str]:
-        """The form in which to compute an operation, and why."""
+        """Return the form in which to compute an operation, and why."""
         found = forms(name, kind, tokens)
         here = [form for form in found if form not in self.missing]
         for form in (self.requested.get(name), self.requested.get("")):

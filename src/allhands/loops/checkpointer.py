@@ -1,4 +1,4 @@
-"""For a person's own loop: model, optimizer and whatever else has a state, saved and restored as one."""
+"""For a person's own loop: model, optimizer and other objects with a state, saved and restored together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Stateful(Protocol):
 
 
 class Checkpointer:
-    """Checkpoints of a training loop: whole or absent, written by rank 0, restored alike by all ranks.
+    """Checkpoints of a training loop: whole or absent, written by rank 0, restored by all ranks in the same way.
 
-    They are those of :func:`allhands.save_checkpoint`: each in a directory of its own with checksums, that
-    ``allhands checkpoint list`` shows. Ranks need not share files: one that has the latest hands it to the others.
+    The format is that of :func:`allhands.save_checkpoint`: each checkpoint has its own directory with checksums, and
+    ``allhands checkpoint list`` shows it. Ranks need not share files: one that has the latest sends it to the others.
 
     Example:
         >>> keeper = allhands.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
@@ -53,12 +53,12 @@ class Checkpointer:
         Args:
             directory: gets ``checkpoints/``; ``None``: that of ``allhands launch --checkpoints``, or of the variable
                 ``ALLHANDS_CHECKPOINT_DIR``.
-            model: all its parameters are kept, as they are.
-            optimizer: its whole state, the step included. A learning rate that is a plain number is the one that the
-                optimizer has when :meth:`restore` is called; a schedule goes on from the step.
-            keep_last: how many checkpoints to keep.
-            frozen: also keep parameters that are not trained; without them the model must be loaded as before.
-            **others: anything with ``state_dict`` and ``load_state_dict``, by a name of your choice, such as a loader.
+            model: all its parameters are saved unchanged.
+            optimizer: its whole state is saved, including the step. A constant learning rate stays that of the
+                optimizer at the call of :meth:`restore`; a schedule goes on from the step.
+            keep_last: number of checkpoints to keep.
+            frozen: also save parameters that are not trained; without them the model must be loaded as before.
+            **others: objects with ``state_dict`` and ``load_state_dict``, by names of your choice, such as a loader.
 
         Raises:
             ConfigError: an argument is not what it should be.
@@ -83,11 +83,11 @@ class Checkpointer:
         """Write a checkpoint, if ``step`` is a multiple of ``every``; call it on every rank.
 
         Args:
-            step: steps done.
+            step: number of completed steps.
             values: further JSON values, which :attr:`values` holds after :meth:`restore`.
 
         Returns:
-            Whether it was written.
+            True if a checkpoint was written.
 
         Raises:
             ConfigError: ``step`` is not a whole number from 0, or something cannot be kept.
@@ -115,17 +115,17 @@ class Checkpointer:
         return True
 
     def restore(self) -> int:
-        """Put everything as it was at the latest whole checkpoint; call it on every rank, before the first step.
+        """Restore the state of the latest whole checkpoint; call it on every rank, before the first step.
 
-        MLX's random state comes back, too: that of rank 0, on all. The optimizer's learning rate stays what it is now
-        if it is a plain number; one that a loop changes by hand is to be set again by the loop.
+        MLX's random state is restored, too: rank 0's on all ranks. A constant learning rate of the optimizer stays as
+        it is now. A loop that changes its learning rate by hand has to set it again.
 
         Returns:
-            The steps done; 0 if there is no checkpoint, and nothing was changed.
+            The number of completed steps; 0 if there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others; nothing of them
-                was changed then, unless one of the others refuses its state.
+            CheckpointError: it is damaged, or does not fit the model, the optimizer or the others. None of them was
+                changed then, unless one of the others refuses its state.
         """
         saved = last_checkpoint(directory=self._directory)
         if saved is None:

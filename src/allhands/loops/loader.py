@@ -42,18 +42,18 @@ def shard(dataset: Iterable[T], world: World | None = None) -> Iterable[T]:
 
 
 def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Sequence[T] | Iterable[T]:
-    """This rank's samples: those whose number, counted from 0, has remainder ``rank`` by the number of ranks.
+    """Return this rank's samples: those whose number, counted from 0, has remainder ``rank`` by the number of ranks.
 
-    The parts are disjoint and together everything; some ranks have one sample more than others. A loop that sums over
-    ranks in each step needs as many steps everywhere: :class:`DistributedLoader` sees to that.
+    The parts of the ranks are disjoint and cover the dataset; some ranks have one sample more than others. A loop that
+    sums over ranks in each step needs the same number of steps on all ranks: use :class:`DistributedLoader` for it.
 
     Args:
-        dataset: with numbered samples, of which only this rank's are ever asked for; or an iterable, which is read
-            through with the others' samples dropped one by one.
+        dataset: an indexable dataset, of which only this rank's samples are read; or an iterable, which is read
+            completely, and the samples of other ranks are dropped.
         world: default: :func:`allhands.init`.
 
     Returns:
-        For numbered samples a sequence, computed where it is asked; for an iterable one that is as repeatable as it.
+        For an indexable dataset a lazy sequence; for an iterable an iterable, repeatable if the dataset is.
     """
     place = _world(world)
     if _is_indexable(dataset):
@@ -66,13 +66,13 @@ def shard(dataset: Indexable[T] | Iterable[T], world: World | None = None) -> Se
 class DistributedLoader(Generic[T]):
     """Batches of any dataset, divided among ranks.
 
-    Batches are of all ranks together: which samples make one up depends on ``seed``, the epoch and its number, never
-    on the number of ranks, each of which reads its own part of it only. ``for batch in loader`` goes through one
-    epoch, or through the rest of it after a ``break`` or :meth:`load_state_dict`; the next ``for`` is the next epoch,
+    A batch belongs to all ranks together, and each rank reads only its own part. The samples of a batch depend on
+    ``seed``, the epoch and the batch's number, never on the number of ranks. ``for batch in loader`` goes through one
+    epoch, or through the rest of it after a ``break`` or :meth:`load_state_dict`. The next ``for`` is the next epoch,
     in another order.
 
-    Every sample comes once an epoch. What the last two batches hold is shared evenly between them, so that no rank
-    is left with nothing; parts of a batch differ by one sample at most. Where they may, give
+    Every sample comes once per epoch. The last two batches share their samples evenly, so that every rank has a sample.
+    The ranks' parts of a batch differ by one sample at most; where they may differ, use
     ``average_gradients(grads, num_tokens=len(batch))``.
 
     Example:
@@ -92,16 +92,16 @@ class DistributedLoader(Generic[T]):
         drop_last: bool = False,
         world: World | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Create the loader; nothing is read yet.
 
         Args:
-            dataset: with numbered samples, or an iterable: then every rank reads through all of it, and keeps two
-                batches' share at most.
-            batch_size: samples a batch, of all ranks together.
-            shuffle: ``None``: where samples have numbers; the order of an iterable is its own.
-            seed: of the shuffle, from 0.
-            collate: makes of a list of samples what the loop gets; ``None``: the list.
-            drop_last: leave out what does not fill a batch.
+            dataset: indexable, or an iterable: then every rank reads all of it, and keeps its share of two batches at
+                most.
+            batch_size: samples per batch, over all ranks.
+            shuffle: ``None``: shuffle an indexable dataset; an iterable keeps its own order.
+            seed: of the shuffle, 0 or more.
+            collate: turns a list of samples into the batch for the loop; ``None``: the list.
+            drop_last: leave out samples that do not fill a batch.
             world: default: :func:`allhands.init`.
 
         Raises:
@@ -119,7 +119,7 @@ class DistributedLoader(Generic[T]):
         self._epoch = self._consumed = self._passes = 0
         if self._indexable is None and self._shuffle:
             raise ConfigError(
-                "an iterable has no numbers to shuffle by",
+                "an iterable cannot be shuffled",
                 where=_LOADER,
                 hint="shuffle what it yields, or give a dataset with __len__ and __getitem__",
             )
@@ -127,17 +127,17 @@ class DistributedLoader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Epochs that are through."""
+        """Number of completed epochs."""
         return self._epoch
 
     def __len__(self) -> int:
-        """Batches an epoch; of a dataset with numbered samples only."""
+        """Number of batches per epoch; only for an indexable dataset."""
         if self._indexable is None:
-            raise TypeError("how many batches an iterable makes is not known before its end")
+            raise TypeError("the number of batches of an iterable is not known before its end")
         return len(_sizes(len(self._indexable), self._batch_size, self._drop_last))
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches that are left of this epoch. The state counts a batch as soon as it is handed out."""
+        """Yield the remaining batches of this epoch. The state counts a batch as soon as it is yielded."""
         batches = self._of_stream() if self._indexable is None else self._of_numbers(self._indexable)
         for size, samples in batches:
             self._consumed += size
@@ -145,7 +145,7 @@ class DistributedLoader(Generic[T]):
         self._epoch, self._consumed = self._epoch + 1, 0
 
     def endless(self) -> Iterator[Any]:
-        """The batches of one epoch after the other, without end.
+        """Yield the batches of one epoch after the other, without end.
 
         Raises:
             DataError: an epoch has no batch at all.
@@ -159,11 +159,11 @@ class DistributedLoader(Generic[T]):
                 raise DataError("an epoch without a single batch", where=_LOADER, hint="give more data")
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, as JSON values, the same on every rank: good for any number of ranks."""
+        """Return the position as JSON values, the same on every rank; it is valid for any number of ranks."""
         return {"seed": self._seed, "epoch": self._epoch, "consumed": self._consumed, "batch_size": self._batch_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after what ``state`` counts as consumed, whatever the number of ranks was then.
+        """Go on after the samples that ``state`` counts as consumed; the number of ranks may have changed.
 
         Raises:
             CheckpointError: it is not a state, or of a loader with another seed, or too far on in its epoch.
@@ -183,7 +183,7 @@ class DistributedLoader(Generic[T]):
                 f"the state {dict(state)} does not fit a loader of seed {self._seed} and batch_size {self._batch_size} "
                 "on this dataset: samples would be left out or come twice",
                 where=_LOADER,
-                hint="give what state_dict() returned, and go on with the seed, batch_size and dataset of then",
+                hint="give the result of state_dict(), with the same seed, batch_size and dataset as then",
             )
         self._epoch, self._consumed = epoch, consumed
 
@@ -205,7 +205,7 @@ class DistributedLoader(Generic[T]):
         source = iter(self._stream)
         if source is self._stream and self._passes:
             raise DataError(
-                "an iterator can be gone through once, and that was done",
+                "an iterator can be read once, and was read already",
                 where=_LOADER,
                 hint="give an object whose __iter__ begins anew, such as a class with `def __iter__(self): yield ...`",
             )

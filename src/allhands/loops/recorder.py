@@ -30,9 +30,9 @@ _KNOWN = ("loss", *UNKNOWN)
 class Metrics:
     """Numbers of a training loop as lines of ``metrics.jsonl``, written by rank 0.
 
-    ``loss`` and ``valid_loss`` are what ``allhands plot DIRECTORY`` draws; ``learning_rate``, ``grad_norm``,
-    ``tokens_per_s`` and ``epoch`` have their places, too; any other name is kept beside them. What is not logged is not
-    in the file. A context manager: what ends the block is in the file.
+    ``allhands plot DIRECTORY`` draws ``loss`` and ``valid_loss``. The names ``learning_rate``, ``grad_norm``,
+    ``tokens_per_s`` and ``epoch`` have fixed fields, too; any other name is kept beside them. Numbers that are not
+    logged are not in the file. It is a context manager, and records how the block ended.
 
     Example:
         >>> with allhands.Metrics("run", show=print) as metrics:
@@ -51,9 +51,9 @@ class Metrics:
 
         Args:
             directory: of the run.
-            first_step: steps done before, such as ``Checkpointer.restore()`` returns: what the file has of later
-                steps counts no more.
-            show: also gets each line as text, such as ``print``; on rank 0.
+            first_step: number of steps done before, as ``Checkpointer.restore()`` returns it: earlier entries of later
+                steps no longer count.
+            show: function such as ``print`` that also gets each line as text, on rank 0.
             world: default: :func:`allhands.init`.
 
         Raises:
@@ -92,13 +92,13 @@ class Metrics:
         """Write the numbers of ``step``.
 
         Args:
-            step: steps done; at least as many as in the call before.
+            step: number of completed steps; not less than in the call before.
             values: numbers or MLX arrays of one element, by name.
-            reduce: over ranks: then every rank must call it, with the same names; ``None``: those of rank 0 count.
-            weight: of this rank in the mean, such as its number of tokens; of weight 0, its values do not matter.
+            reduce: reduction over ranks; then every rank must call it, with the same names. ``None``: rank 0's numbers.
+            weight: of this rank in the mean, such as its number of tokens; with weight 0 its values do not matter.
 
         Returns:
-            The numbers, on all ranks the same where they were reduced.
+            The numbers; they are the same on all ranks if they were reduced.
 
         Raises:
             ConfigError: a value is not a number, the step is none or lies before the last one, or the file is closed.

@@ -1,4 +1,4 @@
-"""``allhands launch`` as a Python call: ranks of a script, or of a function of one."""
+"""Python call for ``allhands launch``: it starts ranks of a script, or of a function."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def launch(
     num_ranks: int = 1,
     **options: Any,
 ) -> None:
-    """Start a script or a function on ``num_ranks`` processes, keep them going, and return when all have ended.
+    """Start a script or a function on ``num_ranks`` processes, restart after faults, and return when all have ended.
 
-    It is ``allhands launch`` in a process of its own: its output, its restarts after faults, its log directory.
-    A function is imported anew by each rank from the file that it stands in, so nothing of this process is shared; what
-    this file does besides belongs under ``if __name__ == "__main__":``. It returns nothing: ranks write files.
+    It runs ``allhands launch`` in another process, with its output, restarts and log directory. Each rank imports the
+    function from its file, so nothing of this process is shared. All other code of this file belongs under
+    ``if __name__ == "__main__":``. The function returns nothing to the caller: ranks write files.
 
     Args:
         target: the path of a Python script, or a function at the top level of a file.
-        arguments: of a script: its words; of a function: its arguments, in order or by name, as JSON values.
-        num_ranks: processes; with ``hostfile`` or ``hosts`` the most.
+        arguments: words of a script's command line, or a function's arguments, in order or by name, as JSON values.
+        num_ranks: number of processes; with ``hostfile`` or ``hosts`` the highest number.
         **options: the options of ``allhands launch``, such as ``hostfile="hosts"``, ``backend="ring"``,
             ``checkpoints="run"``, ``log_dir="logs"``, ``max_restarts=0`` or ``tag_output=False``.
 
     Raises:
         ConfigError: the target cannot be started, or there is no such option.
-        DistributedError: it ended with another exit code than 0; what went wrong was said on standard error.
+        DistributedError: it ended with an exit code other than 0; the error was printed to standard error.
         Interrupted: it was stopped by Ctrl-C.
 
     Example:

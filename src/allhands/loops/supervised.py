@@ -1,7 +1,7 @@
-"""For a person's own MLX program: signs of progress, the wish to stop, and checkpoints.
+"""For a person's own MLX program: reports of progress, requests to stop, and checkpoints.
 
-Two lines make a program survive its machines under ``allhands launch``: :func:`last_checkpoint` before the loop and
-``if allhands.progress(step): break`` in it. Both do what can be done under any launcher, and without one.
+With two lines a program survives its machines under ``allhands launch``: :func:`last_checkpoint` before the loop and
+``if allhands.progress(step): break`` in it. Both also work under other launchers and without one, without restarts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saved:
     """The content that :func:`save_checkpoint` was given.
 
     Attributes:
-        arrays: nested as they were, with the same types and bits.
+        arrays: in the same nesting, with the same types and bits.
         values: JSON values.
     """
 
@@ -56,17 +56,17 @@ class Saved:
 def progress(step: int, *, together: bool = True) -> bool:
     """Tell the supervisor that ``step`` steps are done; return whether to save and end now.
 
-    Call it on every rank, after each step, in the thread that trains. The first call ends the start-up. From then
-    on Ctrl-C and SIGTERM do not end the program but make this return ``True``, on all ranks at the same step, and so
-    does a supervisor that wants to go on with other computers. After that the program's exit code is that of a stop
-    (130, 143, or 75 to the supervisor), and it counts as unfinished. A second Ctrl-C ends it at once.
+    Call it on every rank, after each step, in the thread that trains. The first call ends the start-up. From then on
+    Ctrl-C and SIGTERM do not end the program. Instead this function returns ``True``, on all ranks at the same step. It
+    also does so if the supervisor wants to go on with other computers. The program's exit code is then that of a stop
+    (130, 143, or 75 to the supervisor), and the program counts as unfinished. A second Ctrl-C ends it at once.
 
-    It may be called again for the same step, as a sign of life within a long validation.
+    It may be called again for the same step, as a heartbeat within a long validation.
 
     Args:
-        step: steps done so far, from 0.
-        together: ranks agree, by a sum of one number over the group; ``False``: each is told for itself, for
-            programs whose ranks do not work in step with each other.
+        step: number of steps done so far.
+        together: ranks agree, by a sum of one number over the group. ``False``: each rank gets its own answer, for
+            programs whose ranks do not take the same steps.
 
     Raises:
         ConfigError: ``step`` is not a whole number from 0.
@@ -91,10 +91,10 @@ def save_checkpoint(
         step: steps done.
         arrays: dictionaries, lists and tuples of MLX arrays, plain values and modules (their parameters), such as
             ``{"model": model, "optimizer": optimizer.state, "random": mx.random.state}``.
-        values: anything else to go on from, as JSON values.
-        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+        values: further state, as JSON values.
+        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
             directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
-        keep_last: how many to keep; older ones are removed.
+        keep_last: number of checkpoints to keep; older ones are removed.
 
     Raises:
         ConfigError: there is no directory, or something cannot be kept.
@@ -115,15 +115,15 @@ def save_checkpoint(
 
 
 def last_checkpoint(*, directory: str | Path | None = None, together: bool = True) -> Saved | None:
-    """Return what the latest whole checkpoint holds, or ``None`` if there is none; call it on every rank.
+    """Return the content of the latest whole checkpoint, or ``None`` if there is none; call it on every rank.
 
-    Where ranks are on several computers, one that has the latest reads it and hands it to the others over MLX's
-    group: they need not share files.
+    If ranks are on several computers, a rank with the latest checkpoint reads it and sends it to the others over MLX's
+    group, so they need not share files.
 
     Args:
-        directory: where checkpoints are; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
+        directory: of the checkpoints; ``None``: that of ``allhands launch`` (``--checkpoints``, or else its log
             directory), or of the variable ``ALLHANDS_CHECKPOINT_DIR``.
-        together: ``False``: every rank looks, and reads, for itself.
+        together: ``False``: every rank looks for a checkpoint and reads it alone.
 
     Raises:
         ConfigError: there is no directory.
@@ -256,7 +256,7 @@ class _Session:
         return steps.index(max(steps)) if max(steps) >= 0 else None
 
     def take_over(self) -> WorkerContext:
-        """The contact with the supervisor, which sees to signals and uncaught errors from the first call on.
+        """Return the contact with the supervisor, which sees to signals and uncaught errors from the first call on.
 
         Signals can be caught in the main thread only; elsewhere, and at a prompt, Ctrl-C stays what it is.
         """
@@ -349,7 +349,7 @@ def _saved(described: Mapping[str, Any], arrays: Mapping[str, StoredArrayReader]
 
 
 def _refuse_later(directory: Path, step: int) -> None:
-    """Who begins anew beside later checkpoints would go on from those after the next fault."""
+    """Refuse to begin anew beside later checkpoints: after the next fault the program would go on from those."""
     later = [path for path in checkpoints_in(directory) if int(path.name.rpartition("-")[2]) > step]
     if later:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""For a person's own loop: who takes part in the training, checked, and gradients averaged over them."""
+"""For a person's own loop: the checked group of processes, and gradients averaged over it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train together, and this one's place among them; :func:`init` gives it.
+    """The processes that train together, and this process's place among them; :func:`init` returns it.
 
     Attributes:
         rank: number of this process, from 0.
-        size: processes of all computers.
+        size: number of processes on all computers.
         local_rank: number of this process among those of this computer.
-        local_size: processes of this computer.
-        backend: what connects them: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"``, or ``"none"`` for one process.
-        launcher: who has started them: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ..., or ``"single"``.
+        local_size: number of processes on this computer.
+        backend: library that connects them: ``"ring"``, ``"mpi"``, ``"nccl"``, ``"jaccl"``, or ``"none"`` for one.
+        launcher: program that started them: ``"allhands"``, ``"mlx.launch"``, ``"openmpi"``, ..., or ``"single"``.
     """
 
     rank: int
@@ -51,28 +51,29 @@ class World:
 
     @property
     def group(self) -> Any:
-        """The group of ``mx.distributed`` for MLX's own functions; ``None`` if alone, which they take for no group."""
+        """The group of ``mx.distributed`` for MLX's own functions; ``None`` (no group to them) if alone."""
         return getattr(self.communicator, "group", None)
 
     def by_itself(self) -> World:
-        """A world of this process alone, for what it is to do without the others."""
+        """Return a world with this process only, for work without the other processes."""
         from allhands.distributed.backend import SingleProcess
 
         return World(0, 1, 0, 1, "none", self.launcher, SingleProcess())
 
     def all_sum(self, value: mx.array | float) -> mx.array:
-        """Element-wise sum over ranks; every rank must call it, with the same shape and dtype."""
+        """Return the element-wise sum over ranks; every rank must call it, with the same shape and dtype."""
         return self.communicator.all_sum(_array(value))
 
     def all_gather(self, value: mx.array | float) -> mx.array:
-        """Ranks' arrays joined along the first axis; a number counts as an array of one."""
+        """Return the arrays of all ranks joined along the first axis; a number counts as an array of one."""
         array = _array(value)
         return self.communicator.all_gather(array.reshape(1) if array.ndim == 0 else array)
 
     def mean(self, value: mx.array | float, weight: mx.array | float = 1.0) -> mx.array:
-        """Mean over ranks in float32, each counting by its ``weight``, such as its number of tokens; all call it.
+        """Return the weighted mean over ranks in float32; every rank must call it.
 
-        The value of a rank of weight 0 does not matter. 0 if all weights are.
+        ``weight`` is for example the rank's number of tokens. The value of a rank with weight 0 does not matter. If all
+        weights are 0, the mean is 0.
         """
         import mlx.core as mx
 
@@ -83,7 +84,7 @@ class World:
         return mx.where(weights > 0, total / mx.where(weights > 0, weights, 1.0), mx.zeros_like(total))
 
     def barrier(self) -> None:
-        """Return when every rank has come here. Then another thread may exchange, if everything before is computed."""
+        """Wait until every rank has called it. Then another thread may exchange, if all earlier arrays are computed."""
         from allhands.distributed.backend import finish_exchanges
         from allhands.distributed.reduce import barrier
 
@@ -92,14 +93,14 @@ class World:
 
 
 def init(size: int | None = None) -> World:
-    """The world of this process: joined and checked at the first call, which every rank must make; then the same.
+    """Return the world of this process. The first call joins the ranks and checks the group; every rank must make it.
 
     ``allhands launch``, ``mpirun``, ``mlx.launch``, ``srun``, ``torchrun`` and cloud platforms are recognised by the
-    variables that they set. The group counts only after a sum over all ranks was right: a program that was promised
-    four processes never trains alone by mistake. Without a launcher it is a world of one.
+    variables that they set. The group is accepted only after a correct sum over all ranks, so a program that was
+    started with four processes never trains alone by mistake. Without a launcher the world has one process.
 
     Args:
-        size: the number of processes that there must be; ``None``: any.
+        size: the required number of processes; ``None``: any.
 
     Raises:
         ConfigError: there are more or fewer than ``size``.
@@ -117,7 +118,7 @@ def init(size: int | None = None) -> World:
 
 
 def world_of(launch: Launch, communicator: Communicator) -> World:
-    """The world of a group that was joined as ``launch`` says.
+    """Return the world of a group that was joined as ``launch`` says.
 
     Raises:
         DistributedError: the group has another size.
@@ -158,23 +159,23 @@ def average_gradients(
     num_tokens: float | mx.array | None = None,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Any:
-    """Average gradients over ranks: in place of ``mlx.nn.average_gradients``, whose arguments it takes.
+    """Average gradients over ranks; a replacement of ``mlx.nn.average_gradients`` with the same arguments.
 
-    Without ``num_tokens`` it is the plain mean of the ranks, as there: right where every rank has as many samples.
-    With it every *token* counts the same, whatever the ranks hold, as if one process had computed the whole batch.
+    Without ``num_tokens`` it returns the plain mean of the ranks, as MLX does: correct if all ranks have the same
+    number of samples. With ``num_tokens`` every *token* has the same weight, as if one process had computed the batch.
 
     Args:
         gradients: tree of arrays, the gradients of this rank's loss; the same structure on every rank.
         group: of ``mx.distributed``; ``None``: the world of :func:`init`, checked.
-        all_reduce_size: bytes of a bucket: arrays travel together up to about so many. 0 or less: each by itself.
-        communication_stream: of MLX, for the sums; ``None``: the one that the process exchanges on already, or that the
-            back-end prefers. Another than the one in use is waited for: two at once would mix their bytes.
-        communication_type: dtype of the gradients on the way, such as ``mx.bfloat16`` for half the bytes of float32;
-            ``None``: their own (with ``num_tokens`` float32).
-        num_tokens: trained tokens (or samples) on this rank; may be 0, then its gradients do not matter. An array is
-            not looked at, so that it need not be computed yet.
-        reduction: with ``num_tokens``: whether this rank's loss is the mean over its tokens (as in most loops) or
-            their sum.
+        all_reduce_size: approximate bytes of a bucket, in which arrays are exchanged together. 0 or less: one by one.
+        communication_stream: MLX stream of the sums; ``None``: the stream in use, or the one that the back-end prefers.
+            With another stream than the one in use the call waits, because two at once would mix their bytes.
+        communication_type: dtype of the exchanged gradients, such as ``mx.bfloat16`` for half the bytes of float32;
+            ``None``: their own dtype (with ``num_tokens`` float32).
+        num_tokens: trained tokens (or samples) on this rank; with 0 its gradients do not matter. An array is not
+            read, so it need not be computed yet.
+        reduction: with ``num_tokens``: ``"mean"`` if this rank's loss is the mean over its tokens (as in most loops),
+            ``"sum"`` if it is their sum.
 
     Returns:
         Tree of the same structure and dtypes.

@@ -46,11 +46,11 @@ class Trainable:
 
 
 def make_trainable(model: Any, config: TrainConfig) -> Trainable:
-    """Freeze ``model`` and make trainable what ``config`` asks for; nothing is computed or read yet.
+    """Freeze ``model`` and make the parameters of ``config``'s method trainable; nothing is computed or read yet.
 
     Raises:
-        ConfigError: more layers than the model has, adapter keys that match nothing (those of a run that is gone on
-            from, or of an adapter that is only tested, are only named), full fine-tuning of quantised weights.
+        ConfigError: more layers than the model has, adapter keys that match nothing (in a resumed run, or for an
+            adapter that is only tested, a note names them), full fine-tuning of quantised weights.
         ModelError: no layer can have an adapter.
     """
     total = count_parameters(model)
@@ -78,7 +78,7 @@ def make_trainable(model: Any, config: TrainConfig) -> Trainable:
 
 
 def untrained(model: Any) -> Trainable:
-    """Freeze a model that is only computed."""
+    """Freeze a model that is not trained."""
     for _, module in model.named_modules():
         if "_no_grad" not in vars(module):  # recurrent_gemma of mlx_lm leaves MLX's own initialisation out
             module._no_grad = set()
@@ -111,7 +111,7 @@ def _unmatched(model: Any, num_layers: int, config: TrainConfig) -> tuple[str, .
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Values in the model's weights."""
+    """Count the values in the model's weights."""
     total = 0
     for _, module in model.named_modules():
         bits = getattr(module, "bits", None)
@@ -123,7 +123,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def resolve_layers(available: int, config: TrainConfig) -> int:
-    """Blocks to train of so many, counted from the last; -1 for all.
+    """Return the number of blocks to train of so many, counted from the last; -1 for all.
 
     Raises:
         ConfigError: more than there are.
@@ -191,8 +191,8 @@ def load_trained(model: nn.Module, path: Path, *, new: bool = False, tested: boo
     """Load saved weights into the trainable parameters, all of them and no others.
 
     Args:
-        new: the model is trained from scratch, so that other options give it another shape.
-        tested: the weights are an adapter that is only tested, made trainable as its own directory says.
+        new: True if the model is trained from scratch, so that other options give it another shape.
+        tested: True if the weights are an adapter that is only tested, made trainable as its own directory says.
 
     Raises:
         ModelError: unreadable file, or names or shapes that do not fit.
@@ -246,7 +246,7 @@ def adapter_config(
 
     Args:
         dated: the moment whose date the chat template wrote; ``None`` if it writes none.
-        stop_tokens: what ends the answers that were trained, where the model itself does not stop there.
+        stop_tokens: tokens that end the trained answers, if the model itself does not stop there.
     """
     values = config.model_dump(mode="json") | ({} if dated is None else {DATE_KEY: dated.isoformat()})
     values.update(num_layers=num_layers, model=model_path, stop_tokens=list(stop_tokens))
@@ -258,11 +258,11 @@ def adapter_config(
 def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
     """``config`` with the method, layers and adapter shape that the adapter in ``directory`` was trained with.
 
-    So that an adapter can be tested without saying again how it was made. A directory without
-    ``adapter_config.json`` changes nothing.
+    So an adapter can be tested without repeating its options. A directory without ``adapter_config.json`` changes
+    nothing.
 
     Raises:
-        ModelError: the file is unreadable or says what cannot be.
+        ModelError: the file is unreadable or has impossible values.
     """
     file = directory / CONFIG_FILE
     if not file.is_file():
@@ -280,7 +280,9 @@ def as_written(config: TrainConfig, directory: Path) -> TrainConfig:
 
 
 def dated_as(directory: Path) -> datetime | None:
-    """The moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says so."""
+    """Return the moment whose date the chat template wrote when the adapter in ``directory`` was trained, if it says
+    so.
+    """
     try:
         said = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))[DATE_KEY]
         return datetime.fromisoformat(said).replace(tzinfo=None)

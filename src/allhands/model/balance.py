@@ -1,8 +1,8 @@
-"""Keep a mixture's experts equally busy: without it a router soon sends everything to a few of them.
+"""Balanced experts of a mixture: without balancing a router soon sends all tokens to a few experts.
 
-The loss of Shazeer et al. and the Switch Transformer (arXiv 2101.03961, equation 4), taken over each text by itself, as
-DeepSeek-V3 does (arXiv 2412.19437, equation 17): over a whole batch it would depend on how that is cut among ranks.
-It is added in the backward pass alone, so that the loss that is reported stays that of the text.
+The loss is that of Shazeer et al. and the Switch Transformer (arXiv 2101.03961, equation 4). It is computed separately
+for each text, as in DeepSeek-V3 (arXiv 2412.19437, equation 17): over a whole batch it would depend on the ranks'
+shares. It is added in the backward pass only, so that the reported loss stays that of the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allhands.kernels.instances import give_form
 
 
 def balance_experts(model: nn.Module, coefficient: float) -> int:
-    """Let the routers of ``model`` learn to send as many tokens to each expert; returns how many there are.
+    """Let the routers of ``model`` learn to send the same number of tokens to each expert; return their number.
 
     Only instances change, by a subclass of their own class; the names and values of parameters stay.
 

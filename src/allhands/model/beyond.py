@@ -1,7 +1,7 @@
-"""Limits of mlx_lm with a model, told apart from our own defects.
+"""Limits of mlx_lm with a model, distinguished from defects of allhands.
 
-An error out of the middle of a model says nothing to a person. It is tried again with mlx_lm alone: the model as its
-own loader makes it, its own adapters, one row, and nothing of ours. Only if that fails, too, is it mlx_lm's limit.
+An error from the middle of a model does not help a person. So the pass is repeated with mlx_lm alone: its loader, its
+adapters, one row, and nothing of allhands. Only if that fails, too, it is a limit of mlx_lm.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Use:
     """A use of a model.
 
     Attributes:
-        model: as it was named.
-        fine_tune_type: how it is trained; ``None``: it is only computed.
-        num_layers: blocks that are trained, from the last; -1 is all.
+        model: name that a person gave.
+        fine_tune_type: method of training; ``None``: it is not trained.
+        num_layers: number of trained blocks, from the last; -1 is all.
         lora: shape of the adapters.
-        adapter: directory of an adapter that is put on.
-        cached: whether it is computed as answers are, with a cache of keys and values.
-        longest: tokens of a row at most.
+        adapter: directory of the adapter in use.
+        cached: True if it is computed with a cache of keys and values, as for answers.
+        longest: largest number of tokens of a row.
     """
 
     model: str
@@ -89,7 +89,7 @@ def answering(model: str, adapter: Path | None, *, trust_remote_code: bool = Fal
 
 @contextmanager
 def limits_told(use: Use | None) -> Generator[None]:
-    """Let errors pass, but for full memory and what mlx_lm's own model has, too: they become a :class:`ModelError`."""
+    """Turn full memory, and errors of mlx_lm's own model, into a :class:`ModelError`; let other errors pass."""
     try:
         yield
     except _NOT_OURS:
@@ -153,7 +153,7 @@ def _failure(use: Use, path: Path, error: Exception | None = None) -> Exception 
     """Return the error of mlx_lm alone; ``None`` if all goes well.
 
     Args:
-        error: what is looked for: one that comes in computing, not before, counts only if it is the same.
+        error: the error to compare with: one that comes in computing, not before, counts only if it is the same.
     """
     try:
         model: Any = mlx_lm.load_model(path, lazy=True, trust_remote_code=use.trust_remote_code)[0]

@@ -1,8 +1,8 @@
-"""Dropout that belongs to the sample: the same places are dropped on any number of ranks, however batches are cut.
+"""Dropout by sample: the same values are dropped on any number of ranks, for any division of batches.
 
-A place of the batch is named by (seed, batch number, example number, position in its window). Its name is hashed
-to a key of 64 bits, the layer mixes in its own name, and the bits for the features come from Threefry, MLX's own
-generator. So a mask depends neither on the rank nor on micro-batches, padding or what was drawn before.
+A place of the batch has the name (seed, batch number, example number, position in its window). The name is hashed to a
+key of 64 bits, the layer mixes in its own name, and the bits for the features come from Threefry, MLX's own generator.
+So a mask does not depend on the rank, on micro-batches, on padding or on earlier random numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: a hash over a model's files by all cores, beside other work if wanted."""
+"""Fingerprints of weights: a hash over a model's files by all cores, in the background if wanted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprints(path: Path) -> dict[str, str]:
-    """A hash for each weight file: SHA-256 of its content, or of size and blocks if it has more than one block."""
+    """Return a hash for each weight file: SHA-256 of its content, or of its size and blocks if it has several."""
     return {
         name: blocks[0] if len(blocks) == 1 else hashlib.sha256("\n".join((str(size), *blocks)).encode()).hexdigest()
         for name, (size, blocks) in _contents(path).items()

@@ -1,4 +1,4 @@
-"""A model to train from scratch: its shape and tokenizer in place of files, and the directory that becomes of it."""
+"""A model to train from scratch: its shape and tokenizer in place of files, and its directory after training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ROW = 1024  # tokens
 
 @dataclass(frozen=True)
 class FreshModel(LoadedModel):
-    """A model that no file holds yet; ``path`` is its tokenizer's directory."""
+    """A model without files; ``path`` is its tokenizer's directory."""
 
     seed: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over what its first weights follow from."""
+        """SHA-256 over the facts that determine its first weights."""
         return hashlib.sha256(json.dumps([self.config, self.seed], sort_keys=True).encode()).hexdigest()
 
     def is_recorded(self, recorded: str) -> bool:
@@ -59,7 +59,7 @@ def fitted(config: PretrainConfig, tokenizer: LoadedTokenizer) -> PretrainConfig
 
 
 def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator) -> FreshModel:
-    """The model of ``config``, with first weights that follow from its seed.
+    """Return the model of ``config``, with first weights that follow from its seed.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.
@@ -81,7 +81,7 @@ def new_model(config: PretrainConfig, tokenizer: LoadedTokenizer, accelerator: A
 
 
 def shape_of(config: PretrainConfig, tokenizer: LoadedTokenizer) -> Shape:
-    """The shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
+    """Return the shape that ``config`` names, with room for the tokenizer's tokens and for the rows.
 
     Raises:
         ConfigError: numbers that do not fit together, or a vocabulary without the tokenizer's.

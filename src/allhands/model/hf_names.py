@@ -1,7 +1,7 @@
 """Names and layouts of weights in transformers, for models whose weights mlx_lm renames or reshapes when it loads them.
 
-``sanitize`` of each architecture in ``mlx_lm.models`` says what happens on the way in; the table here is the way back.
-An architecture that is not in it has not been compared with transformers, and nothing is written for it.
+``sanitize`` of each architecture in ``mlx_lm.models`` changes weights on loading; the table here has the way back. An
+architecture that is not in it has not been compared with transformers, and nothing is written for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Architecture:
             replacement with ``{}`` makes one weight for each expert of a stack.
         transposed: matrices that transformers keeps as (in, out).
         kernels: kernels of convolutions, (out, width, in) in MLX and (out, in, width) there.
-        others: what no pattern can say: weights that are joined or have another shape.
+        others: changes that no pattern can express: weights that are joined or have another shape.
         former_names: names that modules had in another version of transformers, and mlx_lm's.
         modules: renames from a checkpoint's names to those of modules in memory, where they differ.
-        adapted_experts: whether PEFT reads adapters of its experts.
-        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt rightly, and why.
-        whole: whether all weights are known, not only the names of modules.
+        adapted_experts: True if PEFT reads adapters of its experts.
+        unadapted: pattern of modules of mlx_lm's that PEFT does not adapt correctly, and the reason.
+        whole: True if all weights are known, not only the names of modules.
     """
 
     renames: Renames = ()
@@ -46,7 +46,7 @@ class Architecture:
     whole: bool = True
 
     def checkpoint_name(self, name: str) -> str:
-        """The name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
+        """Return the name in a checkpoint of a weight; with ``{}`` for the number of an expert."""
         return _renamed(name, self.renames)
 
     def checkpoint(self, weights: Weights, config: Json) -> Weights:
@@ -71,7 +71,9 @@ class Architecture:
         return value
 
     def module_name(self, module: str) -> str | None:
-        """The module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has none."""
+        """Return the module in transformers for one of mlx_lm's, ``{}`` for an expert's number; ``None`` if it has
+        none.
+        """
         if self.others is not None and re.search(_JOINED, module):
             return None
         theirs = _renamed(self.checkpoint_name(f"{module}.weight"), self.modules)

@@ -1,8 +1,7 @@
 """Load a model into memory, or write it anew in another precision (``model get``).
 
-Reading and quantizing are mlx_lm's work; this module sees to it that whatever can be wrong with a model is
-said in one sentence, that an option which cannot take effect is refused, and that a directory which was
-written is whole or absent.
+mlx_lm reads and quantises. This module reports every fault of a model in one sentence, refuses options that cannot take
+effect, and keeps a written directory whole or absent.
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ def load_model(
         trust_remote_code: let the model run the Python files that it carries.
         dtype: cast the floating-point parameters to it (one of DTYPES); None keeps them as stored.
         tokenizer: the model's, if it has been loaded already.
-        hashed: begin with the fingerprint meanwhile, because it will be asked for at once.
-        lazy: leave parameters to be read when they are needed, if they are; files that are not there are then no
-            error, as long as the list of :mod:`allhands.model.weight_files` has them.
+        hashed: compute the fingerprint in the background, because it will be needed soon.
+        lazy: read parameters only when they are needed. Missing files are then no error, as long as the list of
+            :mod:`allhands.model.weight_files` has them.
 
     Raises:
         ModelError: the model is missing, torn, incomplete or of an unknown type.
@@ -144,7 +143,7 @@ def read_weights(model: nn.Module) -> None:
 
 
 def build(path: Path, trust_remote_code: bool, *, wanted: bool = False, partly: bool = False) -> tuple[nn.Module, Json]:
-    """The model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
+    """Return the model of a directory and its config; parameters are not read yet, or may be where all are ``wanted``.
 
     ``partly``: files may be missing that the list of the model's files has.
     """
@@ -201,7 +200,7 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
 
 
 def require_in_vocabulary(loaded: LoadedModel, token: int) -> None:
-    """Check the largest token id of some text: beyond its table an embedding gives garbage without a word.
+    """Check the largest token id of some text: for ids beyond its table an embedding silently returns garbage.
 
     Raises:
         ModelError: the model has no such token.
@@ -246,13 +245,13 @@ def cast_parameters(model: nn.Module, dtype: str, path: Path) -> None:
 
 
 def overflow(name: str, where: str, hint: str) -> ModelError:
-    """The error of a weight that float16 cannot hold; ``hint``: what can."""
+    """Return the error of a weight that float16 cannot hold; ``hint``: what can."""
     largest = "its largest number is 65,504, which trained weights do not come near unless the training went wrong"
     return ModelError(f"{name} has values that float16 cannot hold: {largest}", where=where, hint=hint)
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse what is none of DTYPES (ConfigError)."""
+    """Refuse a name that is not in DTYPES (ConfigError)."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"no dtype {dtype!r}", where="--dtype", hint=f"choose one of {', '.join(DTYPES)}")
 
@@ -313,7 +312,7 @@ def get_model(
     Args:
         source: ``demo``, a directory, or a Hub repository id.
         out: the directory to make. If it already holds exactly this model, nothing happens.
-        conversion: what to change on the way; ``None``: nothing.
+        conversion: changes to make; ``None``: none.
         force: replace another model in ``out`` (never a directory that holds something else).
         trust_remote_code: let the model run the Python files that it carries.
         report: called with a line of text now and then.
@@ -365,7 +364,7 @@ def holds_files(directory: Path) -> bool:
 
 
 def copy_files(source: Path, target: Path, *, weights: bool) -> None:
-    """Copy what belongs to the model; without ``weights``, only what a conversion leaves alone."""
+    """Copy the files of the model; without ``weights``, only those that a conversion does not change."""
     for file in {file for pattern in _KEPT_PATTERNS for file in source.glob(pattern)}:
         rewritten = file.suffix == ".safetensors" or file.name in _REWRITTEN
         if file.is_file() and (weights or not rewritten):

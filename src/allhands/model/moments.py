@@ -1,6 +1,6 @@
-"""Let a model compute one pass as mlx_lm made it, for a moment: with fewer blocks, without dropout, uncompiled.
+"""Context managers for a pass of mlx_lm's own model: with fewer blocks, without dropout, uncompiled.
 
-Each is a context manager that leaves the model as it was.
+Each of them leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _with_adapters(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Generator[None]:
-    """Compute in float32, quantised layers by the dense weights that they stand for: the rest is slow on a CPU."""
+    """Compute in float32, and quantised layers by their dense weights, because other ways are slow on a CPU."""
     before = flatten(model.parameters())
     half = [(name, array) for name, array in before if array.dtype in (mx.float16, mx.bfloat16)]
     quantised = [module for module in model.modules() if type(module) in _DENSE]

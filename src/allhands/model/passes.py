@@ -1,7 +1,7 @@
-"""The passes that turn a model of mlx_lm into the one that is trained, tested or asked: one list, in one order.
+"""Passes that prepare a model of mlx_lm for training, evaluation or generation: one list, in one order.
 
-A pass gives single modules another form, by :mod:`allhands.kernels.instances`. It changes known types only, instance by
-instance; names and values of parameters stay. :data:`PASSES` states the order and its reasons; every caller applies the
+A pass replaces the form of single modules, by :mod:`allhands.kernels.instances`. It changes known types only, instance
+by instance; names and values of parameters stay. :data:`PASSES` has the order and its reasons. Every caller applies the
 whole list (:func:`apply_passes`), and each pass decides by the model and the :class:`PassContext` whether it applies.
 """
 
@@ -37,13 +37,13 @@ class PassContext:
     Attributes:
         purpose: "train" and "evaluate" compute many tokens at a time, with adapters beside the weights; "generate"
             computes one at a time.
-        at_once: whether operations compute when they are called, on a CPU, instead of making a graph.
-        longest: tokens of a row at most.
-        seed: of dropout.
-        grad_checkpoint: whether a block's activations are computed again in the backward pass.
+        at_once: True if operations compute at once, on a CPU, instead of making a graph.
+        longest: largest number of tokens of a row.
+        seed: seed of dropout.
+        grad_checkpoint: True if blocks recompute their activations in the backward pass.
         router_aux_loss: coefficient of the loss that keeps experts equally busy.
-        selection: of the forms of operations, for this model alone.
-        short: whether quantised weights have to stay packed on a CPU, for want of memory.
+        selection: selection of the forms of operations, for this model only.
+        short: True if quantised weights have to stay packed on a CPU, for lack of memory.
     """
 
     accelerator: Accelerator
@@ -82,13 +82,13 @@ class Pass:
     """One substitution of modules.
 
     Attributes:
-        name: for people, in ``-v``.
-        why_not: why it does not apply here; ``None`` if it does.
-        apply: changes the model and returns how many modules; ConfigError if a person has asked for what this model
-            cannot do.
-        explain: what it has done, and why; ``{}`` is the number of modules. Or a function that tells it.
-        stage: when it is applied: "made" before anything else, so that what it adds belongs to the model; "adapted"
-            once it is settled what is trained; "agreed" once all ranks select kernels alike.
+        name: name for people, in ``-v``.
+        why_not: returns the reason why it does not apply here; ``None`` if it does.
+        apply: changes the model and returns the number of changed modules; ConfigError if this model cannot do what a
+            person has asked for.
+        explain: its effect and reason; ``{}`` is the number of modules. Or a function that returns this text.
+        stage: time of its application: "made" comes before all else, so that its additions belong to the model;
+            "adapted" after the choice of trained weights; "agreed" after all ranks select the same kernels.
     """
 
     name: str
@@ -103,8 +103,8 @@ class Applied:
     """The outcome of a pass.
 
     Attributes:
-        changed: modules; 0 where the pass does not apply.
-        words: what it did and why, or why not.
+        changed: number of changed modules; 0 if the pass does not apply.
+        words: its effect and reason, or the reason why it does not apply.
     """
 
     name: str
@@ -133,7 +133,7 @@ def _quantized_form(_model: Any, context: PassContext) -> str:
     if context.form == "packed":
         return "{} quantised layers stay packed, decoded by blocks while they multiply: memory is short"
     how = "by a byte a code, dense while they multiply" if context.in_passes else "dense"
-    return f"{{}} quantised layers held {how}: a CPU multiplies no packed codes fast"
+    return f"{{}} quantised layers held {how}: a CPU multiplies packed codes slowly"
 
 
 def _hold_in_float32(model: Any, _: PassContext) -> int:
@@ -189,7 +189,7 @@ PASSES = (
             else None
         ),
         lambda model, _: make_deterministic(model),
-        "{} trained embeddings add their rows' gradients in order, so that equal runs end alike",
+        "{} trained embeddings add their rows' gradients in order, so that equal runs have equal results",
     ),
     # Likewise; and a layer that drops something is left alone by the passes below, which look for that.
     Pass(
@@ -209,7 +209,7 @@ PASSES = (
         "float32",
         lambda c: None if c.kind == "cpu" else "a GPU computes in the weights' own type",
         _hold_in_float32,
-        "the whole model: a CPU computes no shorter type faster",
+        "the whole model: shorter types are not faster on a CPU",
     ),
     # Before the native pass, whose feed-forward blocks are further forms of these.
     Pass(

@@ -48,7 +48,7 @@ def require_adapter(config: Mapping[str, Any], base: PeftBase | None = None, whe
 
 
 def to_peft(adapter: Adapter, base: PeftBase) -> Adapter:
-    """An adapter of mlx_lm's as PEFT reads it.
+    """Return an adapter of mlx_lm's as PEFT reads it.
 
     Raises:
         ModelError: it is no LoRA or DoRA adapter, does not belong to ``base``, or adapts what PEFT cannot.

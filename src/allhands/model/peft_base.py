@@ -1,4 +1,4 @@
-"""The model below an adapter as PEFT sees it: names of its modules in transformers, and what can be adapted there."""
+"""Model below an adapter in PEFT: names of its modules in transformers, and the modules that PEFT can adapt."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PeftBase:
     """The model below an adapter.
 
     Attributes:
-        name: under which transformers loads it.
+        name: name under which transformers loads it.
         kind: its ``model_type``.
-        architecture: how transformers keeps it; ``None`` if that is not known.
+        architecture: its names and layouts in transformers; ``None`` if they are not known.
         shapes: (out, in) of every module that could be adapted, by mlx_lm's names; (rows, dims) of embeddings.
         embeddings: those of them that are embeddings.
         experts: the number of experts of those that are stacks of them.
@@ -82,7 +82,7 @@ class PeftBase:
         return other_way(self.architecture)
 
     def names(self, module: str) -> list[str]:
-        """The modules of transformers that are this module of mlx_lm's: one, or one for each expert.
+        """Return the modules of transformers that are this module of mlx_lm's: one, or one for each expert.
 
         Raises:
             ModelError: there is no such module, or none in transformers is the same.
@@ -137,7 +137,7 @@ class PeftBase:
         return self.architecture is not None and self.architecture.is_transposed(module)
 
     def require_adaptable(self, adapted: Mapping[str, Any]) -> None:
-        """Refuse what PEFT does not adapt, or not as mlx_lm does (ModelError).
+        """Refuse modules that PEFT does not adapt, or not in the same way as mlx_lm (ModelError).
 
         Args:
             adapted: the parts of the adapter (``lora_a``, ``lora_b``, ``m``) by module.

@@ -1,7 +1,7 @@
 """Check a written PEFT adapter: read it back from its files and compare it with its source.
 
-:func:`from_peft` knows what PEFT multiplies and where. Which modules PEFT gives an adapter at all, by
-``target_modules``, ``layers_to_transform`` and ``layers_pattern``, is found out here.
+:func:`from_peft` has the rules of PEFT's products. This module finds the modules to which PEFT gives an adapter, by
+``target_modules``, ``layers_to_transform`` and ``layers_pattern``.
 """
 
 from __future__ import annotations

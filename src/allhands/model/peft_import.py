@@ -71,7 +71,7 @@ class _Module:
 
 
 def from_peft(adapter: Adapter, base: PeftBase, *, num_layers: int) -> Adapter:
-    """An adapter of PEFT's as mlx_lm and ``allhands`` read it.
+    """Return an adapter of PEFT's as mlx_lm and ``allhands`` read it.
 
     Modules of lower rank are filled up with zeros, and those of another scale have it in their second factor: mlx_lm
     knows one of each.

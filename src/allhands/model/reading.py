@@ -40,7 +40,7 @@ def worth_threads(files: Sequence[Path]) -> bool:
 
 
 def read_arrays(files: Sequence[Path], threads: int = THREADS) -> Arrays:
-    """All arrays of safetensors files, in memory; of a name that several files have, the last one's.
+    """Return all arrays of safetensors files, in memory; of a name that several files have, the last one's.
 
     Each thread has a stream of its own and reads about as many bytes as the others.
 

@@ -78,10 +78,10 @@ class Shape:
         if self.heads % self.kv_heads:
             below = [number for number in range(1, self.heads + 1) if self.heads % number == 0]
             hint = f"give kv_heads one of {', '.join(map(str, below))}"
-            message = f"{self.kv_heads} heads of keys and values cannot serve {self.heads} heads of queries alike"
+            message = f"{self.kv_heads} heads of keys and values cannot be shared equally by {self.heads} query heads"
             raise ConfigError(message, where="kv_heads", hint=hint)
         if self.head_dim % 2:
-            hint = "the position code turns pairs: choose dims and heads so that dims / heads is even, or give head_dim"
+            hint = "rotary positions need pairs: choose dims and heads so that dims / heads is even, or give head_dim"
             raise ConfigError(f"{self.head_dim} is odd", where="head_dim", hint=hint)
         if self.family == "mixtral" and self.heads * self.head_dim != self.dims:
             message = f"{self.heads} heads of {self.head_dim} are not the {self.dims} dims of a Mixtral"
@@ -159,7 +159,7 @@ def rows_for(tokens: int) -> int:
 
 
 def find_shape(name: str, numbers: Mapping[str, Any] | None = None) -> Shape:
-    """The shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
+    """Return the shape of a name of :data:`NAMED`, or of a family; ``numbers`` take the place of the name's.
 
     Where they are not given, ``kv_heads`` are ``heads``, ``head_dim`` is ``dims / heads`` and ``init_std`` is
     sqrt(2 / (5 dims)) (Nguyen and Salazar, arXiv 1910.05895); the rest has the defaults of the family. A number that is
@@ -232,7 +232,7 @@ class TokenIds:
 def model_config(
     shape: Shape, vocabulary: int | None = None, ids: TokenIds | None = None, *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The config.json of a shape, which mlx_lm and transformers both build the same model from.
+    """Return the config.json of a shape, which mlx_lm and transformers both build the same model from.
 
     Args:
         vocabulary: of the tokenizer, in place of the shape's.

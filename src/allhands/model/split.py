@@ -39,7 +39,7 @@ class SplitModel:
         return dense_weight(self.head, self.selection)
 
     def head_product(self) -> mx.array | PackedProduct:
-        """The head's weight in float32, or its product where it stays packed and operations compute when called."""
+        """Return the head's weight in float32, or its product if it stays packed and operations are not lazy."""
         packed = self.head.coded if isinstance(self.head, PACKED) else None
         return self.head_weight().astype(mx.float32) if packed is None else packed
 

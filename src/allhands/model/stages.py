@@ -91,7 +91,7 @@ def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
 
 
 def kind_of(model: nn.Module) -> str:
-    """The module of mlx_lm.models that the model is from."""
+    """Return the module of mlx_lm.models that the model is from."""
     return type(model).__module__.removeprefix(_PACKAGE)
 
 

@@ -146,7 +146,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_config(path: Path) -> Json:
-    """The config.json of a model's directory.
+    """Return the config.json of a model's directory.
 
     Raises:
         ModelError: there is none, or it is damaged.
@@ -170,7 +170,9 @@ def read_config(path: Path) -> Json:
 
 
 def eos_ids(path: Path, config: Json) -> list[int]:
-    """The tokens at which generation stops, as mlx_lm reads them: generation_config.json comes before config.json."""
+    """Return the tokens at which generation stops, as mlx_lm reads them: generation_config.json comes before
+    config.json.
+    """
     try:
         generation: Any = json.loads((path / GENERATION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -181,7 +183,7 @@ def eos_ids(path: Path, config: Json) -> list[int]:
 
 
 def with_stop(config: Json, stop: int, usual: int | None) -> Json:
-    """A ``config.json`` or ``generation_config.json`` with one more token at which generation stops.
+    """Return a ``config.json`` or ``generation_config.json`` with one more token at which generation stops.
 
     Args:
         usual: the token at which it stops where the file names none.
@@ -202,7 +204,7 @@ def _unwarned(tokenizer: TokenizerWrapper) -> TokenizerWrapper:
 
 
 def tokenizer_of(path: Path, config: Json, trust_remote_code: bool, template: str | None = None) -> TokenizerWrapper:
-    """The tokenizer in a directory; ``template`` in place of its own chat template.
+    """Return the tokenizer in a directory; ``template`` in place of its own chat template.
 
     Raises:
         ModelError: it is missing or torn.

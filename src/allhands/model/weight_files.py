@@ -56,12 +56,12 @@ _LISTED: Mapping[str, Check] = {
 
 
 def present(path: Path) -> list[Path]:
-    """The files of weights that are in the directory ``path``, by name."""
+    """Return the files of weights that are in the directory ``path``, by name."""
     return sorted(path.glob(PATTERN))
 
 
 def absent(path: Path) -> dict[str, WeightFile]:
-    """The files that belong to the model and are not in the directory ``path``, by name, as its list has them.
+    """Return the files that belong to the model and are not in the directory ``path``, by name, as its list has them.
 
     Raises:
         ModelError: the list cannot be read.
@@ -97,12 +97,12 @@ def indexed(path: Path) -> set[str]:
 
 
 def all_bytes(path: Path) -> int:
-    """The size of all files of the model, whether or not they are there."""
+    """Return the size of all files of the model, whether or not they are there."""
     return sum(file.stat().st_size for file in present(path)) + sum(each.bytes for each in absent(path).values())
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of a file's arrays.
+    """Return the names of a file's arrays.
 
     Raises:
         ModelError: it is no file of weights.
@@ -118,7 +118,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def names_by_file(path: Path) -> dict[str, list[str]]:
-    """The names of the arrays in each file of the model, whether or not it is there."""
+    """Return the names of the arrays in each file of the model, whether or not it is there."""
     found = {file.name: names_in(file) for file in present(path)}
     return found | {name: list(each.arrays) for name, each in absent(path).items()}
 

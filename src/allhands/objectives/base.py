@@ -1,7 +1,7 @@
-"""Training objective: the contract that training, validation and the search for poisoned rows rely on.
+"""Training objective: the interface for training, validation and the search for poisoned rows.
 
-An objective adds up; it never divides. Sums and counts travel over micro-batches and ranks, and the step divides once,
-by the count of the whole global batch. ``docs/architecture.md`` has a worked example.
+An objective returns sums and never divides. Sums and counts are added over micro-batches and ranks, and the step
+divides once, by the count of the whole global batch. ``docs/architecture.md`` has a worked example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GradFunction = Callable[..., tuple[mx.array, Any]]
 
 
 class Objective(Protocol):
-    """A loss summed over what it is summed over, and what else is counted with it.
+    """A loss as a sum, with its counts and further sums.
 
     Attributes:
         further: names of the sums besides the loss, in the order in which :meth:`sums` returns them; the same on
@@ -32,35 +32,36 @@ class Objective(Protocol):
     def further(self) -> tuple[str, ...]: ...
 
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
-        """The arrays of ``batch`` that a forward pass takes."""
+        """Return the arrays of ``batch`` that a forward pass takes."""
         ...
 
     def counts(self, batch: MicroBatch) -> Mapping[str, int]:
-        """``"targets"``, by which the loss is divided in the end, and ``"tokens"``, the work done."""
+        """Return the counts of a batch: ``"targets"``, the divisor of the loss, and ``"tokens"``, the work."""
         ...
 
     def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
-        """The function of :meth:`values`, as MLX's arrays, that returns the sums; it never divides.
+        """Return the function of :meth:`values`, as MLX's arrays, that returns the sums; it never divides.
 
         Args:
-            cpu_native: whether operations compute when they are called (Linux CPUs); the result is then a value.
+            cpu_native: True if operations compute at once (Linux CPUs); the result is then a value.
             with_grad: whether it will be differentiated.
         """
         ...
 
     def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
-        """The tokens (B, T) of :meth:`values`, as MLX's arrays, and what else a model of so many blocks is called with.
+        """Return the tokens (B, T) of :meth:`values`, as MLX's arrays, and what else a model of so many blocks is
+        called with.
 
         For ranks that compute some blocks alone and have no loss.
         """
         ...
 
     def cpu_gradient(self, model: Any) -> GradFunction | None:
-        """The gradient where operations compute when they are called; ``None``: that of :meth:`sums` will do."""
+        """Return the gradient where operations compute when they are called; ``None``: that of :meth:`sums` will do."""
         ...
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Figures that are reported besides the mean loss.
+        """Return the reported figures besides the mean loss.
 
         Args:
             sums: over the global batch: ``"loss"``, ``"targets"``, ``"tokens"`` and the further sums by name.

@@ -61,13 +61,13 @@ CAUSAL_LM = CausalLM()
 
 
 def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
-    """The arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
+    """Return the arguments of a :data:`LossFunction`; document numbers only where documents are kept apart."""
     values = (batch.inputs, batch.positions, batch.targets)
     return values if batch.documents is None else (*values, batch.documents)
 
 
 def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFunction:
-    """The summed cross-entropy of ``model`` at the trained places.
+    """Return the summed cross-entropy of ``model`` at the trained places.
 
     Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
     With ``cpu_native`` the result is a value, not to be differentiated.
@@ -148,7 +148,7 @@ def _eager_gradient(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tu
 
 
 def _gradient_at_once(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tuple[mx.array, Any]:
-    """As :func:`_eager_gradient` where operations compute when they are called, in the backward pass too."""
+    """Compute :func:`_eager_gradient` where operations are not lazy, also in the backward pass."""
     trained = dict(flatten(model.trainable_parameters()))
     head = parts.head_product()
 

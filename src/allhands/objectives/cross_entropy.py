@@ -102,7 +102,7 @@ def eager_linear_cross_entropy(
     with_grad: bool = True,
     selection: KernelSelection = BY_RULE,
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """As :func:`linear_cross_entropy`, computed at once, chunk by chunk: for Linux CPUs.
+    """Compute :func:`linear_cross_entropy` at once, chunk by chunk: for Linux CPUs.
 
     MLX's own exponential is scalar there; numpy's is 20 times faster and works in place on MLX's buffers. Not
     to be called inside ``mx.grad`` or ``mx.compile``. ``weight`` may be what multiplies by one that is not trained.

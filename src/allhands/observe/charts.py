@@ -1,4 +1,4 @@
-"""Charts of runs as data: curves, the words that describe them, and the table behind them.
+"""Charts of runs as data: curves, their descriptions, and their tables of numbers.
 
 Pictures and the pages of reports draw the same charts.
 """
@@ -84,10 +84,10 @@ class Chart:
         marks: places of restarts on the horizontal axis, with the colour of the run.
         stars: the best validations: place, height, colour.
         crosses: places of skipped steps, with the colour of the run.
-        whole: whether places on the horizontal axis are whole numbers.
-        top: upper end of a vertical axis from 0; ``None``: the lines decide.
-        wide: whether the chart has a row of the page for itself.
-        note: words before the description.
+        whole: True if places on the horizontal axis are whole numbers.
+        top: upper end of a vertical axis from 0; ``None``: it follows from the lines.
+        wide: True if the chart has a row of the page for itself.
+        note: text before the description.
     """
 
     key: str
@@ -105,7 +105,7 @@ class Chart:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The chart for the page's script; long lines have fewer points."""
+        """Return the chart for the page's script; long lines have fewer points."""
         return {
             "title": self.title,
             "x": self.x_label,
@@ -187,14 +187,14 @@ def _thinned(line: Line) -> Line:
 
 
 def line_of(label: str, colour: int, pairs: Iterable[tuple[float, float]], **look: Any) -> Line:
-    """A line through (place, height) pairs; a height that is not finite becomes a gap, such a place is left out."""
+    """Return a line through (place, height) pairs; a non-finite height makes a gap, a non-finite place is left out."""
     kept = [(float(x), float(y) if math.isfinite(y) else None) for x, y in pairs if math.isfinite(x)]
     line = Line(label, colour, tuple(x for x, _ in kept), tuple(y for _, y in kept), **look)
     return replace(line, points=True) if len(line.known) == 1 else line
 
 
 def drawable(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """The lines that have a point."""
+    """Return the lines that have a point."""
     return tuple(line for line in lines if line.known)
 
 
@@ -259,12 +259,12 @@ def _loss_lines(label: str, colour: int, run: RunHistory, place: Place, width: f
 
 
 def line_width(place: int, count: int) -> float:
-    """The earlier of several runs wider, below the later ones, so that equal curves stay visible."""
+    """Return the width of a line: earlier runs are wider and below later ones, so that equal curves stay visible."""
     return round(2 + min(2.2, 4 / count) * (count - 1 - place), 2)
 
 
 def without_heights(chart: Chart, far: float) -> Chart:
-    """The chart with its axis cut off above the runs that went well, if one was thrown off; the table keeps all.
+    """Return the chart with its axis cut off above the runs that went well, if one was thrown off; the table keeps all.
 
     The axis keeps at least one run as a whole, and twice the beginning of each other run that comes near it.
 
@@ -290,7 +290,7 @@ def without_heights(chart: Chart, far: float) -> Chart:
 
 
 def smooth(values: Floats) -> Floats:
-    """A centred moving mean over about a tenth of the points; the same shape as ``values``.
+    """Return a centred moving mean over about a tenth of the points; the same shape as ``values``.
 
     At the start, where losses fall fast, the window shrinks on both sides, so that the curve starts where the
     values do; at the end only its right side is cut off, so that the last value does not bend the curve.
@@ -304,7 +304,7 @@ def smooth(values: Floats) -> Floats:
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:
-    """The unit for times up to ``longest_s``, and its seconds."""
+    """Return the unit for times up to ``longest_s``, and its seconds."""
     if longest_s < 180:
         return "seconds", 1.0
     return ("minutes", 60.0) if longest_s < 3 * 3600 else ("hours", 3600.0)
@@ -314,7 +314,7 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 
 def process_memory(key: str, label: str, samples: Sequence[Sample]) -> Chart:
-    """The proportional memory of each process of a run over its time, and MLX's of each rank."""
+    """Return the proportional memory of each process of a run over its time, and MLX's of each rank."""
     began = samples[0].time if samples else 0.0
     unit, unit_s = time_unit(samples[-1].time - began if samples else 0.0)
 
@@ -350,7 +350,7 @@ def _over_time(group: Sequence[Sample], attribute: str, began: float, unit_s: fl
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each process of a run, the ranks first."""
+    """Return the samples of each process of a run, the ranks first."""
     groups: dict[Any, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(key_of(sample), []).append(sample)

@@ -14,7 +14,7 @@ _USUAL = "usual with AdamW are 1e-5 to 1e-3"
 
 @dataclass(frozen=True)
 class Judgement:
-    """One thing that a person should know of a run; ``kind`` is what it is about."""
+    """A finding about a run for a person; ``kind`` is its subject."""
 
     kind: str
     level: Level
@@ -28,9 +28,9 @@ class Course:
     Attributes:
         norms: the gradient norm at each training report, before it is clipped.
         skipped: steps that changed nothing, because a gradient was not a finite number.
-        steps: that were taken, those that changed nothing included.
-        vocabulary: tokens that the model chooses among; ``None``: unknown.
-        is_over: whether the run has ended, however it did; else nothing is said of an end.
+        steps: number of steps, including those that changed nothing.
+        vocabulary: number of tokens of the vocabulary; ``None``: unknown.
+        is_over: True if the run has ended in any way; else its end is not judged.
         rate: the highest learning rate; ``None``: unknown.
     """
 

@@ -1,4 +1,4 @@
-"""Curves of losses over steps, and what can be said of their slope and scatter beyond what noise explains."""
+"""Curves of losses over steps, with their slopes and scatter, and whether noise explains these."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Curve:
 class Trend:
     """A straight line through a piece of a curve: its heights at both ends, and how far its slope is beyond noise.
 
-    ``steepness`` is the slope by the steepest that noise explains: from 1 on the slope is sure.
+    ``steepness`` is the slope divided by the steepest slope that noise explains: from 1 on the slope is sure.
     """
 
     first: float
@@ -63,7 +63,7 @@ class Trend:
 
 
 def trend(curve: Curve) -> Trend | None:
-    """The line of least squares; ``None`` for less than two points. Two points are taken at their word."""
+    """Return the line of least squares; ``None`` for fewer than two points. For two points the noise counts as 0."""
     x, y = curve.steps, curve.losses
     spread = x - x.mean() if len(x) else x
     square = float(spread @ spread)
@@ -80,13 +80,13 @@ def trend(curve: Curve) -> Trend | None:
 
 
 def sure_change(curve: Curve) -> float:
-    """The relative change along a curve; 0 where noise explains it, or there is no line."""
+    """Return the relative change along a curve; 0 where noise explains it, or there is no line."""
     line = trend(curve)
     return line.change if line is not None and line.sure else 0.0
 
 
 def scatter(curve: Curve) -> float:
-    """The standard deviation of a loss around its course, from the steps between neighbours.
+    """Return the standard deviation of a loss around its course, from the steps between neighbours.
 
     So neither a course that bends nor a single report far off counts as scatter.
     """
@@ -99,12 +99,12 @@ def tenth(curve: Curve) -> int:
 
 
 def ends(curve: Curve) -> tuple[float, float]:
-    """The middle of the first tenth, and of the last."""
+    """Return the middle of the first tenth, and of the last."""
     count = tenth(curve)
     return float(np.median(curve.losses[:count])), float(np.median(curve.losses[-count:]))
 
 
 def from_to(curve: Curve) -> str:
-    """The ends of a curve in words, by its own losses: the ends of a line through it may be impossible."""
+    """Return the ends of a curve in words, by its own losses: the ends of a line through it may be impossible."""
     first, last = ends(curve)
     return f"{first:.3f} to {last:.3f} ({(last - first) / max(abs(first), 1e-12):+.0%})"

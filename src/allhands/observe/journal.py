@@ -1,4 +1,4 @@
-"""``events.jsonl``: what the supervisor saw and did, one JSON object a line, for plots and for people afterwards."""
+"""``events.jsonl``: the supervisor's observations and actions, one JSON object per line, for plots and for people."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EventKind = _OfAnAttempt | _OfTheJob
 
 @dataclass(frozen=True)
 class SupervisorEvent:
-    """Something that a person wants to know, in words, with the facts beside them.
+    """An event for a person: a message with its facts.
 
-    ``failed`` carries the rank that is the cause, its exit code, the last lines of its log, and the message
-    of its error file if it wrote one; ``explanation`` is the message with place and remedy of an error that was
-    foreseen. ``fault`` has the same facts, but the job goes on. ``killing`` says that ranks did not heed a stop.
+    ``failed`` has the rank that is the cause, its exit code, the last lines of its log, and the message of its error
+    file if it wrote one. ``explanation`` is the message of an expected error, with place and remedy. ``fault`` has the
+    same facts, but the job goes on. ``killing`` says that ranks did not react to a stop.
     """
 
     kind: EventKind

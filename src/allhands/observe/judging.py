@@ -1,6 +1,6 @@
 """Judgements of a run by its curves, in words with numbers: the rules for over- and underfitting.
 
-A rule speaks only where a straight line through the points is steeper than their noise explains, and the change is
+A rule applies only if a straight line through the points is steeper than their noise explains, and if the change is
 large enough to matter. The bounds are the constants below.
 """
 
@@ -40,7 +40,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
     """Judge a run by its losses and its other metrics; see :func:`judge`.
 
     Args:
-        is_over: whether it has ended, where more is known of that than its metrics tell.
+        is_over: True if it has ended, if more is known than its metrics say.
     """
     train, valid = (Curve.of([(one.step, one.loss) for one in each]) for each in (history.train, history.valid))
     course = Course(
@@ -55,7 +55,7 @@ def judge_run(history: RunHistory, *, is_over: bool | None = None) -> list[Judge
 
 
 def harm(history: RunHistory) -> list[Judgement]:
-    """Judgements of harm, which every report of a run has to name."""
+    """Return the judgements of harm, which every report of a run has to name."""
     return [it for it in judge_run(history) if it.level == "bad" or (it.kind in _HARMFUL and it.level == "warning")]
 
 
@@ -65,7 +65,7 @@ def judge(train: Curve, valid: Curve, course: Course = _UNKNOWN) -> list[Judgeme
     Args:
         train: the training loss at each report.
         valid: the validation loss at each validation, that before the first step included.
-        course: what else is known.
+        course: further facts.
     """
     if not (course.is_over or course.skipped or len(train) + len(valid)):
         return [Judgement("short", "note", "Nothing is reported yet.")]
@@ -160,8 +160,8 @@ def _worse(train: Curve, trained: Curve, before: float, course: Course) -> Itera
         text += "no validation was below the first, so no step's weights are better (there is no best/). "
     # What is learnt by heart is no matter of a rate that is much too high.
     if len(train) >= FEW and _learns(train, Curve.of([])) and ends(train)[1] < before:
-        text += "The training data are learnt, and what is validated is not: fewer steps, a lower learning rate or "
-        text += "more data."
+        text += "The model learns the training data, but not the validation data: use fewer steps, a lower "
+        text += "learning rate or more data."
     else:
         text += course.slower
     yield Judgement("worse", "bad" if last > before * (1 + HARDLY) else "warning", text)

@@ -38,7 +38,7 @@ def names_of(runs: Sequence[RunHistory]) -> list[str]:
 
 
 def of_starts(run: RunHistory, tell: Callable[[RunStarted], object]) -> str:
-    """The values of a run's starts, each once, in their order; empty if nothing is known."""
+    """Return the values of a run's starts, each once, in their order; empty if nothing is known."""
     starts = run.starts or ([run.started] if run.started else [])
     return ", ".join(dict.fromkeys(str(value) for start in starts if (value := tell(start)) not in (None, 0, "")))
 
@@ -83,7 +83,7 @@ def times_table(runs: Sequence[RunHistory]) -> Table:
 
 
 def times_markdown(runs: Sequence[RunHistory]) -> str:
-    """The same figures as :func:`times_table` as a Markdown table, one row a run.
+    """Return the same figures as :func:`times_table` as a Markdown table, one row a run.
 
     Seconds per step and tokens per second are medians over the reports, which leaves out warm-up and pauses.
     The speed-up is the ratio of tokens per second to the first run: it stays right when batch sizes differ.
@@ -96,7 +96,7 @@ def times_markdown(runs: Sequence[RunHistory]) -> str:
 
 
 def times_of(runs: Sequence[RunHistory]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
+    """Return the names of the runs, and each measure of :func:`times_markdown` with its figure of each run."""
     speeds = [typical(report.tokens_per_s for report in run.train) for run in runs]
     first = (speeds[:1] or [0.0])[0] or np.nan
     rows = [_figures(run, speed, speed / first) for run, speed in zip(runs, speeds, strict=True)]

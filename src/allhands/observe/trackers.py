@@ -1,6 +1,6 @@
-"""Sends a run's numbers to trackers through their own libraries, under the names that mlx_lm gives them.
+"""Trackers: a run's numbers are sent through the trackers' own libraries, under mlx_lm's names.
 
-Numbers go through a thread of their own: a tracker that is slow or down never keeps the training waiting.
+Another thread sends the numbers, so the training never waits for a tracker that is slow or down.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TrackerSink:
     A client that retries a dead server without an error causes the warning, too.
 
     Args:
-        patience_s: how long :meth:`close` waits for the service.
-        slow_s: how long one report may take without a warning.
+        patience_s: seconds that :meth:`close` waits for the service.
+        slow_s: seconds that one report may take without a warning.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TrackerSink:
 
 
 def tracked_values(event: Event) -> dict[str, float]:
-    """The numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
+    """Return the numbers of ``event`` by mlx_lm's names; empty for events that have none. Memory is in GB.
 
     They are sent under the number of steps, which are optimizer updates. An iteration is a batch, of which a step may
     take several.

@@ -1,8 +1,8 @@
-"""The contract of a strategy, which divides the work of a step among ranks.
+"""Interface of a strategy, which divides the work of a step among ranks.
 
-A step is: the strategy computes this rank's sums (:meth:`Strategy.gradients`), adds them up over ranks
-(:meth:`Strategy.reduce`), the updater divides once and updates, and the strategy does what follows
-(:meth:`Strategy.after_update`). Everything else that one way needs is private to its strategy.
+In a step the strategy computes this rank's sums (:meth:`Strategy.gradients`) and adds them up over ranks
+(:meth:`Strategy.reduce`). The updater divides once and updates. Then the strategy does the work after an update
+(:meth:`Strategy.after_update`). All other parts are private to each strategy.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Exchanging:
 
     Attributes:
         communicator: the ranks that divide the batch.
-        bucket_bytes: arrays travel together up to about so many.
-        cpu_native: whether operations compute when they are called.
-        heartbeat: is told "reduce" before other ranks are waited for, and "update" before the update is.
-        codec: how gradients are packed on the way; ``None``: they are not.
-        rounds: of local steps, for a strategy that makes such.
-        inject_fault: is asked before each message, and before each exchange at the end of a round or beside a step,
-            whether to fail on purpose.
+        bucket_bytes: approximate bytes of arrays that are exchanged together.
+        cpu_native: True if operations compute at once.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "update" before waiting for the update.
+        codec: form of packed gradients in the exchange; ``None``: not packed.
+        rounds: of local steps, for a strategy with rounds.
+        inject_fault: called before each message, and before each exchange at the end of a round or during a step; it
+            may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
     """
 
@@ -68,13 +68,13 @@ class Strategy:
     Attributes:
         name: of ``--strategy``.
         communicator: the ranks that it divides the work over.
-        left: of each trained array, in the passes' order, what packing has left out of this rank's gradients after the
-            last update: every rank's own, and part of a checkpoint. Empty where nothing is packed.
-        shards: the parts that each rank keeps and updates of the flat weights; ``None``: everything.
-        overlaps: whether gradients travel while others are computed.
-        passes_wait: whether passes wait for what other ranks send.
-        sees_passes: whether this rank's passes are computed when :meth:`gradients` returns, and not only handed out.
-        keeps_own_optimizer: whether the optimizer's state is another one on each rank.
+        left: rounding error of packing for each trained array, in the passes' order, after the last update. It differs
+            between ranks and is part of a checkpoint. Empty if nothing is packed.
+        shards: the parts of the flat weights that each rank keeps and updates; ``None``: everything.
+        overlaps: True if gradients are exchanged while others are computed.
+        passes_wait: True if passes wait for data from other ranks.
+        sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not only queued.
+        keeps_own_optimizer: True if each rank has an optimizer state of its own.
     """
 
     name: str
@@ -88,16 +88,16 @@ class Strategy:
 
     @property
     def in_round(self) -> bool:
-        """True if the weights are this rank's own for now, and no result: not to be validated or saved."""
+        """True if the weights are this rank's own for now; they must not be validated or saved then."""
         return False
 
     @property
     def steps_left(self) -> int:
-        """Steps until the weights are those of all ranks again; 0 where they are."""
+        """Number of steps until all ranks have the same weights again; 0 if they have."""
         return 0
 
     def close_round(self) -> None:
-        """Make the weights those of all ranks, if they are not; called on all ranks together, after a step."""
+        """Give all ranks the same weights, if they differ; called on all ranks together, after a step."""
 
     @property
     def outer_state(self) -> Mapping[str, mx.array]:
@@ -105,7 +105,7 @@ class Strategy:
         return {}
 
     def load_outer_state(self, state: Mapping[str, mx.array]) -> None:
-        """Take what :attr:`outer_state` was, with the same names."""
+        """Restore a value of :attr:`outer_state`, with the same names."""
 
     @property
     def own_state(self) -> Mapping[str, mx.array]:
@@ -113,17 +113,17 @@ class Strategy:
         return {}
 
     def load_own_state(self, state: Mapping[str, mx.array]) -> None:
-        """Take what :attr:`own_state` was on as many ranks, after :meth:`load_outer_state`."""
+        """Restore a value of :attr:`own_state` of as many ranks, after :meth:`load_outer_state`."""
 
     def place(self, leaves: FlatParams | None) -> Shards | None:
-        """Decide once, before the optimizer's state is laid out, what this rank owns; ``None``: everything.
+        """Decide once, before the optimizer's state is laid out, which part this rank owns; ``None``: everything.
 
         Not called where the optimizer's state cannot be divided.
         """
         return None
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
-        """Called once, before the first step, with the passes that it will be given.
+        """Prepare once, before the first step, for the passes of all steps.
 
         Args:
             expected: gives the weights that an update by some sums, or by this rank's part of them, would make; for a
@@ -132,61 +132,61 @@ class Strategy:
         raise NotImplementedError
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        """This rank's sums over ``micro_batches`` (zeros for none)."""
+        """Compute this rank's sums over ``micro_batches`` (zeros for none)."""
         raise NotImplementedError
 
     def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Begin with what no update changes of the next step, before this step's exchange, if this strategy can."""
+        """Begin the part of the next step that no update changes, before this step's exchange, if this strategy can."""
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         """Sum gradients and ``numbers`` over ranks.
 
         Args:
-            extra: numbers of this rank for all others, as many on each rank. A strategy that exchanges no sums in this
-                step leaves them to whoever asks (:attr:`Reduced.num_gathered` is 0).
+            extra: numbers of this rank for all others, the same number on each rank. A strategy that exchanges no sums
+                in this step leaves them to the caller (:attr:`Reduced.num_gathered` is 0).
         """
         raise NotImplementedError
 
     def whole(self, parts: list[mx.array]) -> list[mx.array]:
-        """The updated flat weights, of what each rank has updated."""
+        """Return the updated flat weights, put together from the parts of all ranks."""
         return parts
 
     def after_update(self, step: int, norm: float) -> None:
-        """Called on every rank when the model has the weights of ``step`` updates.
+        """Do this strategy's work after update number ``step``; called on every rank.
 
         Args:
-            norm: of the last one's mean gradient.
+            norm: of the update's mean gradient.
         """
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Hand out the next step's first pass, of weights that are still being computed, if this strategy can."""
+        """Queue the next step's first pass, with weights that are still being computed, if this strategy can."""
 
     def wait(self, reduced: Reduced, arrays: Any, handed_out: Times, started: float) -> Times:
         """Wait for the step's lazy ``arrays``.
 
         Args:
-            handed_out: the times until the update was handed out.
-            started: when it was, by ``time.perf_counter``.
+            handed_out: the times until the update was queued.
+            started: time of queueing, by ``time.perf_counter``.
         """
         mx.eval(arrays)
         return handed_out
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
-        """The loss sum and the gradients of examples alone, and the ranks that compute each of them together.
+        """Return the loss sum and the gradients of examples alone, and the ranks that compute each of them together.
 
         All of these have to ask for the same ones; each has its own part of the gradients.
         """
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Throw away what was handed out ahead: its weights will not be those of the next step."""
+        """Drop the queued pass: its weights will not be those of the next step."""
 
 
 def make_strategy(name: str, exchanging: Exchanging, *, overlap: bool | None = None) -> Strategy:
-    """The strategy of that name in the registry.
+    """Return the strategy of that name in the registry.
 
     Args:
-        overlap: whether gradients travel while others are computed, where they are graphs; default: with NCCL.
+        overlap: exchange gradients while others are computed, if they are graphs; default: with NCCL.
     """
     communicator = exchanging.communicator
     wanted = can(communicator.backend, "overlap") if overlap is None else overlap

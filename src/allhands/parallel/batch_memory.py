@@ -32,7 +32,7 @@ def as_arrays(values: Sequence[NDArray[Any]]) -> tuple[mx.array, ...]:
 
 
 def arrays_of_batches() -> ToArrays:
-    """The function that makes arrays of micro-batches here, one after the other."""
+    """Return the function that makes arrays of micro-batches here, one after the other."""
     return BatchMemory() if kernels.available() else as_arrays
 
 

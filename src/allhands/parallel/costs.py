@@ -1,4 +1,4 @@
-"""The costs of a strategy for each rank, in memory and traffic: for ``allhands plan``, before anything is loaded."""
+"""Costs of a strategy for each rank, in memory and traffic: for ``allhands plan``, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Work:
     """The work of a rank.
 
     Attributes:
-        method: how it is trained.
-        tokens: places of its largest micro-batch, padding included.
-        trained_layers: blocks through which gradients go back.
-        weights_bytes: of all weights as they are held, ``trained_bytes`` of those that are trained.
-        optimizer: by name.
-        recomputed: whether blocks' activations are computed again in place of being kept.
-        accumulated: whether a batch is more than one micro-batch.
-        masters: whether the optimizer has float32 copies of weights in half precision.
-        by_adam_bytes: of the trained weights those that muon leaves to adamw, which keeps twice as much.
-        batch_tokens: places of its share of a batch, which may be several micro-batches; 0 for as many as ``tokens``.
-        row_tokens: of the longest row, than which no micro-batch can be smaller.
-        packed: how gradients travel where ranks exchange any; ``None``: as they are.
-        alive: micro-batches whose activations are there at once: several in a pipeline.
-        has_head: whether the rank computes the loss, as the last stage of a pipeline alone does.
+        method: method of training.
+        tokens: tokens of its largest micro-batch, padding included.
+        trained_layers: blocks in the backward pass.
+        weights_bytes: bytes of all weights as stored; ``trained_bytes``: those of the trained weights.
+        optimizer: name of the optimizer.
+        recomputed: True if blocks recompute their activations.
+        accumulated: True if a batch is more than one micro-batch.
+        masters: True if the optimizer has float32 copies of weights in half precision.
+        by_adam_bytes: bytes of the trained weights that muon leaves to adamw, which keeps twice as much.
+        batch_tokens: tokens of its share of a batch, which may be several micro-batches; 0: the same as ``tokens``.
+        row_tokens: tokens of the longest row; no micro-batch can be smaller.
+        packed: form of the exchanged gradients; ``None``: not packed.
+        alive: number of micro-batches whose activations exist at the same time: several in a pipeline.
+        has_head: True if the rank computes the loss; in a pipeline only the last stage does.
     """
 
     method: Method
@@ -52,11 +52,11 @@ class Work:
     has_head: bool = True
 
     def divided(self, ranks: int) -> Work:
-        """The work of each of so many ranks with an equal share of the batch."""
+        """Return the work of each of so many ranks with an equal share of the batch."""
         return self.share(1 / ranks)
 
     def share(self, part_of_batch: float) -> Work:
-        """The work of a rank with such a part of the batch."""
+        """Return the work of a rank with such a part of the batch."""
         whole = self.batch_tokens or self.tokens
         part = max(1, int(whole * part_of_batch + 1e-6))
         # What is summed for another reason than the size of the batch still is.
@@ -64,22 +64,22 @@ class Work:
         return replace(self, tokens=min(self.tokens, part), batch_tokens=part, accumulated=summed)
 
     def cut(self, tokens: int) -> Work:
-        """With micro-batches of so many places, whose gradients are summed."""
+        """Return the work with micro-batches of so many tokens, whose gradients are summed."""
         return replace(self, tokens=tokens, accumulated=self.accumulated or tokens < (self.batch_tokens or self.tokens))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step; the three phases do not come together.
+    """Bytes at the peak of a step; the three phases do not occur at the same time.
 
     Attributes:
-        weights: all of them.
-        optimizer: what it keeps of each trained weight.
-        backward: beyond these in the backward pass; ``loss`` and ``update`` likewise.
-        activations: of ``backward`` and ``loss`` what the passes keep; ``logits`` what the loss adds.
-        beside: what the process takes that is no array: room of the products with the head.
-        renewed: of ``update`` the new values of what a rank updates.
-        trained: of ``weights`` those that are trained.
+        weights: bytes of all weights.
+        optimizer: bytes of the optimizer's state.
+        backward: further bytes in the backward pass; ``loss`` and ``update``: the same for these phases.
+        activations: part of ``backward`` and ``loss``: activations; ``logits``: the part that the loss adds.
+        beside: bytes of the process outside of arrays: buffers of the products with the head.
+        renewed: part of ``update``: new values of the arrays that a rank updates.
+        trained: part of ``weights``: the trained ones.
     """
 
     weights: int
@@ -100,7 +100,9 @@ class Memory:
 
 
 def with_left_out(memory: Memory, work: Work) -> Memory:
-    """The work of one of several ranks, with the rest that it keeps because packing has left it out of gradients."""
+    """Return the work of one of several ranks, with the rest that it keeps because packing has left it out of
+    gradients.
+    """
     if work.packed is None:
         return memory
     return replace(memory, optimizer=memory.optimizer + work.packed.left_bytes(work.trained_bytes))
@@ -111,10 +113,10 @@ class Traffic:
     """Bytes that a rank sends in a step, and receives.
 
     Attributes:
-        all_reduced: bytes of the arrays that ranks add up, each of which has the whole sum afterwards.
-        gathered: bytes of the arrays of which each rank has a part before, and the whole afterwards.
-        scattered: bytes of the arrays that ranks add up, each of which has a part of the sum afterwards.
-        handed_on: bytes of hidden states that a stage sends to the next one; as many come back as gradients.
+        all_reduced: bytes of arrays in all-reduces: each rank has the whole sum afterwards.
+        gathered: bytes of arrays in all-gathers: each rank has a part before, and the whole afterwards.
+        scattered: bytes of arrays in reduce-scatters: each rank has a part of the sum afterwards.
+        handed_on: bytes of hidden states that a stage sends to the next one; the same number comes back as gradients.
     """
 
     all_reduced: int = 0
@@ -131,10 +133,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PackedGradients:
-    """Gradients that travel packed (``--compress``).
+    """Gradients that are exchanged packed (``--compress``).
 
     Attributes:
-        item_bytes: of a number as it is added up.
+        item_bytes: bytes of a number in the sum.
     """
 
     codec: Codec
@@ -142,7 +144,7 @@ class PackedGradients:
     item_bytes: int = _FLOAT
 
     def traffic(self, gradient_bytes: int, ranks: int) -> Traffic:
-        """The traffic of a step of so many ranks, whose gradients would be so many bytes as they are."""
+        """Return the traffic of a step of so many ranks, whose gradients would be so many bytes as they are."""
         packed = self.codec.packed_bytes(gradient_bytes // self.item_bytes)
         if self.codec.route(self.backend, ranks, self.item_bytes) == "gather":
             return Traffic(gathered=ranks * packed)
@@ -161,24 +163,24 @@ class Costs(Protocol):
     """The costs of a strategy, without loading anything."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
-        """A rank's, of what it would hold if it had everything."""
+        """Return a rank's, of what it would hold if it had everything."""
         ...
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        """The traffic of a step.
+        """Return the traffic of a step.
 
         Args:
-            gradient_bytes: of all gradients as they travel; ``weight_bytes`` of what is trained, as it is held.
-            scatters: whether the back-end has a reduce-scatter.
-            packed: of gradients that travel packed, which this strategy can do, in place of ``gradient_bytes``.
+            gradient_bytes: bytes of all gradients in the exchange; ``weight_bytes``: of the trained weights as stored.
+            scatters: True if the back-end has a reduce-scatter.
+            packed: packed gradients in place of ``gradient_bytes``, if this strategy can exchange them.
         """
         ...
 
 
 class DataCosts:
-    """Every rank has everything."""
+    """Costs of plain data parallelism: every rank has all arrays."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return memory
@@ -190,7 +192,7 @@ class DataCosts:
 
 
 class DividedOptimizerCosts:
-    """Each rank has one of ``ranks`` parts of the optimizer's state, and of what is renewed in the update."""
+    """Costs of a sharded optimizer: each rank has one of ``ranks`` parts of its state and of the updated arrays."""
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         update = memory.update - memory.renewed * (ranks - 1) // ranks
@@ -208,7 +210,7 @@ class DividedOptimizerCosts:
 
 @dataclass(frozen=True)
 class LocalCosts:
-    """Every rank has everything, and the weights that the round began with; they travel once a round."""
+    """Costs of rounds: every rank also has the weights of the round's start, and they are exchanged once per round."""
 
     rounds: Rounds = field(default_factory=Rounds)
 
@@ -238,11 +240,11 @@ class DelayedCosts(DataCosts):
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Each rank has some of the blocks, and hands on hidden states: no gradient of weights travels.
+    """Costs of a pipeline: each rank has some of the blocks and sends hidden states; no gradient of weights is sent.
 
     Attributes:
-        micro_batches: of a step.
-        hidden_bytes: that a stage hands on for each of them; the gradient that comes back is as large.
+        micro_batches: number of micro-batches of a step.
+        hidden_bytes: bytes that a stage sends on for each of them; the gradient that comes back has the same size.
     """
 
     micro_batches: int = 1
@@ -261,7 +263,7 @@ class PipelineCosts:
         return Traffic(handed_on=self.micro_batches * self.hidden_bytes)
 
     def bubble(self, ranks: int) -> float:
-        """The part of a step in which a rank waits, if stages take equally long."""
+        """Return the part of a step in which a rank waits, if stages take equally long."""
         return (ranks - 1) / (self.micro_batches + ranks - 1)
 
     def step_s(self, stage_s: Sequence[float], message_s: float) -> float:

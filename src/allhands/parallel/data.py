@@ -1,9 +1,9 @@
-"""Plain data parallelism, and the divided optimizer on top of it (ZeRO-1, arXiv 1910.02054).
+"""Plain data parallelism, and the sharded optimizer state on top of it (ZeRO-1, arXiv 1910.02054).
 
 Every rank has all weights and computes its share of the global batch; gradients are summed over ranks. In
-:class:`DataParallel` the exchange follows the passes. In :class:`OverlappedData` gradients travel while others are
-computed. In both the next step's first pass is handed out before the last step's update is there, and in both each rank
-may keep and update a part of the optimizer's state.
+:class:`DataParallel` the exchange follows the passes. In :class:`OverlappedData` gradients are exchanged while others
+are computed. Both queue the next step's first pass before the last step's update is computed, and in both each rank may
+keep and update a part of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _LOOK_EVERY = 64
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pass that was handed out before its step began.
+    """A pass that was queued before its step began.
 
     Attributes:
-        batch: of which it is.
-        weights: the flat weights with which it is computed.
+        batch: its batch.
+        weights: the flat weights of the pass.
         computed: its sums and gradients, lazy.
-        pending: the exchange of its gradients, if it was started, too.
+        pending: the exchange of its gradients, if it was started as well.
     """
 
     batch: MicroBatch
@@ -63,12 +63,12 @@ class Ahead:
 
 
 def plain(exchanging: Exchanging, overlap: bool) -> Strategy:
-    """``--strategy data``."""
+    """Make the strategy of ``--strategy data``."""
     return OverlappedData(exchanging) if overlap else DataParallel(exchanging)
 
 
 def divided_optimizer(exchanging: Exchanging, overlap: bool) -> Strategy:
-    """``--strategy zero1``."""
+    """Make the strategy of ``--strategy zero1``."""
     return OverlappedData(exchanging, divides=True) if overlap else DataParallel(exchanging, divides=True)
 
 
@@ -212,7 +212,7 @@ class DataParallel(Strategy):
 
 
 class OverlappedData(DataParallel):
-    """As :class:`DataParallel`, with the exchange beside the passes: for NCCL, which sends from the GPU.
+    """:class:`DataParallel` with the exchange during the passes: for NCCL, which sends from the GPU.
 
     With the other back-ends the host sends and receives, and a GPU that waits for it may be taken for dead.
     """
@@ -322,7 +322,7 @@ class _Exposed:
         return self._steps % _LOOK_EVERY == 1
 
     def share(self, seen: float | None) -> float:
-        """The share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
+        """Return the share of a step in which it was ``seen``; ``None``: not in this one. Counts the step."""
         self._steps += 1
         if seen is not None:
             self._share = seen

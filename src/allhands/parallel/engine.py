@@ -65,7 +65,7 @@ class Messages:
             self.here(self._sent.pop(0))
 
     def expected(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
-        """The array that a rank will send, not asked for yet."""
+        """Return the array that a rank will send, not asked for yet."""
         if (pair := self._pairs.get(peer)) is None:
             return self._group.receive(shape, dtype, peer)
         key = tuple(shape), dtype
@@ -95,7 +95,7 @@ class Messages:
 
 
 def pairs_of(group: MlxGroup) -> dict[int, MlxGroup]:
-    """A group of two for each neighbour of this rank, the last and the first being neighbours too.
+    """Return a group of two for each neighbour of this rank, the last and the first being neighbours too.
 
     Called on all ranks of ``group`` together.
     """
@@ -159,13 +159,13 @@ class StageCompute:
             self._gradient, self._found = mx.compile(self._vjp, **how), mx.compile(self._outputs, **how)
 
     def trained(self) -> list[mx.array]:
-        """The trained arrays, in the order of their gradients."""
+        """Return the trained arrays, in the order of their gradients."""
         if self._flat is not None:
             return list(self._flat.weights())
         return [array for _, array in flatten(self.stage.model.trainable_parameters())]
 
     def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
-        """The hidden states that a stage hands on, or the sums of the last one; for who wants no gradient."""
+        """Return the hidden states that a stage hands on, or the sums of the last one; for who wants no gradient."""
         given = mx.zeros((0,)) if received is None else received
         with self._as_it_was():
             return self._found(given, *arguments)
@@ -173,7 +173,7 @@ class StageCompute:
     def begin(
         self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...]
     ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-        """The result of :meth:`forward`, and the gradients of its input and of the weights, all still lazy.
+        """Return the result of :meth:`forward`, and the gradients of its input and of the weights, all still lazy.
 
         ``cotangent``: the gradient of what is handed on; ``None``: the last stage begins it.
         """
@@ -281,7 +281,7 @@ class Engine:
         self.ahead = batch, outputs
 
     def first_outputs(self, batch: MicroBatch) -> list[mx.array] | None:
-        """The outputs of :meth:`begin`, once, if it was given this micro-batch."""
+        """Return the outputs of :meth:`begin`, once, if it was given this micro-batch."""
         ahead, self.ahead = self.ahead, None
         return ahead[1] if ahead is not None and ahead[0] is batch else None
 

@@ -44,7 +44,7 @@ class FlatWeights(Protocol):
         ...
 
     def weights(self) -> list[mx.array]:
-        """The arrays of :attr:`leaves` at present."""
+        """Return the arrays of :attr:`leaves` at present."""
         ...
 
 
@@ -89,7 +89,7 @@ def make_joined_gradient(
     apart: Apart | None = None,
     objective: Objective = CAUSAL_LM,
 ) -> GradFunction:
-    """As :func:`make_gradient`, as one lazy graph and in the arrays of ``flat``, a list.
+    """Make the gradient of :func:`make_gradient` as one lazy graph and in the arrays of ``flat``, a list.
 
     With ``apart``, of the model's embedding, the function takes its (B, T, D) ``rows`` as well, and gives their
     gradient as the last of the list; that of the table is without it.

@@ -305,7 +305,7 @@ class LocalSteps(DataParallel):
 
 
 def fragments_of(arrays: Mapping[str, mx.array], count: int) -> list[list[str]]:
-    """The names of ``arrays`` in ``count`` parts of about as many bytes, each with some of all layers."""
+    """Return the names of ``arrays`` in ``count`` parts of about as many bytes, each with some of all layers."""
     found: list[list[str]] = [[] for _ in range(count)]
     filled = [0] * count
     for name, array in sorted(arrays.items(), key=lambda item: -item[1].nbytes):

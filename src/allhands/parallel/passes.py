@@ -62,7 +62,7 @@ class Passes:
             self._gradient = make_joined_gradient(model, self.flat, **how)
 
     def arguments(self, batch: MicroBatch) -> tuple[mx.array, ...]:
-        """The arguments of the gradient's function."""
+        """Return the arguments of the gradient's function."""
         values = self.objective.values(batch)
         dropout = self.computing.dropout
         if dropout is not None:
@@ -123,11 +123,11 @@ class Passes:
         return self.model.trainable_parameters() if self.flat is None else self.flat.weights()
 
     def trained(self) -> list[mx.array]:
-        """The trained arrays, in the order of their gradients."""
+        """Return the trained arrays, in the order of their gradients."""
         return [array for _, array in flatten(self._trained())]
 
     def one_by_one(self) -> Callable[[MicroBatch], tuple[mx.array, Any]]:
-        """The gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
+        """Return the gradient of examples alone, not compiled: each has a shape of its own, to be computed once."""
         cpu_native, dropout = self.computing.cpu_native, self.computing.dropout
         gradient = make_gradient(
             self.model, cpu_native=cpu_native, compiled=False, dropout=dropout, objective=self.objective

@@ -32,7 +32,7 @@ class Rounds:
         return self.fragments > 1 or self.delay > 0
 
     def sent_after(self, steps: int) -> list[int]:
-        """The fragments whose exchange begins after so many steps."""
+        """Return the fragments whose exchange begins after so many steps."""
         ends = ((number + 1) * self.every // self.fragments for number in range(self.fragments))
         return [number for number, end in enumerate(ends) if (steps - end) % self.every == 0]
 
@@ -56,5 +56,5 @@ class Rounds:
 
 
 def rounds_of(config: TrainConfig) -> Rounds:
-    """As ``--sync-every`` and what belongs to it say."""
+    """Return the rounds of ``--sync-every`` and its further options."""
     return Rounds(config.sync_every, config.outer_lr, config.outer_momentum, config.sync_fragments, config.sync_delay)

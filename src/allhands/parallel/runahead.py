@@ -30,7 +30,7 @@ _FULL = 0.9
 
 
 def limit_for(need: int, device_bytes: int, *, exchanging: bool = False) -> int:
-    """The limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead.
+    """Return the limit, in bytes, for steps that hold ``need`` bytes if nothing runs ahead.
 
     Args:
         exchanging: whether what other ranks send is waited for among what is handed out.

@@ -63,7 +63,7 @@ class Schedule:
 def make_schedule(
     name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1, first_trained: int = 0
 ) -> Schedule:
-    """The schedule of a step.
+    """Return the schedule of a step.
 
     Args:
         stages_per_rank: more than 1 for ``interleaved`` only.
@@ -117,7 +117,7 @@ class _Game:
         return 2 * (self._size - rank - 1) + (self._per_rank - 1) * self._size + 1
 
     def played(self) -> Schedule:
-        """All lists, once everything is done."""
+        """Return all lists, once everything is done."""
         ends: list[tuple[int, int, int, Action]] = []
         order, free, now = count(), set(range(self._size)), 0
         while True:

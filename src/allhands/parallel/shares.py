@@ -1,15 +1,15 @@
 """Shares of a batch in proportion to the ranks' measured speeds.
 
-Each rank times its own passes; the numbers travel with those that ranks add up in each step anyway. Every rank puts the
-same numbers into the same functions of plain Python, and so comes to the same shares without asking. New shares hold
-from a step that nobody has loaded or handed out yet.
+Each rank times its own passes; the numbers are sent with others that ranks add up in each step anyway. Every rank puts
+the same numbers into the same functions of plain Python, and so computes the same shares without further messages. New
+shares apply from a step that no rank has loaded or queued yet.
 
-A rank's passes take longer with more tokens, its update does not. Shares are such that both together take every rank
-the same time.
+A rank's passes take longer with more tokens, but its update does not. Shares are chosen so that both together take the
+same time on every rank.
 
-A change must be worth it: the slowest rank's time of the next batches, as whole rows can be divided, must become
-shorter by more than noise explains (:func:`better_weights`). So noise moves nothing, and one row more that would only
-move the wait from one rank to another does not either.
+Shares change only if the slowest rank's time for the next batches, divided in whole rows, becomes shorter by more than
+noise explains (:func:`better_weights`). So noise does not change shares, and neither does a row that would only
+move the wait from one rank to another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepSample:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -83,13 +83,13 @@ class Speed:
 
 
 def speed_of(samples: Sequence[StepSample], noise: float) -> Speed:
-    """The medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
+    """Return the medians of some steps, because one that was disturbed must not count; ``noise`` is that of a step."""
     part, update = (_median(sorted(each)) for each in zip(*((s.part, s.update_tokens) for s in samples), strict=True))
     return Speed(part, max(_OF_MEDIAN * noise / math.sqrt(len(samples)), _OF_ONE / len(samples)), update)
 
 
 def noise_of(jumps: Sequence[float]) -> float:
-    """The relative deviation of a step from its neighbours, by the jumps from each to the next.
+    """Return the relative deviation of a step from its neighbours, by the jumps from each to the next.
 
     A rank that has become slower makes one jump, and no noise.
     """
@@ -173,7 +173,7 @@ class RowSeconds:
 
 
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
-    """The same proportions with sum 1, rounded to what a person may read; none becomes 0.
+    """Return the same proportions with sum 1, rounded to what a person may read; none becomes 0.
 
     What this has made stays as it is, although rounding may have left its sum beside 1.
     """
@@ -188,10 +188,10 @@ class Moved:
     """Shares that have been agreed on.
 
     Attributes:
-        begin: the batch (from 0) from which on they hold.
-        weights: the new shares, ``before`` the old ones.
-        speeds: tokens a second of each rank, on which they are based.
-        rows: whether each rank gets rows; a rank so slow that a row takes longer than everything elsewhere gets none.
+        begin: the first batch (from 0) with the new shares.
+        weights: the new shares; ``before``: the old ones.
+        speeds: tokens per second of each rank, from which the shares are computed.
+        rows: for each rank True if it gets rows; a rank gets none if a row takes it longer than all rows elsewhere.
     """
 
     begin: int
@@ -246,7 +246,7 @@ class Balance:
         self._heard = 0
 
     def to_json(self, iteration: int) -> dict[str, Any]:
-        """The shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
+        """Return the shares of batch ``iteration`` and what is agreed for later, for :meth:`restore`."""
         _, weights, _ = self._entry(iteration)
         later = [[begin, list(each), list(some)] for begin, each, some in self._plan if begin > iteration]
         return {"weights": list(weights), "later": later}
@@ -264,7 +264,7 @@ class Balance:
         return len(self._samples)
 
     def cut(self, iteration: int) -> Cut:
-        """The division of batch ``iteration``."""
+        """Return the division of batch ``iteration``."""
         _, weights, some = self._entry(iteration)
         return Cut(weights, some, iteration - (iteration - self._begin) % self._accumulation)
 
@@ -273,16 +273,16 @@ class Balance:
         return next((entry for entry in reversed(plan) if entry[0] <= iteration), plan[0])
 
     def weights(self, iteration: int) -> tuple[float, ...]:
-        """The shares of batch ``iteration``, as weights."""
+        """Return the shares of batch ``iteration``, as weights."""
         return self.cut(iteration).weights
 
     def shares(self, iteration: int) -> tuple[float, ...]:
-        """The ranks' parts of batch ``iteration``, which add up to 1; empty for one rank."""
+        """Return the ranks' parts of batch ``iteration``, which add up to 1; empty for one rank."""
         weights = self.weights(iteration)
         return normalised(weights) if len(weights) > 1 else ()
 
     def hear(self, numbers: Sequence[float], end: int) -> Moved | None:
-        """Take in what all ranks tell of their step before this one, and change the shares if that is worth it.
+        """Receive all ranks' measurements of the step before this one, and change the shares if that is worth it.
 
         Called on all ranks with the same ``numbers``: of each rank the tokens of its passes, their seconds and those
         of its update, all 0 if it had no passes or they were not timed.
@@ -375,7 +375,7 @@ class Balance:
         return _KEPT
 
     def _measured(self, most: int, least: int) -> list[Speed] | None:
-        """Each rank's speed by its last steps; ``None`` while one that has rows has not been measured so often.
+        """Return each rank's speed by its last steps; ``None`` while a rank with rows has too few measurements.
 
         A rank without rows has the speed of its last trial, and one that has never had any that of its share.
         """

@@ -106,7 +106,7 @@ def even_speeds(measured: Sequence[float]) -> list[float]:
 
 
 def divide(layers: Layers, seats: Sequence[Seat], stages_per_rank: int = 1) -> Split:
-    """The best split; one that does not fit says so, and misses as little in all as any does.
+    """Return the best split; one that does not fit says so, and misses as little in all as any does.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -119,7 +119,7 @@ def divide(layers: Layers, seats: Sequence[Seat], stages_per_rank: int = 1) -> S
 
 
 def split_as(layers: Layers, seats: Sequence[Seat], sizes: Sequence[int]) -> Split:
-    """The split into stages of these sizes."""
+    """Return the split into stages of these sizes."""
     return _Problem(layers, seats, len(sizes)).of(sizes)
 
 
@@ -149,7 +149,7 @@ class _Problem:
         return self._own(stage, first, stop)[0] / self._seats[stage % len(self._seats)].speed
 
     def of(self, sizes: Sequence[int]) -> Split:
-        """All that follows of stages of these sizes."""
+        """Return all that follows of stages of these sizes."""
         seats = self._seats
         seconds, held = [0.0] * len(seats), [float(seat.taken) for seat in seats]
         stops = list(accumulate(sizes))

@@ -1,4 +1,4 @@
-"""The values that the parts of a step hand to each other."""
+"""Values that the parts of a step pass to each other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Gradients:
     """This rank's sums over its micro-batches.
 
     Attributes:
-        sums: of the objective: () for the loss alone, else (1 + further,).
-        grads: by name, or in the order of the flat weights.
-        counts: of the objective, over the micro-batches.
-        lookups: what the look-ups of a table contribute, where they travel by themselves.
+        sums: sums of the objective: () for the loss alone, else (1 + further,).
+        grads: gradients by name, or in the order of the flat weights.
+        counts: counts of the objective over the micro-batches.
+        lookups: gradients of a table's looked-up rows, if they are exchanged separately.
         pending: the exchange of ``grads``, if it was started with the pass.
-        ahead: whether the first pass was handed out before the step began.
+        ahead: True if the first pass was queued before the step began.
         waited_s: seconds that this rank has waited for others within its passes.
     """
 
@@ -42,7 +42,7 @@ class Gradients:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that this rank's loss would be divided by, if it were alone."""
+        """Number of tokens by which this rank's loss would be divided if it were alone."""
         return self.counts["targets"]
 
 
@@ -51,16 +51,16 @@ class Reduced:
     """Sums over all ranks.
 
     Attributes:
-        grads: as in :class:`Gradients`; of what is divided this rank's part. Whoever updates empties the list, because
-            MLX computes in place what nobody holds.
+        grads: as in :class:`Gradients`; of sharded arrays this rank's part. The updater empties the list, because MLX
+            computes in place if nobody holds an array.
         totals: (n,) float32, the sums of the numbers that were given to the strategy, and of others.
         squares: () sum of squares of all gradients over all ranks; ``None``: each rank has all ``grads``.
-        computed: arrays that are there once this rank's own passes are done, where the exchange goes on beside them.
-        divisor: () what gradients are divided by; ``None``: the trained tokens among ``totals``.
-        num_gathered: how many of ``totals``, the last ones, are the ranks' extra numbers.
-        norm: () what is told as the gradient's norm where each rank updates by gradients of its own; not finite if any
-            rank's gradient is not, and then none updates.
-        idle: whether there is nothing to update by in this step.
+        computed: arrays that are computed when this rank's own passes are done, if the exchange overlaps them.
+        divisor: () divisor of the gradients; ``None``: the trained tokens among ``totals``.
+        num_gathered: number of the ranks' extra numbers, which are the last ones of ``totals``.
+        norm: () the reported gradient norm if each rank updates by its own gradients; not finite if any rank's gradient
+            is not, and then no rank updates.
+        idle: True if there is nothing to update by in this step.
     """
 
     grads: list[Named]
@@ -80,7 +80,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step on this rank; ``comm_s`` is what it waited for others and for the exchange."""
+    """Seconds of a step on this rank; ``comm_s`` is its wait for other ranks and for the exchange."""
 
     compute_s: float
     comm_s: float

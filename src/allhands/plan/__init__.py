@@ -1,1 +1,1 @@
-"""What a training will need, from the numbers of a model and of a step. No device and no MLX is needed here."""
+"""Needs of a training, from the numbers of a model and of a step. It uses neither a device nor MLX."""

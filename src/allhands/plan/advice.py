@@ -1,4 +1,4 @@
-"""Whether to distribute a training, as a chart of questions: the path that is taken, and what it leads to."""
+"""Advice on distributing a training, as a chart of questions: the path that is taken, and its end."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Offer:
     """Several computers on which the training fits.
 
     Attributes:
-        names: which they are.
-        training_s: of the whole training; ``speed_up`` against one computer that has all its cores.
-        exposed: the part of a step that is waiting for the exchange.
+        names: names of the computers.
+        training_s: seconds of the whole training; ``speed_up`` against one computer that has all its cores.
+        exposed: the part of a step in which ranks wait for the exchange.
         accumulated: the speed-up if four batches' gradients are exchanged as one.
-        flags: with which it is started there; ``more`` those that save memory.
-        weights: for ``--rank-weights``; empty where the computers are equal.
+        flags: flags that start it there; ``more`` those that save memory.
+        weights: for ``--rank-weights``; empty if the computers are equal.
     """
 
     machines: int
@@ -55,34 +55,35 @@ class Offer:
     weights: tuple[float, ...] = ()
 
     def fast(self, at: Situation) -> str:
-        """How fast they are, in words."""
+        """Describe the speed of the computers."""
         return f"{as_fast(self.speed_up)} on {at.several(self.machines)}"
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the chart asks for; times in seconds.
+    """Facts that the chart asks for; times in seconds.
 
     Attributes:
-        again: whether such a training is needed more than once.
-        alone_s: of the whole training on one computer.
-        fits_one: whether it fits there as it is asked for; ``fits_smaller`` with flags that change no result.
-        offer: the number of computers that is worth taking, if any is, else the best of several; ``None`` where it fits
-            on no several computers, or there are no others; ``rounded`` the same with weights in 4 bits.
-        larger: the number of computers that gains most where four batches' gradients are exchanged as one; ``None``:
+        again: True if such a training is needed more than once.
+        alone_s: seconds of the whole training on one computer.
+        fits_one: True if it fits one computer as requested; ``fits_smaller``: flags with which it fits, and which
+            change no result.
+        offer: the number of computers worth taking, if any is, else the best of several; ``None`` if it does not fit
+            several computers, or there are no others; ``rounded``: the same with weights in 4 bits.
+        larger: the number of computers that gains most if four batches' gradients are exchanged as one; ``None``:
             that of ``offer``.
-        machines: that there are, or could be.
-        enough: computers beyond which each further one saves less than 5 %.
-        together: whether the machines are processes of one.
-        imagined: whether the others are only imagined.
-        faster: what to put in place of the link; ``adapters`` whether only small ones are trained and exchanged.
-        one: the computer that is meant by one machine, where they differ.
+        machines: number of computers that there are, or could be.
+        enough: number of computers beyond which each further one saves less than 5 %.
+        together: True if the machines are processes of one computer.
+        imagined: True if the others are only imagined.
+        faster: a faster link in place of this one; ``adapters``: True if only small adapters are trained and exchanged.
+        one: the computer that "one machine" means, if they differ.
         unable: computers that cannot hold their share, each with its figures.
-        packed: whether gradients travel in fewer bytes already.
-        rows: of a batch; 0 if not known.
-        kind: of processor.
-        doubt: why nothing should be concluded; empty if all is well.
-        pipeline: several computers among which the model's blocks are divided, where it fits no single one.
+        packed: True if gradients are already sent in fewer bytes.
+        rows: rows of a batch; 0 if not known.
+        kind: kind of processor.
+        doubt: reason not to conclude anything; empty if there is none.
+        pipeline: several computers with the model's blocks divided among them, if it fits no single one.
     """
 
     again: bool
@@ -108,7 +109,7 @@ class Situation:
 
     @property
     def smaller(self) -> str:
-        """The flags with which it fits one; weights in 4 bits are another model, where several hold this one."""
+        """The flags with which it fits one; not weights in 4 bits, another model, if several hold this one."""
         return "" if self.pipeline is not None and QUANTISE in self.fits_smaller else self.fits_smaller
 
     @property
@@ -119,17 +120,17 @@ class Situation:
 
     @property
     def long(self) -> bool:
-        """Whether one computer takes an hour or more."""
+        """Return whether one computer takes an hour or more."""
         return self.alone_s >= HOUR_S
 
     @property
     def saved_s(self) -> float:
-        """What several computers save of one's time."""
+        """Return the time that several computers save."""
         return max(0.0, self.alone_s - self.offer.training_s) if self.offer else 0.0
 
     @property
     def pays(self) -> bool:
-        """Whether several computers save enough to be worth the trouble."""
+        """Return whether several computers save enough time to be worth the trouble."""
         return self.offer is not None and self.offer.speed_up >= _WORTH and self.offer.machines <= self.enough
 
     @property
@@ -144,7 +145,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Question:
-    """A station of the chart, and what was found there.
+    """A question of the chart, with its answer.
 
     ``answer`` is yes or no, or the exception by which the path goes elsewhere ("no, but long", "yes, and long").
     """
@@ -156,12 +157,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Advice:
-    """Where the path leads.
+    """Advice at the end of the path.
 
     Attributes:
         path: questions in the order in which they were asked.
-        title: what to do, in a few words; ``reasons`` why, a sentence each.
-        machines: on so many.
+        title: the advice in a few words; ``reasons`` for it, a sentence each.
+        machines: number of computers that it advises.
     """
 
     path: tuple[Question, ...]
@@ -190,7 +191,9 @@ class _Walk:
         self._path: list[Question] = []
 
     def ask(self, text: str, yes: bool, why: str, but: str = "", besides: str = "") -> bool:
-        """Whether it is so; ``but`` or ``besides`` is why the path does not go where a "no" or "yes" usually leads."""
+        """Record a question and return its answer; ``but`` or ``besides`` explains an unusual branch after "no" or
+        "yes".
+        """
         answer = f"no{f', but {but}' if but else ''}" if not yes else f"yes{f', and {besides}' if besides else ''}"
         self._path.append(Question(text, answer, why))
         return yes
@@ -208,7 +211,7 @@ def advise(at: Situation) -> Advice:
 
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
-    """Where one machine is done before several are felt; ``None``: the questions go on."""
+    """End where one machine is done before several are worth it; ``None``: the questions go on."""
     sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else "no other computer is named"
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
@@ -218,12 +221,14 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
         return walk.end("one machine", "stay on one machine, and let it run", f"{sooner}: setting up may take as long")
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        return walk.end("one machine", "stay on one machine", f"it is done within the hour; {sooner}: that is not felt")
+        return walk.end(
+            "one machine", "stay on one machine", f"it is done within the hour; {sooner}: too little to matter"
+        )
     return None
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
-    """Where one machine does not hold it as it is asked for; ``None``: it does, or would, and several save much."""
+    """End where one machine cannot hold the training as requested; ``None``: it can, or would and several save much."""
     not_so = "" if at.fits_one else "not "
     if walk.ask(FITS, at.fits_one, f"{at.one and f'{at.one}, '}{not_so}as it is asked for"):
         return None
@@ -235,7 +240,7 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 
 
 def _helped(at: Situation, walk: _Walk) -> Advice:
-    """Where one machine would do, and the question is what others save."""
+    """Go on where one machine would do, and the question is what others save."""
     there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
     if at.offer is None:
         walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
@@ -256,7 +261,7 @@ def _why_no_others(at: Situation) -> tuple[str, ...]:
 
 
 def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
-    """Where several computers save less than is worth the trouble."""
+    """End where several computers save too little."""
     waiting = f"{100 * offer.exposed:.0f} % of a step would be waiting for it"
     if walk.ask(FAST, offer.exposed < _FELT, waiting):
         one_row = "a batch of one row cannot be divided: --batch-size 2 or more can" if at.rows == 1 else ""
@@ -277,7 +282,7 @@ def _too_little(at: Situation, offer: Offer, walk: _Walk) -> Advice:
     return walk.end(
         "faster link",
         "stay on one machine until the link is faster",
-        f"{offer.fast(at)}: the link eats the rest",
+        f"{offer.fast(at)}: the link takes the rest",
         "; or ".join(filter(None, [at.faster, "" if at.adapters else "LoRA, whose gradients are small"])),
         "" if at.packed else "fewer bytes change the result a little: plan with --compress int8 tells the time",
         "--sync-every 50 has ranks exchange weights every 50 steps: that is another training (docs/slow-links.md)",
@@ -316,14 +321,14 @@ def _weights_told(offer: Offer) -> str:
 
 
 def as_fast(times: float) -> str:
-    """A speed-up in words, of which one far below 1 says how many times slower it is."""
+    """Return a speed-up in words, of which one far below 1 says how many times slower it is."""
     if times >= 0.1:
         return f"{times:.2f} times as fast"
     return f"about {float(f'{1 / max(times, 1e-9):.1g}'):,.0f} times slower"
 
 
 def _too_large(at: Situation, walk: _Walk) -> Advice:
-    """Where one machine does not hold it as it is asked for: smaller, on several for their memory, or nowhere here."""
+    """End where one machine cannot hold the training: smaller, on several for their memory, or nowhere here."""
     rounded = "only with weights in 4 bits, which are rounded" if at.fits_smaller else "none of them is enough"
     if walk.ask(SMALLER, bool(at.smaller), at.smaller or rounded):
         slow = f"{at.offer.fast(at)}: not worth the trouble" if at.offer is not None and not at.pays else ""

@@ -125,7 +125,7 @@ def draw_chart(outlook: Outlook, out: Path) -> Path:
 
 
 def told_of(outlook: Outlook) -> list[str]:
-    """What the picture is about: the training, the computers, and the link between them."""
+    """Return the lines about the training, the computers, and the link between them."""
     job = outlook.job
     if job.together:
         computers = f"{outlook.lines[-1].machines} processes of {job.computers[0].name}"
@@ -139,7 +139,7 @@ def told_of(outlook: Outlook) -> list[str]:
     told = [*([f"Training: {job.about}"] if job.about else []), f"Computers: {computers}", f"Link: {link}"]
     if outlook.advised > 1 and job.mixed:
         told.append(f"Advised: {outlook.line(outlook.advised).computers}")
-    return [*told, *([f"Not to be relied on: {job.doubt}"] if job.doubt else [])]
+    return [*told, *([f"Not reliable: {job.doubt}"] if job.doubt else [])]
 
 
 # --- times --------------------------------------------------------------------------------------------

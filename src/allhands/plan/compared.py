@@ -50,7 +50,7 @@ class Figure:
 
     @property
     def unit(self) -> Literal["seconds", "bytes", "tokens"]:
-        """Of both."""
+        """Return the common unit of both."""
         if self.key == "tokens":
             return "tokens"
         return "bytes" if self.key in ("memory", "expected") else "seconds"
@@ -62,16 +62,16 @@ class Figure:
 
     @property
     def judged(self) -> bool:
-        """Whether it is as planned, or not; other figures explain those that are judged."""
+        """Return whether the figure is judged; the others explain those that are."""
         return self.ratio is not None and self.key not in _EXPLAIN
 
     @property
     def off(self) -> bool:
-        """Whether it is not as planned."""
+        """Return whether the figure is not as planned."""
         return self.judged and self.ratio is not None and abs(self.ratio - 1.0) > _OFF[self.unit]
 
     def shown(self, value: float | None) -> str:
-        """The value as a person reads it; empty if there is none."""
+        """Return the value as a person reads it; empty if there is none."""
         if value is None:
             return ""
         if self.unit == "tokens":
@@ -80,7 +80,7 @@ class Figure:
 
     @property
     def told(self) -> str:
-        """How a figure with a ratio compares, in a sentence."""
+        """Return the comparison of a figure with a ratio, as a sentence."""
         said = "expected" if self.key == "expected" else "planned"
         times = f"{self.ratio or 0.0:.2f} times the {self.shown(self.planned)} {said}"
         return f"{self.of[0].upper()}{self.of[1:]}: {self.shown(self.measured)}, {times}"
@@ -151,15 +151,17 @@ class _Compared:
         lines = {line.machines: line for line in plan.machines}
         line = lines.get(self.ranks)
         if not self.config:
-            notes.append("The options of the run are not known: what differs from the plan cannot be said.")
+            notes.append("The options of the run are not known, so they cannot be compared with the plan's.")
         if line is None:
             known = ", ".join(map(str, lines))
             notes.append(f"The plan has no line for {ranks}, only for {known}: times are not compared.")
         if not self.same_ranks:
-            notes.append(f"The number of ranks changed: compared is what {ranks} did last, not the whole time.")
+            notes.append(
+                f"The number of ranks changed: only the last part, with {ranks}, is compared, not the whole time."
+            )
         figures: list[Figure] = []
         if plan.doubt:
-            notes.append(f"The plan was not to be relied on ({plan.doubt}): times are not compared.")
+            notes.append(f"The plan was not reliable ({plan.doubt}): times are not compared.")
         elif line is not None:
             figures += self._times(line)
         memory = list(self._memory())

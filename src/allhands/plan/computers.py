@@ -44,7 +44,7 @@ class Computer:
         return f"{format_bytes(self.usable_bytes)} of {format_bytes(self.memory_bytes)} for training{why}"
 
     def holds(self, num_bytes: int) -> bool | None:
-        """Whether a rank of so many bytes fits; ``None`` if that is not known."""
+        """Return whether a rank of so many bytes fits; ``None`` if that is not known."""
         return None if self.usable_bytes is None else num_bytes <= self.usable_bytes
 
 
@@ -52,24 +52,24 @@ Team = tuple[Computer, ...]
 
 
 def all_hold(team: Sequence[Computer], num_bytes: Sequence[int]) -> bool | None:
-    """Whether each of them holds its bytes; ``None`` if that is not known."""
+    """Return whether each computer holds its bytes; ``None`` if that is not known."""
     found = {each.holds(needed) for each, needed in zip(team, num_bytes, strict=True)}
     return False if False in found else None if None in found else True
 
 
 def fractions(team: Sequence[Computer]) -> tuple[float, ...]:
-    """The part of each batch that each computer gets, in proportion to its speed."""
+    """Return the part of each batch that each computer gets, in proportion to its speed."""
     whole = sum(each.speed for each in team)
     return tuple(each.speed / whole for each in team)
 
 
 def largest(computers: Sequence[Computer]) -> Computer:
-    """That with the most memory; of equal ones the fastest."""
+    """Return the computer with the most memory; of equal ones the fastest."""
     return max(computers, key=lambda each: (each.usable_bytes or 0, each.speed))
 
 
 def alone(computers: Sequence[Computer], num_bytes: int | None) -> Computer:
-    """The one for a training of so many bytes on one computer: the fastest that holds it, else the largest."""
+    """Return the one for a training of so many bytes on one computer: the fastest that holds it, else the largest."""
     able = [each for each in computers if num_bytes is None or each.holds(num_bytes) is not False]
     return max(able, key=lambda each: (each.speed, each.usable_bytes or 0)) if able else largest(computers)
 
@@ -82,7 +82,7 @@ def ordered(computers: Sequence[Computer], first: Computer, able: Callable[[Comp
 
 
 def shown(most: int) -> list[int]:
-    """The numbers of computers that have a line, of up to so many."""
+    """Return the numbers of computers that have a line, of up to so many."""
     if most <= _ALL_SHOWN:
         return list(range(1, most + 1))
     powers = [2**power for power in range(most.bit_length())]
@@ -90,7 +90,7 @@ def shown(most: int) -> list[int]:
 
 
 def listed(computers: Sequence[Computer]) -> list[str]:
-    """Each kind once, with how many of it there are and its memory."""
+    """List each kind of computer once, with its number and its memory."""
     first = computers[0]
     told: list[str] = []
     for each, number in Counter(replace(one, watts=None) for one in computers).items():
@@ -100,7 +100,7 @@ def listed(computers: Sequence[Computer]) -> list[str]:
 
 
 def names(computers: Sequence[Computer]) -> str:
-    """All of them in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
+    """Return all of them in a few words: ``2 x M1 Pro 32GB, M1 16GB``."""
     counted = Counter(each.name for each in computers)
     return ", ".join(_times(name, number) for name, number in counted.items())
 

@@ -36,18 +36,18 @@ class PlannedDevice:
 
     @property
     def usable_bytes(self) -> int:
-        """What arrays may take."""
+        """Return the bytes that arrays may take."""
         return min(int(USABLE[self.kind] * self.memory_bytes), self.memory_bytes - _SYSTEM[self.kind])
 
     @property
     def why(self) -> str:
-        """Why that is not all."""
+        """Return the reason why that is not all."""
         if self.kind == "cuda":
             return DRIVER_TAKES
         return MAC_KEEPS if self.usable_bytes >= int(USABLE["metal"] * self.memory_bytes) else "macOS takes the rest"
 
     def seconds(self, flops: float) -> float:
-        """A guess of how long so many products and sums take."""
+        """Return a guess of how long so many products and sums take."""
         return flops / (_USED[self.kind] * self.flops)
 
 
@@ -93,7 +93,7 @@ _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*gi?b\s*$", re.I)
 
 
 def device_of(text: str) -> PlannedDevice:
-    """The computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
+    """Return the computer of a description such as ``M1 Pro 32GB``, ``RTX 4090`` or ``A100 80GB``.
 
     Raises:
         ConfigError: it is none that is known.

@@ -1,4 +1,4 @@
-"""The training that ``allhands plan`` plans: what is known of it, measured or described."""
+"""Training that ``allhands plan`` plans: its measured or described facts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Wo
 
 @dataclass(frozen=True)
 class Prices:
-    """What an hour costs; ``None`` where nobody said."""
+    """Costs of an hour; ``None`` where they are not known."""
 
     per_hour: float | None = None
     watts: float | None = None
     per_kwh: float | None = None
 
     def costs(self, computers: Sequence[Computer], hours: float) -> tuple[float | None, float | None]:
-        """Money, and kilowatt hours, of so many hours on these computers."""
+        """Return the money and the kilowatt hours for so many hours on these computers."""
         watts = [self.watts if each.watts is None else each.watts for each in computers]
         power = [each * one.part for each, one in zip(watts, computers, strict=True) if each is not None]
         kwh = hours * sum(power) / 1000 if len(power) == len(computers) else None
@@ -35,10 +35,10 @@ class SmallPasses:
     """A step of one process that cuts a batch into micro-batches as a pipeline does.
 
     Attributes:
-        tokens: padding included, of the largest micro-batch; ``limit`` that it was allowed to have.
-        longest: of a row; 0 where a person has said how large micro-batches are, however many stages there are.
-        batches: micro-batches of a step; ``usual`` those of a step that is cut as one process cuts it.
-        seconds: of the step.
+        tokens: tokens of the largest micro-batch, padding included; ``limit``: the most that it was allowed to have.
+        longest: tokens of the longest row; 0 if a person has set the size of micro-batches for any number of stages.
+        batches: micro-batches of a step; ``usual``: those of a step as one process cuts it.
+        seconds: seconds of the step.
     """
 
     tokens: int
@@ -54,36 +54,36 @@ class Job:
     """The training that is planned.
 
     Attributes:
-        steps: optimizer updates of it.
-        start_s: until the first one, of one process.
-        step: on a computer of speed 1.
-        link: between computers; ``None`` if there is no second.
-        computers: that there are; of one the ``numbers`` to show.
-        imagined: whether those ``numbers`` of computers are only imagined.
-        blocks: of the model; ``None`` if it is not built of equal blocks.
-        work: of one rank, with the whole batch in micro-batches as one computer cuts it.
-        of: the arrays of a rank's work.
+        steps: optimizer updates of the training.
+        start_s: seconds until the first update, for one process.
+        step: model of a step's time on a computer of speed 1.
+        link: link between computers; ``None`` if there is no second one.
+        computers: the computers that there are; with one, the ``numbers`` to show.
+        imagined: True if those ``numbers`` of computers are only imagined.
+        blocks: blocks of the model; ``None`` if it is not built of equal blocks.
+        work: work of one rank, with the whole batch in micro-batches as one computer cuts it.
+        of: function that returns the arrays of a rank's work.
         batch_rows: rows of a batch, which cannot be cut further; 0 if not known.
-        present_bytes: of a process on a CPU what is no array of its training; 0 on a GPU.
-        needed_bytes: what steps of ``work`` were seen to need on a GPU; 0 if none were made.
-        quantised: whether the weights are.
-        once: whether the training is needed once only.
-        together: whether the ranks are processes of one computer, with one price.
-        shares: whether they have one memory, too: not where each has a GPU.
-        room: how many of them its cores are enough for, beyond which they take turns; 0: each has cores of its own.
-        started: a number of ranks, and the seconds until their first step, where that was measured.
-        whole_s: of a step by one process that has all of a computer, where ``step`` is of one of several that share it.
-        first_s: by which the first steps take longer than the others, all together.
-        validations: of the whole training, ``validation_s`` of each of them on one computer.
-        doubt: why nothing should be concluded from what was measured; empty if all is well.
-        about: what is trained, in a few words.
-        again_s: of a step with activations computed again, by one without.
-        rounds: of local steps, or of one step with a delay, if such were asked for.
-        kind: of processor.
-        tied: whether the model's table of tokens is its head, too.
-        forms: bytes of a block's weights, and of a table of tokens, in each form in which a rank may hold them, the
-            fastest first; empty where all weights take as many bytes.
-        small: a step in small micro-batches, where one was measured.
+        present_bytes: bytes of a process on a CPU besides the arrays of its training; 0 on a GPU.
+        needed_bytes: measured need of steps of ``work`` on a GPU; 0 if none were made.
+        quantised: True if the weights are quantised.
+        once: True if the training is needed only once.
+        together: True if the ranks are processes of one computer, with one price.
+        shares: True if they also share one memory, which is not so if each has a GPU.
+        room: number of processes for which its cores suffice; more take turns; 0: each has cores of its own.
+        started: a number of ranks, and the measured seconds until their first step.
+        whole_s: seconds of a step by one process with a whole computer, if ``step`` is of one of several that share it.
+        first_s: additional seconds of the first steps, all together.
+        validations: validations of the whole training; ``validation_s``: seconds of each on one computer.
+        doubt: reason not to conclude anything from the measurements; empty if there is none.
+        about: the training in a few words.
+        again_s: time of a step with recomputed activations, relative to one without.
+        rounds: rounds of local steps, or of one step with a delay, if requested.
+        kind: kind of processor.
+        tied: True if the model's embedding is also its head.
+        forms: bytes of a block's weights, and of an embedding, in each form in which a rank may hold them, the
+            fastest first; empty if all weights take the same bytes.
+        small: a step in small micro-batches, if one was measured.
     """
 
     steps: int
@@ -121,35 +121,35 @@ class Job:
 
     @property
     def mixed(self) -> bool:
-        """Whether its computers are of several kinds."""
+        """Return whether the computers are of several kinds."""
         return len({each.name for each in self.computers}) > 1
 
     @property
     def takes_stages(self) -> bool:
-        """Whether the ranks can be a pipeline's: not in one memory, nor with what no pipeline does."""
+        """Return whether the ranks can be a pipeline: not in one memory, nor with options that no pipeline has."""
         packs = self.work is not None and self.work.packed is not None
         return not self.shares and self.rounds is None and not packs
 
     @property
     def backend_bytes(self) -> int:
-        """Bytes that the exchange's back-end takes of a process on a CPU: the one that was measured, or a ring."""
+        """Bytes of the communication back-end in a process on a CPU: of the measured one, or of a ring."""
         return BACKEND_BYTES.get(getattr(self.link, "name", ""), BACKEND_BYTES["ring"])
 
     def start_of(self, ranks: int) -> float:
-        """Seconds until the first step of so many ranks."""
+        """Return the seconds until the first step of so many ranks."""
         if self.started is None:
             return self.start_s
         most, seconds = self.started
         return self.start_s + (seconds - self.start_s) * (ranks - 1) / (most - 1)
 
     def alone_step_s(self, speed: float = 1.0, batches: int = 1) -> float:
-        """Seconds of a step, with so many batches in one, by one process that has a whole computer of that speed."""
+        """Return the seconds of a step with so many batches, by one process with a whole computer of that speed."""
         if self.whole_s:
             return batches * self.whole_s
         return self.step.serial_s + batches * self.step.tokens * self.step.token_s / speed
 
     def alone_s(self, speed: float = 1.0) -> float:
-        """Seconds of the training by one process that has a whole computer of that speed."""
+        """Return the seconds of the training by one process with a whole computer of that speed."""
         step_s = self.alone_step_s(speed)
         validations_s = self.validations * self.validation_s * step_s / self.step.alone_s
         return self.start_s + self.first_s + self.steps * step_s + validations_s

@@ -46,7 +46,7 @@ _Bytes = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class KeptStep:
-    """Of the planned step what is compared: its tokens on the average."""
+    """Part of the planned step that is compared: its mean number of tokens."""
 
     tokens: _Seconds
 
@@ -61,7 +61,7 @@ class KeptPrediction:
 
 @dataclass(frozen=True)
 class KeptLine:
-    """What was predicted for so many computers; ``training_s`` has the time to the start and that of validations."""
+    """Prediction for so many computers; ``training_s`` has the time to the start and that of validations."""
 
     machines: Annotated[int, Field(ge=1)]
     prediction: KeptPrediction
@@ -82,7 +82,7 @@ class KeptMemory:
 
 @dataclass(frozen=True)
 class KeptMeasured:
-    """What the short training has shown: how many numbers are trained, on how many cores."""
+    """Results of the short training: number of trained parameters, and number of cores."""
 
     exchanged: int
     cores_per_rank: int | None = None
@@ -90,7 +90,7 @@ class KeptMeasured:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """What of ``plan.json`` is compared with a run.
+    """Part of ``plan.json`` that is compared with a run.
 
     Attributes:
         time: at which it was made, Unix time in seconds.
@@ -157,7 +157,7 @@ def keep_plan(directory: Path, plan: Mapping[str, Any]) -> str:
 
 
 def runs_begun(directory: Path) -> list[float]:
-    """When the runs of a directory began, those that were set aside included."""
+    """Return the start times of a directory's runs, including those that were set aside."""
     usual, found = Path(METRICS_FILE), list[float]()
     for file in directory.glob(f"{usual.stem}*{usual.suffix}"):
         with suppress(DataError):
@@ -166,7 +166,7 @@ def runs_begun(directory: Path) -> list[float]:
 
 
 def _was_used(file: Path, begun: list[float]) -> bool:
-    """Whether a run began after this plan; or nobody can tell, because the plan cannot be read."""
+    """Return whether a run began after this plan; also true if the plan cannot be read."""
     if not os.path.exists(file):  # which never raises
         return False
     try:
@@ -210,7 +210,8 @@ def read_plan(file: Path) -> KeptPlan:
 
 
 def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, list[str]]:
-    """The latest plan of a directory that was made before a run began there, and what is amiss with plans, in words.
+    """Return the latest plan of a directory that was made before a run began there, and what is amiss with plans, in
+    words.
 
     Args:
         began: when the run began, in Unix time; ``None`` if that is not known.
@@ -239,7 +240,7 @@ def plan_before(directory: Path, began: float | None) -> tuple[KeptPlan | None, 
 def plan_record(
     options: Mapping[str, Any], *, processor: str, device: str | None, now: float | None = None
 ) -> dict[str, Any]:
-    """What a plan is told apart by: when it was made, for which of :data:`OPTIONS`, and for what."""
+    """Return the record that identifies a plan: its time, its :data:`OPTIONS`, and its purpose."""
     return {
         "time": time.time() if now is None else now,
         "options": {name: options[name] for name in OPTIONS if name in options},

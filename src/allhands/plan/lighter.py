@@ -1,4 +1,4 @@
-"""What sends less over a slow link: how long a step would take with each, and how many bytes a rank would send."""
+"""Ways to send less over a slow link: the time of a step with each, and the bytes that a rank would send."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lighter:
 
 
 def lighter_ways(step: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int, kind: str) -> list[Lighter]:
-    """As it is, then all that sends less; nothing where a step hardly waits for the link, or sends less already."""
+    """Return the present way, then all ways that send less; nothing if a step hardly waits, or sends less already."""
     if len(speeds) < 2 or step.every > 1 or step.beside or step.packed is not None or not step.gradient_bytes:
         return []
     ways = [_way(flags, model, batches, link, speeds, room) for flags, model, batches in _models(step, kind, speeds)]

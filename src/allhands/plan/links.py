@@ -1,4 +1,4 @@
-"""How long an exchange of gradients takes over a link: by its name, by its numbers, or as it was measured."""
+"""Time of an exchange of gradients over a link: by its name, by its numbers, or as measured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GUESSED = "typical of its kind, not measured"
 
 
 class ExchangeTimes(Protocol):
-    """What can tell the time of an all-reduce."""
+    """Source of the times of all-reduces."""
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
-        """Of one call with so many bytes, over so many ranks."""
+        """Return the time of one call with so many bytes, over so many ranks."""
         ...
 
 
@@ -60,7 +60,7 @@ class Measured:
     speeds: tuple[float, ...] = ()
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
-        """As measured; for other numbers of ranks scaled as a ring would be."""
+        """Return the measured time; for other numbers of ranks it is scaled as on a ring."""
         if ranks < 2:
             return 0.0
         smallest = self.at(0)
@@ -98,7 +98,8 @@ _DELAY = re.compile(r"(-?\d+(?:\.\d+)?)\s*(s|ms|us)", re.I)
 
 
 def link_of(text: str) -> Link:
-    """The link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or not (``100Mbit/s,5ms``).
+    """Return the link of a name (``10GbE``, ``wifi``) or a rate (``400Mbit/s``), with a delay or not
+    (``100Mbit/s,5ms``).
 
     Raises:
         ConfigError: it is neither, or nothing gets through it.
@@ -141,7 +142,7 @@ def _unknown(text: str, name: str) -> ConfigError:
 
 
 def faster_than(link: ExchangeTimes) -> str:
-    """What to put in place of a link that is too slow, in words."""
+    """Name something faster than a link that is too slow."""
     if not isinstance(link, Link):
         return "a cable in place of wifi, Thunderbolt in place of Ethernet"
     if link.name.lower().startswith("wifi"):

@@ -29,7 +29,7 @@ class Sign:
 
 
 def signs_of(history: RunHistory, samples: Sequence[Sample] = ()) -> list[Sign]:
-    """What the metrics of a run, and the monitor's samples, show; empty if all is well."""
+    """Return signs in the metrics of a run and in the monitor's samples; empty if all is well."""
     started = history.started
     if started is None or len(history.train) < _LEAST:
         return []
@@ -97,12 +97,12 @@ def _of_length(history: RunHistory, started: RunStarted) -> Iterator[Sign]:
 
 
 def _is_one_computer(samples: Sequence[Sample]) -> bool:
-    """Whether all ranks are known to be on the same one."""
+    """Return whether all ranks are known to be on the same computer."""
     return len({sample.host for sample in samples if sample.role == "rank"}) == 1
 
 
 def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer: bool) -> str:
-    """What to do about an exchange that takes this share of a step.
+    """Return the remedy for an exchange that takes this share of a step.
 
     Were all ranks' work done one after the other it would take a step's time without the exchange for each of them; a
     process that has more cores for it takes less.

@@ -26,14 +26,14 @@ _NO_LINK = Link("", math.inf, 0.0)
 
 @dataclass(frozen=True)
 class OutlookLine:
-    """So many computers: a step, the time to the first one, the whole training, and what it costs.
+    """Prediction for a number of computers: a step, the time to the first one, the whole training, and its costs.
 
     Attributes:
-        validation_s: of all validations, of which each rank computes its share; ``training_s`` has it.
-        fits: whether each of them holds its part, without further flags; ``None`` if that is not known.
-        weights: for ``--rank-weights``, in the order of ``computers``; empty where shares are equal.
-        computers: which they are.
-        short: of them those that have too little memory for that.
+        validation_s: seconds of all validations, of which each rank computes its share; included in ``training_s``.
+        fits: True if each computer holds its part, without further flags; ``None`` if that is not known.
+        weights: for ``--rank-weights``, in the order of ``computers``; empty if shares are equal.
+        computers: names of the computers.
+        short: those computers that have too little memory.
     """
 
     machines: int
@@ -54,13 +54,13 @@ class Outlook:
     """Everything that follows from a :class:`Job`.
 
     Attributes:
-        lines: by numbers of computers.
-        enough: computers beyond which another saves less than 5 % of a step, of all there are where they differ.
+        lines: one prediction for each number of computers.
+        enough: number of computers beyond which another saves less than 5 % of a step; all of them if they differ.
         memory: ways of dividing the work, each with the bytes of a rank: on one computer, then for each line.
-        alone: the computer that is meant by one.
+        alone: the computer that "one computer" means.
         alone_s: seconds of the training on it, by a process that has all of it.
-        lighter: what sends less, on as many computers as the last line has, where the link is slow.
-        pipelines: the model's blocks divided among several computers, where it does not fit one.
+        lighter: ways to send less, on the computers of the last line, if the link is slow.
+        pipelines: the model's blocks divided among several computers, if it does not fit one.
     """
 
     job: Job
@@ -89,7 +89,7 @@ class Outlook:
         return {line.machines: laws(serial, line.prediction.capacity) for line in self.lines}
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, in seconds and bytes."""
+        """Return plain values, in seconds and bytes."""
         job, step = self.job, self.job.step
         return {
             **{name: getattr(job, name) for name in ("steps", "start_s", "first_s", "validations", "validation_s")},
@@ -115,7 +115,7 @@ class Outlook:
 
 
 def _plain(way: Way) -> dict[str, Any]:
-    """Each rank's bytes only where they differ."""
+    """Return each rank's bytes only if they differ."""
     values = asdict(way)
     return values if len(set(way.by_rank)) > 1 else {**values, "by_rank": ()}
 

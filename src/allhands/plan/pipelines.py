@@ -92,7 +92,7 @@ class Pipelined:
 
 
 def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
-    """The pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
+    """Return the pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
     if job.blocks is None or job.work is None or not job.takes_stages or not 1 < len(team) <= job.blocks.layers:
         return None
     ranks, cut = len(team), _cut(job, len(team))
@@ -157,7 +157,7 @@ def _process_bytes(job: Job, layers: Layers) -> int:
 
 
 def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
-    """Of those that fit the one with the fewest computers, or with more where they save enough of the time."""
+    """Return the fitting pipeline with the fewest computers, or one with more if they save enough of the time."""
     best: Pipelined | None = None
     for each in found:
         if each.fits is not False and (best is None or each.training_s < _WORTH * best.training_s):
@@ -182,7 +182,7 @@ class _Cut:
 
 
 def _cut(job: Job, ranks: int) -> _Cut:
-    """As training would cut a step for so many stages."""
+    """Cut a step for so many stages as training would."""
     assert job.work is not None
     work, rows, once_s, usual = job.work, job.batch_rows, 0.0, 0
     whole = work.batch_tokens or work.tokens
@@ -214,13 +214,12 @@ def _largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]
 
 
 def _packed_takes(tokens: int) -> float:
-    """Of the time of other passes those with weights that stay packed take: a tenth more with 500 tokens at once, and
-    a third more with 30."""
+    """Return the relative time of passes with packed weights: 1.1 with 500 tokens at once, 1.33 with 30."""
     return 1.09 + 7.2 / tokens
 
 
 def model_of(blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float, float] | None = None) -> Model:
-    """The model's weights.
+    """Return the model's weights.
 
     Args:
         form: bytes of a block's and of a table's; ``None``: all weights take as many bytes each.

@@ -1,7 +1,7 @@
-"""How long a step takes on any number of computers, from how long it takes on one: Amdahl's law and its neighbours.
+"""Time of a step on any number of computers, from its time on one: Amdahl's law and its neighbours.
 
-A step is a part that does not get shorter (the update, the program itself), a part that is divided among the ranks (the
-passes), and the exchange. On one computer only the first two are there, and two batch sizes tell them apart.
+A step has a serial part (the update, the program itself), a part that is divided among the ranks (the passes), and the
+exchange. On one computer there are only the first two parts, and measurements with two batch sizes separate them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class StepModel:
     """A step of the training that is planned.
 
     Attributes:
-        serial_s: of each step, however many compute it.
-        tokens: of a global batch, on the average.
-        token_s: of one token on a computer of speed 1.
-        rows: of a global batch, which cannot be cut further.
-        gradient_bytes: that ranks exchange.
-        bucket_bytes: of one call, at most.
-        overlapped: whether the exchange goes on beside the passes, but for one call.
-        packed: how gradients travel; ``None``: as they are.
-        every: steps from one exchange to the next; in those between a few numbers travel.
-        beside: of so many steps the computation hides an exchange that travels meanwhile.
+        serial_s: seconds of the serial part of each step, for any number of ranks.
+        tokens: mean tokens of a global batch.
+        token_s: seconds of one token on a computer of speed 1.
+        rows: rows of a global batch, which cannot be cut further.
+        gradient_bytes: bytes of the exchanged gradients.
+        bucket_bytes: bytes of one call, at most.
+        overlapped: True if the exchange overlaps the passes, except for one call.
+        packed: form of the exchanged gradients; ``None``: not packed.
+        every: steps from one exchange to the next; the steps between exchange only a few numbers.
+        beside: number of steps whose computation hides an exchange.
         word: bytes of a number of the gradients.
     """
 
@@ -52,16 +52,16 @@ class StepModel:
 
     @property
     def alone_s(self) -> float:
-        """Of a step on one computer."""
+        """Return the time of a step on one computer."""
         return self.serial_s + self.tokens * self.token_s
 
     @property
     def serial_fraction(self) -> float:
-        """Amdahl's."""
+        """Amdahl's serial fraction of a step."""
         return self.serial_s / self.alone_s
 
     def times(self, factor: float) -> StepModel:
-        """With ``factor`` as many rows in a batch."""
+        """Return the model with ``factor`` times as many rows in a batch."""
         return replace(self, tokens=self.tokens * factor, rows=round(self.rows * factor))
 
 
@@ -70,10 +70,10 @@ class Prediction:
     """A step on some computers.
 
     Attributes:
-        compute_s: of the rank that takes longest.
-        exchange_s: of the exchange, all of it; ``exposed_s`` what is waited for.
-        speed_up: against the fastest of them alone with the same batch.
-        capacity: how many of the fastest of them all of them are worth: their number where all are equal.
+        compute_s: seconds of computation on the slowest rank.
+        exchange_s: seconds of the whole exchange; ``exposed_s``: the part that ranks wait for.
+        speed_up: against the fastest computer alone with the same batch.
+        capacity: sum of the speeds, relative to the fastest computer: the number of computers if all are equal.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ class Prediction:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """``(serial_s, token_s)`` of the line through ``(tokens, seconds)`` of steps; neither is below 0."""
+    """Fit ``(serial_s, token_s)`` to the line through ``(tokens, seconds)`` of steps; neither is below 0."""
     if len({tokens for tokens, _ in points}) < 2:
         tokens, seconds = points[0]
         return 0.0, seconds / tokens
@@ -102,7 +102,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
-    """Of all gradients, call by call; where there is one in several steps, its part of a step."""
+    """Return the time to exchange all gradients, call by call; with rare exchanges, the part of one step."""
     whole, rest = divmod(model.gradient_bytes, model.bucket_bytes)
     everything = whole * _call_s(model, link, ranks, model.bucket_bytes)
     everything += _call_s(model, link, ranks, rest) if rest else 0.0
@@ -110,16 +110,16 @@ def exchange_s(model: StepModel, link: ExchangeTimes, ranks: int) -> float:
 
 
 def _call_s(model: StepModel, link: ExchangeTimes, ranks: int, gradient_bytes: int) -> float:
-    """Of one call, with so much of the gradients."""
+    """Return the time of one call, with so much of the gradients."""
     packed = model.packed
     return link.seconds(gradient_bytes if packed is None else packed.all_reduced(gradient_bytes, ranks), ranks)
 
 
 def predict(model: StepModel, link: ExchangeTimes, speeds: Sequence[float], room: int = 0) -> Prediction:
-    """A step on computers of these speeds, 1 being that of the one that was measured.
+    """Predict a step on computers of these speeds; the measured computer has speed 1.
 
-    Shares are in proportion to speeds, by whole rows: the rank that gets a row too many is waited for. More ranks than
-    one computer has ``room`` for take turns on its cores, in all that they compute; 0: each has cores of its own.
+    Shares are in proportion to speeds, in whole rows, and a step waits for the rank with the longest share. More ranks
+    than one computer has ``room`` for take turns on its cores in all computation; 0: each has cores of its own.
     """
     ranks, whole = len(speeds), sum(speeds)
     even, largest = model.rows / whole, _of_whole_rows(model.rows, speeds)
@@ -163,7 +163,8 @@ def laws(serial_fraction: float, ranks: float) -> dict[str, float]:
 def enough(seconds: Mapping[int, float]) -> int:
     """Return the number of computers beyond which each further one saves less than 5 % of a step's seconds.
 
-    Rows that do not divide evenly may hide what the next one saves, so that all numbers beyond are looked at.
+    If rows do not divide evenly, the next computer may save nothing although a later one does. So all larger numbers
+    are checked.
     """
     # Each computer that is worth it takes log(1 - 5 %) off the logarithm at least.
     left = {ranks: math.log(time) - ranks * math.log(1.0 - _WORTH) for ranks, time in seconds.items()}

@@ -76,7 +76,7 @@ class Way:
 
 
 def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]:
-    """All ways that make sense for this work, the simplest first.
+    """Return all ways that make sense for this work, the simplest first.
 
     Those of several flags together are all of them, from the one that costs the least time on: see :func:`those_told`.
 
@@ -181,7 +181,7 @@ class _AllWays:
 
 
 def launch_flags(ranks: int, *, together: bool) -> str:
-    """What starts so many ranks, as processes of one computer or on several."""
+    """Return the flags that start so many ranks, as processes of one computer or on several."""
     return f"-n {ranks}" if together else "--hostfile hosts.json"
 
 

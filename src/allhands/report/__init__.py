@@ -1,4 +1,4 @@
-"""A run, or several, on one page: read, judged, and written as HTML that stands alone and as Markdown."""
+"""Page about one run or several: runs are read and judged, and written as self-contained HTML and as Markdown."""
 
 from allhands.observe.judging import Judgement, judge
 from allhands.report.facts import Answers, ReportFacts, read_facts

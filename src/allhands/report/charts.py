@@ -1,4 +1,4 @@
-"""Charts and bars of a report alone: learning rate, speed, memory of the ranks, and where the time of a step goes."""
+"""Charts and bars of a report: learning rate, speed, memory of the ranks, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step_charts(labels: Sequence[str], runs: Sequence[RunHistory]) -> Iterator[C
 
 
 def rank_memory(key: str, label: str, run: RunHistory) -> Chart:
-    """The peak memory of each rank over steps, as rank 0 reported it."""
+    """Return the peak memory of each rank over steps, as rank 0 reported it."""
     count = max((len(one.peak_memory_bytes) for one in run.train), default=0)
     lines: list[Line] = []
     for rank in range(count):
@@ -107,7 +107,7 @@ def _timed(run: RunHistory) -> list[TrainReport]:
 
 
 def step_bars(labels: Sequence[str], runs: Sequence[RunHistory]) -> Bars:
-    """The mean parts of a step of rank 0 of each run."""
+    """Return the mean parts of a step of rank 0 of each run."""
     rows: list[tuple[str, tuple[tuple[str, float], ...]]] = []
     for label, run in zip(labels, runs, strict=True):
         if reports := _timed(run):
@@ -120,7 +120,7 @@ def step_bars(labels: Sequence[str], runs: Sequence[RunHistory]) -> Bars:
 
 
 def phase_bars(label: str, samples: Sequence[Sample], complete: bool) -> Bars:
-    """The phases of each rank of a run, from its start to its end.
+    """Return the phases of each rank of a run, from its start to its end.
 
     Args:
         complete: whether there are samples of all starts of the run.
@@ -152,7 +152,7 @@ _HEADROOM = 1.08
 
 
 def phase_charts(key: str, label: str, run: RunHistory, samples: Sequence[Sample], colour: int = 0) -> Iterator[Chart]:
-    """The parts of a step over a run: of rank 0 as it reported them, and of each of several ranks, as sampled.
+    """Yield the parts of a step over a run: of rank 0 as it reported them, and of each of several ranks, as sampled.
 
     Args:
         colour: of the run among those of the page.

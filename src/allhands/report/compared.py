@@ -1,4 +1,4 @@
-"""The check that validation losses side by side are of the same samples."""
+"""Check that compared validation losses were measured on the same samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ABOUT = (
 
 
 def unlike_validations(runs: Sequence[ReportFacts]) -> str:
-    """Says that the runs were validated on different samples, and which options differ; empty if they were not."""
+    """Say that the runs were validated on different samples, and which options differ; empty if they were not."""
     runs = [run for run in runs if run.history.valid]
     if len(runs) < 2:
         return ""

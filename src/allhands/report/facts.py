@@ -116,7 +116,9 @@ def read_facts(path: Path, journal: Sequence[Mapping[str, Any]] | None = None, n
 
 
 def samples_of_starts(run: ReportFacts) -> tuple[list[Sample], bool]:
-    """The samples of all starts of a run, those that were set aside for a later one included; whether that is all."""
+    """Return the samples of all starts of a run, those that were set aside for a later one included; whether that is
+    all.
+    """
     samples = list(run.samples)
     if not run.began_before:
         return samples, True

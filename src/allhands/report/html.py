@@ -22,7 +22,7 @@ _NARROW = 4.0  # percent of a bar that has no room for a name, on any screen
 
 
 def to_html(page: Page) -> str:
-    """The page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
+    """Return the page as HTML. What comes from a run is escaped; a policy in the file lets no script but ours run."""
     style = asset("uplot/uPlot.min.css") + asset("report.css") + colour_sheet()
     licence = f"/*! uPlot\n{asset('uplot/LICENSE')}\n*/\n"
     script = licence + asset("uplot/uPlot.iife.min.js") + "\n" + asset("charts.js")
@@ -63,7 +63,7 @@ def in_script(value: object) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of the package's for the browser."""
+    """Return a file of the package's for the browser."""
     return files("allhands.report").joinpath("web", *name.split("/")).read_text(encoding="utf-8")
 
 
@@ -72,7 +72,7 @@ def _sum(content: str) -> str:
 
 
 def colour_sheet() -> str:
-    """The colours of runs, ranks and phases as styles: those of the pictures, in light and dark pages alike."""
+    """Return the colours of runs, ranks and phases as styles: those of the pictures, in light and dark pages alike."""
     named = [(f"{kind}-{place}", colour) for kind, some in palettes().items() for place, colour in enumerate(some)]
     values = "".join(f" --{name}: {colour.lower()};" for name, colour in named)
     classes = "".join(

@@ -14,7 +14,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
 
 
 def to_markdown(page: Page) -> str:
-    """The page as Markdown. What comes from a run is text, whatever it looks like."""
+    """Return the page as Markdown. What comes from a run is text, whatever it looks like."""
     return "\n".join([MARK, *_lines(page)]) + "\n"
 
 

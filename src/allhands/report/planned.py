@@ -11,14 +11,14 @@ from allhands.report.facts import ReportFacts
 
 _MOST = 6  # differences that are told
 PLANNED_TOLD = (
-    "What allhands plan predicted before the run, and what then was. A step is the median of the reports without the "
-    "first. All steps: from the first to the end, with validations, and with saving, which no plan has. As planned is "
-    "within 15 % of a time and 10 % of memory; tokens and the exchange of a step may explain more."
+    "The prediction of allhands plan before the run, and the measurement. A step is the median of the reports without "
+    "the first. All steps: from the first to the end, with validations, and with saving, which no plan includes. As "
+    "planned means within 15 % of a time and 10 % of memory; the tokens and the exchange of a step may explain more."
 )
 
 
 def comparison_of(run: ReportFacts) -> Comparison | None:
-    """The run beside its plan; ``None`` if there is none, or the run has not written its options yet."""
+    """Return the run beside its plan; ``None`` if there is none, or the run has not written its options yet."""
     if run.plan is None or run.history.started is None or (run.status == "going on" and not run.config):
         return None
     return compare(run.plan, run.history, run.config, run.samples)
@@ -51,7 +51,7 @@ def _word(figure: Figure) -> Judgement:
 
 
 def planned_grids(label: str, found: Comparison | None) -> Iterator[Grid]:
-    """A table of the figures, and one of the options in which the run differs from its plan."""
+    """Yield a table of the figures, and one of the options in which the run differs from its plan."""
     if found and found.figures:
         marked = any(figure.marked for figure in found.figures)
         caption = f"{label}: planned and measured" + "; * with other options than planned" * marked

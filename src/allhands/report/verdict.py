@@ -84,7 +84,7 @@ def _cause(journal: Sequence[Mapping[str, Any]]) -> str:
 
 
 def told(event: Mapping[str, Any]) -> str:
-    """An event of the supervisor's, in words."""
+    """Return an event of the supervisor's, in words."""
     where, text = words_of(event)
     return f"{text} ({where})" if where else text
 

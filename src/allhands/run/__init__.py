@@ -1,1 +1,1 @@
-"""One rank's run: its parts put together, its loop, and what it saves and tells."""
+"""One rank's run: its assembly, its loop, its saved files and its messages."""

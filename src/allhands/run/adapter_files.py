@@ -1,4 +1,4 @@
-"""The two files of an adapter: looked at before a model is loaded for it, with what to do where they are not right."""
+"""Files of an adapter: both are checked before a model is loaded for it, and errors have a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERED = f"[0-9]*_{WEIGHTS_FILE}"
 
 
 def check_adapter(adapter_path: Path) -> None:
-    """Look at an adapter before a model is loaded for it.
+    """Check an adapter before a model is loaded for it.
 
     Raises:
         ModelError: one of its two files is missing or cannot be read.
@@ -69,7 +69,7 @@ def _wrong_in(described: Any) -> str | None:
 
 
 def run_of(adapter_path: Path) -> Path:
-    """The run that weights belong to: their directory, or that above ``best``, ``model`` or its checkpoints."""
+    """Return the run that weights belong to: their directory, or that above ``best``, ``model`` or its checkpoints."""
     path = adapter_path.absolute()
     if path.parent.name == CHECKPOINTS:
         return adapter_path.parent.parent
@@ -78,7 +78,8 @@ def run_of(adapter_path: Path) -> Path:
 
 
 def model_below(adapter_path: Path, config: dict[str, Any]) -> str:
-    """The model that an adapter is for, as its ``config`` says; a checkpoint of pre-training is of its run's own.
+    """Return the model that an adapter is for, as its ``config`` says; a checkpoint of pre-training is of its run's
+    own.
 
     Raises:
         ConfigError: it names none, or the run has not written it yet.
@@ -124,7 +125,7 @@ def _torn_by(weights: Path) -> Exception | None:
 
 
 def what_is(directory: Path) -> tuple[str, str]:
-    """The content of a place where an adapter was looked for, and a remedy, in words."""
+    """Return the content of a place where an adapter was looked for, and a remedy, in words."""
     if not directory.exists():
         return "there is no such directory", meant(directory, _ELSE)
     if not directory.is_dir():
@@ -146,7 +147,7 @@ def what_is(directory: Path) -> tuple[str, str]:
 
 
 def warning_of(adapter_path: Path | None, model: str | None = None) -> str | None:
-    """A warning about the run that an adapter, or else a model of pre-training, comes from, if there is one.
+    """Return a warning about the run that an adapter, or else a model of pre-training, comes from, if there is one.
 
     The run is judged up to the step of these weights: what came later did them no harm.
     """

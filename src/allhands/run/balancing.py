@@ -30,9 +30,10 @@ SHARES = "shares"  # of what a checkpoint says
 def make_balance(
     config: TrainConfig, mesh: Mesh, windows: Windows, order: GlobalOrder, begin: int, saved: Mapping[str, Any]
 ) -> tuple[Balance, list[str]]:
-    """The shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off; what a person should know.
+    """Return the shares from batch ``begin`` on, where a checkpoint that says ``saved`` left off; what a person should
+    know.
 
-    They follow the speeds where that was asked for, and with several computers where nothing else was.
+    They follow the speeds if that was requested, and by default with several computers.
     """
     several = mesh.local_size < mesh.size
     by_speed = config.rank_weights == "auto" or (config.rank_weights is None and several)
@@ -50,18 +51,18 @@ def make_balance(
 
 
 def require_timed(balance: Balance, config: TrainConfig, strategy: Strategy) -> None:
-    """Leave the shares as they are where the ranks' passes cannot be timed.
+    """Keep the shares fixed if the ranks' passes cannot be timed.
 
     Raises:
-        ConfigError: they cannot, and shares by speed were asked for.
+        ConfigError: they cannot be timed, and shares by speed were requested.
     """
     if not balance.moves or strategy.sees_passes:
         return
     balance.moves = False
     if config.rank_weights == "auto":
         raise ConfigError(
-            "on these GPUs nobody waits for a pass by itself, and over NCCL ranks meet within their passes: how fast "
-            "each of them is cannot be seen without slowing it",
+            "on these GPUs passes overlap each other and NCCL's exchange, so that the speed of a rank cannot be "
+            "measured without slowing it down",
             where="--rank-weights auto",
             hint="give numbers, for example --rank-weights '[2, 1]', or leave it out",
         )

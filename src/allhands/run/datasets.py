@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(_split: str, _records: int, _tokens: int) -> None:
-    """Nobody is told."""
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Datasets:
 
     Attributes:
         stored: every split that the run needs, by name, mapped from its store.
-        packing: how the splits are read.
-        notes: what a person should know about them.
-        dated: the moment whose date the chat template writes, by the clock on the wall; ``None`` if it writes none.
+        packing: way of reading the splits.
+        notes: notes for a person about them.
+        dated: the moment whose date the chat template writes, by the wall clock; ``None`` if it writes none.
         template: the chat template that was chosen in place of the model's own.
-        stop_tokens: what ends the answers among them, where the model itself does not stop there.
+        stop_tokens: tokens that end the answers, if the model itself does not stop there.
     """
 
     stored: dict[str, StoredTokens]
@@ -100,7 +100,7 @@ class Datasets:
         return {name: self.stored[name].fingerprint if name in self.stored else None for name in SPLITS}
 
     def recorded(self) -> dict[str, str | None]:
-        """The data as a checkpoint records them: the fingerprints, and the moment whose date is in them."""
+        """Return the data as a checkpoint records them: the fingerprints, and the moment whose date is in them."""
         return {**self.fingerprints(), DATE_KEY: None if self.dated is None else self.dated.isoformat()}
 
 
@@ -116,12 +116,12 @@ def open_data(
     leads: bool = True,
     moment: datetime | None = None,
 ) -> Datasets:
-    """The splits of ``sources`` as tokens; tokenised now if need be.
+    """Return the splits of ``sources`` as tokens; tokenised now if need be.
 
     Args:
         sources: of :func:`find_splits`.
-        leads: whether this process is the one of its host that should do the work, because its progress is seen.
-        moment: whose date a chat template writes that writes the current one; ``None``: of this call.
+        leads: True for the process of its host that should do the work, because its progress is shown.
+        moment: moment for a chat template that writes the current date; ``None``: that of this call.
 
     Raises:
         DataError: malformed or empty data, nothing to train on, or a record that cannot be rendered.
@@ -171,7 +171,7 @@ def _stop_tokens(tokenizer: Any, stored: Mapping[str, StoredTokens]) -> tuple[st
 
 
 def chat_of(config: TrainConfig, kept: Path | None = None) -> ChatChoice:
-    """The chat template that ``config`` asks for.
+    """Return the chat template that ``config`` asks for.
 
     Args:
         kept: a run's directory, whose template is meant where none is named, because the run is only tested.
@@ -188,7 +188,7 @@ def load_data(config: TrainConfig) -> Datasets:
 
 
 def rendering_of(config: TrainConfig, tokenizer: LoadedTokenizer, moment: datetime | None = None) -> Rendering:
-    """The way in which ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
+    """Return the way in which ``config`` makes tokens of records; ``moment``: see :func:`open_data`."""
     return Rendering(
         cast("Any", tokenizer.tokenizer),
         mask_prompt=config.mask_prompt,
@@ -209,7 +209,7 @@ def _reload(path: str, trust_remote_code: bool, template: str | None) -> Any:
 
 
 def find_splits(config: TrainConfig) -> dict[str, RecordSource]:
-    """Where the records of the splits that ``config`` needs come from; an optional one that is absent is left out.
+    """Find the sources of the splits that ``config`` needs; an optional split that is absent is left out.
 
     Raises:
         DataError: the data, or a split that is needed, is missing.
@@ -337,16 +337,16 @@ def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
         more = " (there is an eval.jsonl: call it valid.jsonl)" if misnamed else ""
         yield f"no valid.jsonl: training goes on without validation{more}"
     elif held < ENOUGH_VALIDATION:
-        yield f"valid: {counted(held, 'example')}: their loss says little about others"
+        yield f"valid: {counted(held, 'example')}: too few for a reliable loss"
 
 
 def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: int | None) -> list[str]:
-    """Notes on the sizes of the data, of the training and of the model together."""
+    """Return notes on the sizes of the data, of the training and of the model together."""
     notes: list[str] = []
     if epochs >= MANY_EPOCHS and config.early_stopping_patience is None:
         notes.append(
-            f"each example is trained on {epochs:,.0f} times: a model learns so few by heart; --epochs 3 lets the data "
-            "say how long"
+            f"each example is trained on {epochs:,.0f} times: a model memorises so few examples; --epochs 3 sets the "
+            "length in passes over the data"
         )
     longest = int(windows.work.max(initial=0))
     if positions is not None and longest > positions:

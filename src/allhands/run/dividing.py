@@ -1,4 +1,4 @@
-"""The blocks of each rank of a pipeline: agreed by all ranks, by measured speed and the memory that each has."""
+"""Blocks of each rank of a pipeline: all ranks agree on them, by measured speed and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class DividedModel:
     """A model that is to be cut.
 
     Attributes:
-        config: of the model, as its files have it.
+        config: configuration of the model from its files.
         work: tokens of every row of the training data; ``None``: nothing is trained.
-        for_answers: whether tokens come one at a time, for which a CPU holds quantised weights dense.
+        for_answers: True if tokens are generated one at a time; a CPU then holds quantised weights dense.
     """
 
     model: nn.Module
@@ -74,14 +74,14 @@ def split_agreed(
     communicator: Communicator,
     recorded: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Blocks of each stage, the same on every rank, and how they came about; called on all ranks together.
+    """Return the blocks of each stage, the same on every rank, and the reason; called on all ranks together.
 
     Args:
-        recorded: what a checkpoint says, on rank 0: as many stages stay as they were.
+        recorded: the split in a checkpoint, on rank 0: it stays if the number of stages is the same.
 
     Raises:
-        ConfigError: what was asked for does not divide the model.
-        ModelError: no split fits into the ranks' memory, or the one that was asked for does not.
+        ConfigError: the requested split does not divide the model.
+        ModelError: no split fits into the ranks' memory, or the requested one does not.
     """
     blocks: Any = divided.model.layers
     given = split_given(config, len(blocks), mesh.pipe)
@@ -113,7 +113,7 @@ def split_agreed(
 
 
 def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
-    """Blocks of each stage as ``--pp-split`` has them; empty where they are to be found.
+    """Return the blocks of each stage from ``--pp-split``; empty if they have to be found.
 
     Raises:
         ConfigError: they do not divide the model.
@@ -139,7 +139,7 @@ def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_r
 
 
 def stages_of(model: nn.Module, split: Sequence[int], mesh: Mesh) -> tuple[Stage, ...]:
-    """Leave ``model`` with this rank's stages; nothing is computed."""
+    """Reduce ``model`` to this rank's stages; nothing is computed."""
     parts = blocks_of_stages(split)
     return tuple(cut(model, parts[mesh.coordinates().pipe :: mesh.pipe]))
 
@@ -336,7 +336,7 @@ def _work(
 
 
 def weights_of(divided: DividedModel, form: Form, accelerator: Accelerator) -> Model:
-    """The weights of a model that need not have been read, as a rank would hold them with quantised layers so."""
+    """Return the weights of a model, even if not read yet, as a rank would hold them with quantised layers so."""
     model: Any = divided.model
     held = own_bytes(model, form, on_cpu=accelerator.kind == "cpu")
     # Experts of a block that compute a token; None where that is not told.

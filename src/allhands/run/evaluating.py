@@ -24,13 +24,13 @@ class Evaluation:
     """The result of :func:`run_evaluation`.
 
     Attributes:
-        loss: mean over the trained tokens, in nats a token.
+        loss: mean over the trained tokens, in nats per token.
         perplexity: ``exp(loss)``.
         bits_per_byte: of plain texts, as training reports it; ``None`` for other data, or if texts were cut.
-        num_tokens: those that the loss is about.
-        num_examples: that were evaluated; ``None`` of packed rows, if a number of batches left some out.
-        num_ranks: processes that computed it.
-        notes: what a person should know about the data.
+        num_tokens: number of tokens in the loss.
+        num_examples: number of evaluated examples; ``None`` for packed rows if a number of batches left some out.
+        num_ranks: number of processes that computed it.
+        notes: notes for a person about the data.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""How much memory this rank is going to need, by :mod:`allhands.run.training_memory`, from what is loaded."""
+"""Memory that this rank is going to need, by :mod:`allhands.run.training_memory`, from the loaded model and data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
+    """Device on which a rank computes.
 
     Attributes:
         present_bytes: resident, now that everything is loaded and the optimizer has made nothing yet.
@@ -65,7 +65,7 @@ class Device:
         return int(_USABLE[kind] * whole) // (1 if kind == "cuda" else self.mesh.local_size)
 
     def holds(self, num_bytes: int) -> bool:
-        """Whether there is room for so much; how much there is is not always known."""
+        """Return whether there is memory for so many bytes; the free memory is not always known."""
         return num_bytes <= self.room or not self.room
 
 
@@ -76,7 +76,7 @@ def expected_bytes(
     device: Device,
     stages: Sequence[Stage] = (),
 ) -> int | None:
-    """As :func:`estimated_bytes`; ``None`` also on Macs, whose memory was not compared with it."""
+    """Return :func:`estimated_bytes`; ``None`` also on Macs, because it was not compared with their memory."""
     return None if device.accelerator.kind == "metal" else estimated_bytes(config, loaded, largest, device, stages)
 
 
@@ -88,7 +88,7 @@ def estimated_bytes(
     stages: Sequence[Stage] = (),
     weights_bytes: int | None = None,
 ) -> int | None:
-    """The process's peak in training; ``None`` where that is not known, for other kinds of models.
+    """Return the process's peak in training; ``None`` where that is not known, for other kinds of models.
 
     On a GPU it is what the rank needs of MLX's memory on one of NVIDIA's.
 
@@ -157,7 +157,7 @@ def _alive(config: TrainConfig, mesh: Mesh, micro_batches: int, num_stages: int,
 def roomy_form_fits(
     config: TrainConfig, loaded: LoadedModel, windows: Windows | None, device: Device, stages: Sequence[Stage]
 ) -> bool:
-    """Whether this rank can hold quantised weights in the fast form on a CPU, and train or evaluate with them.
+    """Return whether this rank can hold quantised weights in the fast form on a CPU, for training or evaluation.
 
     To be asked while all weights are there as they are stored; of models whose activations are not known, the weights
     count alone. Micro-batches that are cut by memory (:func:`fitted_to_memory`) count as the smallest ones.
@@ -180,14 +180,16 @@ def roomy_form_fits(
 
 
 def dense_form_fits(model: Any, device: Device) -> bool:
-    """Whether this rank can hold quantised weights dense on a CPU, to answer; asked as :func:`roomy_form_fits` is."""
+    """Return whether this rank can hold quantised weights dense on a CPU, to answer; asked as :func:`roomy_form_fits`
+    is.
+    """
     dense = bytes_of_form(model, "dense")
     needed = device.present_bytes - mx.get_cache_memory() + dense - mx.get_active_memory() + ANSWERING_BYTES
     return device.holds(needed)
 
 
 def packed_note(room: int) -> str:
-    """What a person is told whose weights stay packed."""
+    """Return the note for a run whose weights stay packed."""
     return (
         f"quantised weights stay packed, because this process may have {format_bytes(room)} of memory: "
         "half as many bytes, and slower steps, by a tenth with 500 tokens at once and a third with 30"
@@ -204,7 +206,7 @@ def _of_rank(memory: Memory, work: Work, config: TrainConfig, mesh: Mesh) -> Mem
 
 
 def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | None:
-    """How gradients of so many bytes a number travel, if not as they are."""
+    """Return the form in which gradients of so many bytes a number are sent, if not as they are."""
     if config.compress == "none" or mesh.size == 1:
         return None
     return PackedGradients(CODECS[config.compress], "", word)
@@ -249,7 +251,7 @@ def _writing_bytes(config: TrainConfig, mesh: Mesh) -> int:
 
 
 def in_half(model: Any) -> bool:
-    """Whether what is trained has two bytes a number."""
+    """Return whether the trained weights have two bytes a number."""
     return any(array.dtype.size == 2 for _, array in flatten(model.trainable_parameters()))
 
 
@@ -275,7 +277,7 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
 
 
 def scarce(expected: int, present_bytes: int, ranks: int) -> str | None:
-    """What a person should know where ``ranks`` such processes of this computer need more than it has left."""
+    """Return a warning if ``ranks`` such processes of this computer need more memory than is free."""
     missing, available = ranks * (expected - present_bytes), psutil.virtual_memory().available
     if missing <= available:
         return None

@@ -29,7 +29,7 @@ def choices(
     compiled: bool,
     divided: bool,
 ) -> list[str]:
-    """One line for each thing that the options leave open, or that follows from the device."""
+    """Return a line for each choice that the options leave open, or that follows from the device."""
     status = preload_blas() if accelerator.kind == "cpu" else None
     lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
     step = "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"

@@ -1,4 +1,4 @@
-"""The facts that a rank states before the first gradient, which all must have in common, and the files behind them."""
+"""Facts of a rank before the first gradient, which must be equal on all ranks, and the files behind them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankFacts:
 
     Attributes:
         start: the file of weights to start from, or ``None``.
-        equal: names of the trained arrays of which every rank has all; ``None``: of all of them.
+        equal: names of the trained arrays that every rank has completely; ``None``: all of them.
     """
 
     config: TrainConfig
@@ -45,7 +45,7 @@ class RankFacts:
     equal: Collection[str] | None = None
 
     def values(self) -> dict[str, Any]:
-        """The facts that every rank must have in common, as JSON values.
+        """Return the facts that every rank must have in common, as JSON values.
 
         Weights are compared as files, because ranks on other devices may hold them in other types.
         """
@@ -64,11 +64,11 @@ class RankFacts:
         }
 
     def witness(self, computer: str, mesh: Mesh, given: Circumstances) -> Witness:
-        """The facts that are added where ranks differ, with this run's options in the words."""
+        """Return the facts that are added where ranks differ, with this run's options in the words."""
         return Witness(computer, mesh.local_rank == 0, self.details, replace(given, **self._options()))
 
     def details(self, sections: set[str]) -> dict[str, Any]:
-        """The files behind those sections of :meth:`values`, read now, and where they are."""
+        """Return the files behind those sections of :meth:`values`, read now, and where they are."""
         files: dict[str, str] = {}
         model = self.loaded.path
         if "model" in sections:
@@ -81,7 +81,7 @@ class RankFacts:
         return {"files": files, "places": self._places()}
 
     def attested(self) -> dict[str, Any]:
-        """All of it, for computers that may join later, without reading the weights again."""
+        """Return all of it, for computers that may join later, without reading the weights again."""
         model = self.loaded.path
         weights = [*present(model), *absent(model)]
         files = self._behind_data() | hashes("model", [model / "config.json"])

@@ -1,8 +1,8 @@
 """Compare the loss and gradient of a training step with those of mlx_lm's own model, before the first step.
 
-The model computes them once as mlx_lm made it, with MLX's own operations, and once more after this package has put in
-its faster forms. Both pass the same two rows: a short one, and one as long as the data's longest. Gradients are
-compared by random projections, so that a copy of a large model's gradient is never held.
+mlx_lm's own model computes them with MLX's operations, and the model computes them again with the faster forms of this
+package. Both compute the same two rows: a short one, and one as long as the longest of the data. Gradients are compared
+by random projections, so that no copy of a large model's gradient is held.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Compared:
     """One row, computed by both.
 
     Attributes:
-        tokens: of the row.
-        blocks: of the model that were used, the last ones.
-        loss: ours, a mean over the trained places.
-        expected_loss: mlx_lm's.
+        tokens: number of tokens of the row.
+        blocks: number of blocks in use, the last ones of the model.
+        loss: loss of this package, a mean over the trained places.
+        expected_loss: loss of mlx_lm's own model.
         difference: norm of the difference of the gradients, as a share of the norm of mlx_lm's.
-        limit: up to which difference is rounding.
+        limit: largest difference that counts as rounding.
         loss_limit: the same for the loss, as a share of it.
-        worst: the array that differs most, and by how much of its own norm (at least 1 % of the gradient's).
+        worst: the array that differs most, and its difference as a share of its norm (at least 1 % of the gradient's).
     """
 
     tokens: int
@@ -95,9 +95,9 @@ class GradientVerdict:
     """The result of a check.
 
     Attributes:
-        compared: each row.
-        notes: what could not be compared, and why.
-        is_complete: whether every row that was to be compared is; if not, the reason may be gone the next time.
+        compared: comparison of each row.
+        notes: comparisons that were not possible, with the reasons.
+        is_complete: True if every row was compared; if not, the reason may be gone the next time.
     """
 
     compared: tuple[Compared, ...]
@@ -188,11 +188,11 @@ class GradientCheck:
         """Compute mlx_lm's part.
 
         Args:
-            model: as mlx_lm loaded it, with what is trained settled.
-            config: of the model.
+            model: as mlx_lm loaded it, after the choice of trained weights.
+            config: configuration of the model.
             longest: tokens of the longest row that will be trained.
-            largest_token: of the data; the rows are made of random tokens up to it.
-            bounded: whether a few seconds must do, with fewer blocks or a shorter row where they would not.
+            largest_token: largest token id of the data; the rows are made of random tokens up to it.
+            bounded: True to limit the check to a few seconds, with fewer blocks or a shorter row if necessary.
         """
         self._accelerator = accelerator
         self._largest_token = largest_token
@@ -229,9 +229,7 @@ class GradientCheck:
             told, problem = self._told(model, self._random_row(min(tokens, SHORT_TOKENS), self._sizes.blocks))
         if problem:
             self._is_complete = False
-            self.notes.append(
-                f"mlx_lm's own model cannot compute this gradient, with which ours would be compared: {problem}"
-            )
+            self.notes.append(f"mlx_lm's own model cannot compute this gradient, so there is no comparison: {problem}")
         return told
 
     def _draws(self, model: nn.Module, row: _Row, seconds: float) -> Iterator[_Told]:
@@ -283,7 +281,7 @@ class GradientCheck:
             return _passed(value / row.trained, gradient)
 
     def compare(self, model: nn.Module, *, cpu_native: bool, dropout: DropoutKeys | None) -> GradientVerdict:
-        """Ours, by the model with its passes applied and by what selects its kernels, beside mlx_lm's.
+        """Compare our gradient, by the model with its passes and its kernel selection, with mlx_lm's.
 
         Raises:
             ModelError: ours cannot compute what mlx_lm's can.
@@ -395,7 +393,7 @@ _SETTINGS = ("fine_tune_type", "lora_parameters", "num_layers", "grad_checkpoint
 def memory_of(
     config: TrainConfig, model: Mapping[str, Any], accelerator: Accelerator, kernels: KernelForms, longest: int
 ) -> Path:
-    """The file that remembers that a step of this kind was right on this device, for rows of up to ``longest``."""
+    """Return the file that records a passed check of this kind of step on this device, for rows up to ``longest``."""
     facts = {
         "format": _FORMAT,
         "settings": config.model_dump(mode="json", include=set(_SETTINGS)),
@@ -438,7 +436,7 @@ def start_check(
     data: Datasets,
     say: Callable[[str], None],
 ) -> Callable[[DropoutKeys | None], list[str]] | None:
-    """The check before the first step of a training: made once for each kind of step, and remembered.
+    """Return the check before the first step of a training: made once for each kind of step, and remembered.
 
     Computes mlx_lm's part while ``loaded`` is as mlx_lm made it. What is returned compares ours with it, tells what a
     person should know, and raises ModelError where they differ; ``None`` where no check is wanted or needed.

@@ -1,4 +1,4 @@
-"""Compare a training step with mlx_lm's own model, without training: the work of ``allhands model check``."""
+"""Comparison of a training step with mlx_lm's own model, without training: the work of ``allhands model check``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_gradient(
 
     Args:
         longest: tokens of the long row, where no data are given.
-        with_data: whether the longest row of ``config.data`` is compared in its place.
+        with_data: True to compare the longest row of ``config.data`` in its place.
     """
     accelerator = detect()
     loaded = load_model(config.model, trust_remote_code=config.trust_remote_code)

@@ -1,4 +1,4 @@
-"""The cost of a pass of mlx_lm's own model, and the part of it that can be afforded before a training."""
+"""Cost of a pass of mlx_lm's own model, and the part of it that fits into the time before a training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PassCost:
     """The cost of a pass of mlx_lm's own model.
 
     Attributes:
-        blocks: of the model.
+        blocks: number of blocks of the model.
         per_block: parameters of a block.
-        beside: parameters beside the blocks that a token is multiplied with.
-        floats: of a token and block that its backward pass needs, without attention's scores.
-        heads: of queries, for the scores.
-        rate: floating-point operations a second.
-        decode_s: to make a parameter dense.
+        beside: parameters outside of the blocks that a token is multiplied with.
+        floats: numbers for each token and block that the backward pass needs, without attention's scores.
+        heads: query heads, for the scores.
+        rate: floating-point operations per second.
+        decode_s: seconds to make a parameter dense.
         room: bytes that may be kept.
-        memory: of the device.
+        memory: bytes of the device's memory.
     """
 
     blocks: int
@@ -51,7 +51,7 @@ class PassCost:
 
     @classmethod
     def of(cls, model: Any, config: Mapping[str, Any], accelerator: Accelerator, *, bounded: bool) -> PassCost:
-        """The cost for ``model``; not ``bounded``: as much memory as there may be."""
+        """Return the cost for ``model``; not ``bounded``: as much memory as there may be."""
         inner = {**config, **(config.get("text_config") or {})}
         width = _integer(inner, ("hidden_size", "n_embd", "d_model", "dim"), 4096)
         layers = list(getattr(model, "layers", ()))
@@ -75,7 +75,7 @@ class PassCost:
         return 8.0 * (blocks * self.per_block + self.beside) <= _EXACT_SHARE * self.memory
 
     def affordable(self, tokens: int, seconds: float) -> tuple[int, int]:
-        """The number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
+        """Return the number of blocks, and of ``tokens``, that a pass of so many seconds can have."""
         while True:
             trained = min(tokens, TRAINED)
             left = seconds - self.beside * (6.0 * trained / self.rate + self.decode_s)

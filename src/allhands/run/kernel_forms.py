@@ -1,6 +1,6 @@
-"""The forms of a run's operations: the same request on all ranks, and what a resumed run should know.
+"""Forms of a run's operations: the same request on all ranks, and notes for a resumed run.
 
-Another form may round otherwise. Forms follow from the kind of device and from ``ALLHANDS_KERNELS`` alone, so that like
+Two forms may round differently. Forms follow from the kind of device and from ``ALLHANDS_KERNELS`` alone. So equal
 ranks, and a run that is resumed on such a device, compute the same bits.
 """
 
@@ -28,8 +28,8 @@ class KernelForms:
 
     Attributes:
         request: the text of ``ALLHANDS_KERNELS``.
-        selection: for the run's model.
-        notes: what a person should know.
+        selection: selection for the run's model.
+        notes: notes for a person.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class KernelForms:
 def kernel_forms(
     accelerator: Accelerator, environ: Mapping[str, str] = os.environ, *, cpu_native: bool = True
 ) -> KernelForms:
-    """The forms of this rank, for steps that are ``cpu_native`` or not.
+    """Return the forms of this rank, for steps that are ``cpu_native`` or not.
 
     Raises:
         ConfigError: ``ALLHANDS_KERNELS`` asks for what there is not.

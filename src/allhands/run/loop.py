@@ -1,4 +1,4 @@
-"""The training loop: when to step, report, validate, save and stop. What a step does is in ``step.py``."""
+"""Training loop: it decides when to step, report, validate, save and stop. ``step.py`` has the step itself."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class TrainLoop:
     """The loop and everything that it drives; assembled by ``run/session.py``.
 
     Attributes:
-        state: the place of the run.
-        load: gives this rank's micro-batches of a batch, by its number; usually made ahead.
+        state: progress of the run.
+        load: returns this rank's micro-batches of a batch, by its number; usually made ahead.
         save: starts to write a checkpoint on the ranks that keep files; raises nothing.
-        saved: gives the outcomes of saves since the last call; waits for all of them if told to.
-        beat: tells the supervisor (phase, steps done).
-        stop_requested: gives the signal that asked this rank to stop, or 0.
-        regroup_requested: tells if the run should end at a checkpoint, to go on with other ranks.
-        learning_rate: gives the rate of the last update.
-        total: batches to train on.
-        sample: lets the model write after so many steps and batches, on rank 0; the others go on.
-        tokens_per_byte: of the validation texts, if they are that and nothing else.
+        saved: returns the outcomes of saves since the last call; waits for all of them on request.
+        beat: sends a heartbeat to the supervisor (phase, steps done).
+        stop_requested: returns the signal that asked this rank to stop, or 0.
+        regroup_requested: returns True if the run should end at a checkpoint, to go on with other ranks.
+        learning_rate: returns the rate of the last update.
+        total: number of batches to train on.
+        sample: lets the model write after so many steps and batches, on rank 0; the other ranks go on.
+        tokens_per_byte: of the validation texts, if the validation set has only plain texts.
         balance: the ranks' shares of each batch.
-        copies: knows the checkpoint's copies on other computers, one of which this rank may keep.
+        copies: the checkpoint's copies on other computers, one of which this rank may keep.
     """
 
     state: LoopState
@@ -190,20 +190,20 @@ class TrainLoop:
     def _waits_for_round(self, step_s: float) -> bool:
         """True if a stop waits for the end of the round: on all ranks alike, only if that is soon.
 
-        A run that goes on from there is the one that was not stopped. After a round that was closed before its end,
-        which loses nothing either, it is another.
+        A run that goes on from there equals one that was not stopped. If a round was closed before its end, no training
+        is lost either, but the run differs.
         """
         strategy = self.step.strategy
         soon_s = min(_ROUND_S, self.config.stop_grace_s / 4)
         return strategy.in_round and not self._any_rank(strategy.steps_left * step_s > soon_s)
 
     def _regroup(self) -> None:
-        """End here if the checkpoint is written; if it could not be, the training goes on to the next.
+        """End here if the checkpoint is written; if it could not be written, the training goes on to the next one.
 
-        So it does if a copy of it could not, once: one that cannot be kept for long keeps nobody from regrouping.
+        It also goes on once if a copy of it could not be written. Later failures of a copy do not prevent regrouping.
 
         Raises:
-            Regroup: it is.
+            Regroup: the checkpoint is written.
         """
         failed, before = False, self.copies.trouble
         try:

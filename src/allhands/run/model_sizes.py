@@ -1,4 +1,4 @@
-"""How many numbers a training touches, from a model's widths: what is trained, and products and sums of a token."""
+"""Counts of numbers in a training, from a model's widths: trained weights, products and sums of a token."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def left_to_adam(blocks: DecoderShape, optimizer: str, trained_bytes: int, word:
 
 
 def linears(blocks: DecoderShape) -> list[str]:
-    """The linear layers of a block by the names that a key of LoRA has; of a mixture those of all experts."""
+    """Return the linear layers of a block by the names that a key of LoRA has; of a mixture those of all experts."""
     return [name.replace("mlp.", "switch_mlp.") if blocks.experts else name for name in _LINEARS]
 
 
@@ -86,7 +86,7 @@ def flops_per_token(blocks: DecoderShape, method: Method, layers: int, *, recomp
 
 
 def forward_share(blocks: DecoderShape, method: Method, layers: int, *, recomputed: bool) -> float:
-    """The part of :func:`flops_per_token` that a validation has, too."""
+    """Return the part of :func:`flops_per_token` that a validation has, too."""
     return _forward(blocks) / flops_per_token(blocks, method, layers, recomputed=recomputed)
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's lines, numbers and pictures go, and who else may write there."""
+"""Destinations of a rank's lines, numbers and pictures, and the lock against other writers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from allhands.run.state import LoopState
 
 
 def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Copies:
-    """The copies of the run's checkpoints, and of this rank's own the newest step."""
+    """Return the copies of the run's checkpoints, and of this rank's own the newest step."""
     return Copies(
         ready.communicator,
         keeps=ready.keeps_files and not surroundings.mesh.is_main,
@@ -38,7 +38,7 @@ def copies_of(directory: Path, surroundings: RunContext, ready: LoadedRun) -> Co
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one rank's run; what is there for a copy of it alone may fail."""
+    """Outputs of one rank's run; outputs that are only for a copy of it may fail."""
 
     directory: Path
     surroundings: RunContext
@@ -46,7 +46,7 @@ class Outputs:
     copies: Copies
 
     def started(self, total: int, state: LoopState, largest: tuple[int, int]) -> RunStarted:
-        """The event that begins ``total`` batches; the largest has that shape."""
+        """Return the event that begins ``total`` batches; ``largest`` is the shape of the largest one."""
         ready, mesh = self.ready, self.surroundings.mesh
         config, windows, restored = ready.config, ready.data.train, ready.restored
         fresh = pretraining(config)
@@ -78,7 +78,7 @@ class Outputs:
 
     @contextmanager
     def claim(self) -> Generator[None, None, None]:
-        """Keep other runs off this computer's directory, where rank 0's is another one."""
+        """Lock this computer's directory against other runs, if rank 0 has another directory."""
         with ExitStack() as stack:
             if self.copies.keeps:
                 with self._spared():
@@ -100,7 +100,7 @@ class Outputs:
             self.copies.fail(storage_error_of(error, self.directory) if isinstance(error, OSError) else error)
 
     def plot(self) -> Path | None:
-        """Draw the run's curves and memory, if this rank keeps files; where the first are."""
+        """Draw the run's curves and memory, if this rank keeps files; return the path of the curves."""
         if not self.ready.keeps_files:
             return None
         from allhands.observe.plots import plot_losses, plot_memory  # matplotlib, in memory only now
@@ -153,7 +153,7 @@ class Outputs:
 
 
 def _log_of(file: Path | None) -> TextIO | None:
-    """Where this rank's lines go besides the console, if that can be written: nothing depends on it."""
+    """Return the log for this rank's lines besides the console, if it can be written: nothing depends on it."""
     if file is None:
         return None
     try:

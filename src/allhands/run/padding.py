@@ -9,7 +9,7 @@ from allhands.run.datasets import Datasets
 
 
 def padding_told(model: Any, data: Datasets) -> list[str]:
-    """A note where results depend on how rows are padded, hence on the rows that are in a micro-batch together."""
+    """Return a note if results depend on the padding of rows, and so on the other rows of a micro-batch."""
     if (block := sees_ahead(model)) is not None:
         return [
             "mlx_lm's own model of this architecture lets a token see later ones, up to the end of its block of "

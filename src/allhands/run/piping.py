@@ -1,4 +1,4 @@
-"""This rank's part of a model that is divided into stages: which blocks, what it computes, and what it writes."""
+"""This rank's part of a model that is divided into stages: its blocks, its computation, and its files."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def divides(config: TrainConfig) -> bool:
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """``config``, as it can be had where fewer ranks are left than make up its stages, which ``--min-ranks`` allows.
+    """Return ``config`` for fewer ranks than its stages need, which ``--min-ranks`` allows.
 
-    All that are left are one pipeline, whose blocks are divided anew; one rank has the whole model.
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model.
     """
     problem = unfit_stages(config, mesh.size)
     if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
@@ -47,7 +47,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """The mesh with an axis of stages.
+    """Return the mesh with an axis of stages.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines.
@@ -60,7 +60,7 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
-    """The connections of this rank's stages; called on all ranks together.
+    """Return the connections of this rank's stages; called on all ranks together.
 
     Raises:
         ConfigError: the back-end cannot connect them.
@@ -77,14 +77,14 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:
-    """Tokens of a micro-batch, so that a step has several for each stage."""
+    """Return the tokens of a micro-batch, so that a step has several micro-batches for each stage."""
     if config.micro_batch_tokens is not None or not divides(config):
         return config.micro_batch_tokens
     return small_enough(int(work.max()), config.batch_size // mesh.data_size, mesh.pipe)
 
 
 def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) -> Restored:
-    """The part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
+    """Return the part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
 
     Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in the same order, and
     others' arrays pass by.

@@ -1,4 +1,4 @@
-"""Everything a rank needs before its first step: data, model, group, agreement, and the checkpoint to go on from."""
+"""Preparation of a rank for its first step: data, model, group, agreement, and the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class LoadedRun:
     Attributes:
         config: with what an adapter that is only tested was made with.
         restored: the checkpoint to go on from, its weights already in the model.
-        keeps_files: whether this rank writes the run's files.
-        notes: what a person should know.
+        keeps_files: True if this rank writes the run's files.
+        notes: notes for a person.
         run_id: the same on all ranks.
-        kernels: which forms of operations are computed, and why.
-        passes: what became of each substitution of modules.
+        kernels: chosen forms of operations, with the reasons.
+        passes: outcome of each substitution of modules.
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
     """
@@ -115,7 +115,9 @@ class LoadedRun:
     split: tuple[int, ...] = ()
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
-        """The facts that an adapter records beside the options: trained blocks, model, date in its data, end tokens."""
+        """Return the facts that an adapter records beside the options: trained blocks, model, date in its data, end
+        tokens.
+        """
         return self.trainable.num_layers, str(self.loaded.path), self.data.dated, self.data.stop_tokens
 
 
@@ -351,7 +353,7 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
     if not has_order:
         raise ConfigError(
-            "MLX has computed before in this process, and adds up as it has begun to",
+            "MLX has computed before in this process, and keeps its order of sums",
             where="--deterministic",
             hint="start a new process, or Python with MLX_CUDA_USE_CUDNN_SDPA=0",
         )
@@ -368,7 +370,7 @@ def compiles(config: TrainConfig, batches: int, model: Any) -> bool:
 
 
 def pass_context(model: Any, config: TrainConfig, accelerator: Accelerator, selection: KernelSelection) -> PassContext:
-    """The context that decides which passes apply to ``model``, once it is settled what is trained.
+    """Return the context that decides which passes apply to ``model``, once it is settled what is trained.
 
     Raises:
         ConfigError: it cannot be compiled, and shall be.
@@ -444,7 +446,7 @@ def _tell_progress(surroundings: RunContext) -> Progress:
 
 
 def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
-    """The file with the weights to start from or to test, which exists; looked for before anything is loaded."""
+    """Return the file with the weights to start from or to test, which exists; looked for before anything is loaded."""
     if config.resume_adapter_file:
         resumed = Path(config.resume_adapter_file)
         kept = kept_as(directory, resumed)

@@ -1,4 +1,4 @@
-"""The texts that the model writes while it learns."""
+"""Texts that the model writes during training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from allhands.parallel.pipeline import PipedModel
 class Sampler:
     """Lets ``model`` go on from prompts.
 
-    Every token computes the whole text again, by the forward pass that is trained: samples are short, and so there is
-    nothing that could differ from it. The random numbers are functions of seed, iteration and place: nothing else
-    changes.
+    For every token the whole text is computed again, by the forward pass of training. Samples are short, so this is
+    fast enough and cannot differ from training. The random numbers are functions of seed, iteration and place, and do
+    not change others.
 
     Attributes:
         most: tokens of a text, prompt included; the model knows no more places.

@@ -278,9 +278,7 @@ class _RankRun:
             return
         rows = load_optimizer(optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy)
         if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
-            self.outputs.say(
-                [f"note: the optimizer's state is the mean of those that {rows} ranks had each for itself"]
-            )
+            self.outputs.say([f"note: the optimizer's state is the mean of the separate states of {rows} ranks"])
         before = restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
         if lost := load_left_out(self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed):
@@ -388,7 +386,7 @@ class _RankRun:
         rows, metrics = len(ready.data.train), self.outputs.directory / METRICS_FILE
 
         def described(state: LoopState) -> dict[str, Any]:
-            """Where the run stands, as JSON values."""
+            """Return the progress of the run as JSON values."""
             epoch = state.iteration * self.config.batch_size / rows
             written = metrics.stat().st_size if metrics.exists() else 0
             return {

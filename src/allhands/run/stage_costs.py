@@ -1,4 +1,4 @@
-"""What each block of a model costs a stage that has it, in work and memory: for the split of a pipeline."""
+"""Costs of each block of a model for its stage, in work and memory: for the split of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ON_CPU, ROOM_OF_PRODUCTS = 1.05, 16_000_000
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a block, or of what is beside the blocks.
+    """Weights of a block, or of the parts outside of the blocks.
 
     Attributes:
-        numbers: that each token is multiplied by.
-        held_bytes: as they are held while they are used, ``trained_bytes`` of those that are trained.
+        numbers: number of weights that each token is multiplied by.
+        held_bytes: bytes while they are in use; ``trained_bytes``: those of the trained weights.
     """
 
     numbers: float
@@ -46,7 +46,7 @@ class Model:
 def layers_of(
     model: Model, work: Work | None, of: Callable[[Work], Memory] | None, *, more: float = 1.0, again: bool = False
 ) -> tuple[Layers, int]:
-    """The parts that a split is made of, and the bytes that every rank has for a while in a pass.
+    """Return the parts that a split is made of, and the bytes that every rank has for a while in a pass.
 
     Args:
         work: of a rank with a micro-batch of the step; ``None``: nothing is trained.

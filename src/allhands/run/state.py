@@ -1,4 +1,4 @@
-"""Where a training run stands, as JSON values and back."""
+"""Progress of a training run, as JSON values and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReportWindow:
         self.further = tuple(map(sum, zip(before, result.further, strict=True)))
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """The further metrics of ``objective`` for these sums, besides the mean loss."""
+        """Return the further metrics of ``objective`` for these sums, besides the mean loss."""
         if len(self.further) != len(objective.further):  # nothing was counted
             return {}
         return Totals(self.loss_sum, self.num_targets, self.num_tokens, 0.0, self.further).metrics(objective)
@@ -56,16 +56,16 @@ class ReportWindow:
 
 @dataclass
 class LoopState:
-    """Where a run stands. Data order and dropout are functions of ``iteration``, so nothing else is random.
+    """Progress of a run. Data order and dropout are functions of ``iteration``, so nothing else is random.
 
     Attributes:
-        step: optimizer updates done, those left out for not being finite included.
-        iteration: batches done, of which an update takes one or several.
+        step: number of completed optimizer updates, including those left out because a number was not finite.
+        iteration: number of completed batches; an update takes one or several.
         best_step: the step at which validation loss was lowest.
         validation_due: the validation that belongs to ``step`` has not been made.
-        skipped_in_row: updates left out for not being finite, one after the other.
+        skipped_in_row: number of updates in a row that were left out because a number was not finite.
         window: sums since the last report.
-        before_s: seconds that earlier starts took up to where this one went on; what was lost is not counted.
+        before_s: seconds of earlier starts up to the step where this one went on; lost steps are not counted.
         began: when this start began to train, in seconds of :func:`time.perf_counter`.
     """
 
@@ -94,7 +94,7 @@ class LoopState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoopState:
-        """The state that :meth:`to_json` wrote, among other keys.
+        """Return the state that :meth:`to_json` wrote, among other keys.
 
         Raises:
             CheckpointError: a key is missing.

@@ -17,7 +17,7 @@ _WORTH_IT = 1 << 26
 
 
 def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds) -> str:
-    """The name of the strategy by which ranks divide the work.
+    """Return the name of the strategy by which ranks divide the work.
 
     Over NCCL a divided optimizer costs nothing, since a sum over ranks is made of its parts anyway. Over the other
     back-ends weights travel besides, which only who has too little memory will want.
@@ -49,7 +49,8 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
 
 
 def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:
-    """The form in which gradients travel; ``None``: as they are, because nobody asked for another or nothing travels.
+    """Return the form in which gradients travel; ``None``: as they are, because nobody asked for another or nothing
+    travels.
 
     Raises:
         ConfigError: what was asked for saves nothing here, or the strategy has no such thing.

@@ -1,4 +1,4 @@
-"""How much memory a training takes at its peak, before it has begun.
+"""Peak memory of a training, estimated before it begins.
 
 A step's peak is the highest of three: in the backward pass (what the forward pass has kept, a block's own intermediate
 results, the gradients), in the loss (what has been kept, and the logits of a chunk), and in the update (gradients, and
@@ -56,7 +56,7 @@ class DecoderShape:
 
 
 def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
-    """The widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
+    """Return the widths that a model's ``config.json`` tells; ``None`` for models that are not built like that."""
     if any(config.get(name) for name in _UNEVEN) or int(config.get("decoder_sparse_step") or 1) > 1:
         return None
     try:
@@ -74,7 +74,7 @@ def blocks_of(config: Mapping[str, Any]) -> DecoderShape | None:
 
 
 def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
-    """What a step takes on a Linux CPU with the native operations, in float32."""
+    """Estimate the memory of a step on a Linux CPU with the native operations, in float32."""
     values = work.tokens * _FLOAT
     kept, passing = _of_a_block(blocks, work.method)
     layers = work.trained_layers
@@ -107,7 +107,7 @@ def on_cpu(blocks: DecoderShape, work: Work) -> Memory:
 
 
 def on_gpu(blocks: DecoderShape, work: Work) -> Memory:
-    """What a step takes on a GPU with nothing ahead, in half precision.
+    """Estimate the memory of a step on a GPU with nothing queued ahead, in half precision.
 
     The multiples are those of works on an H200 (``benchmarks/results/plan_gpu-2026-11-23.md``); SwiGLU's output is
     computed again. The loss has all logits at once where the head is trained, and else four times as many of them as
@@ -179,7 +179,7 @@ def _dot(sizes: tuple[int, ...], factors: tuple[float, ...]) -> float:
 
 
 def of_process(memory: Memory, present_bytes: int, present_arrays: int) -> int:
-    """The peak of the whole process.
+    """Return the peak of the whole process.
 
     Args:
         present_bytes: what it has in memory now, of which ``present_arrays`` are arrays: the difference stays.

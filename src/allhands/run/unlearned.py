@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 def unlearned(model: nn.Module, tokenizer: Any, data: Datasets, config: TrainConfig) -> list[str]:
-    """A note on tokens of the training set that may be new, where the embedding is not trained."""
+    """Return a note on tokens of the training set that may be new, where the embedding is not trained."""
     table = _fixed_table(model)
     if table is None or "train" not in data.stored:
         return []

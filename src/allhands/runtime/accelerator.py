@@ -27,11 +27,11 @@ class Accelerator:
 
     Attributes:
         kind: ``"cpu"``, ``"metal"`` or ``"cuda"``.
-        name: for people.
-        memory_bytes: of the device (of the host, for a CPU and for unified memory).
-        cores: processor cores this process may use.
-        cpu_native: whether steps run uncompiled with evaluated chunks: best where one thread computes everything.
-        warning: what makes this device slower than it should be, with the remedy; or ``None``.
+        name: name for people.
+        memory_bytes: memory of the device (of the host, for a CPU and for unified memory).
+        cores: processor cores that this process may use.
+        cpu_native: True if steps run uncompiled with evaluated chunks: best if one thread computes everything.
+        warning: reason why this device is slower than it should be, with the remedy; or ``None``.
     """
 
     kind: Literal["cpu", "metal", "cuda"]
@@ -46,7 +46,7 @@ class Accelerator:
         return self.cpu_native and compile != "on"
 
     def sizing(self, micro_batch_tokens: int | None, *, compiled: bool) -> Sizing:
-        """The limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet few shapes."""
+        """Return the limits of a share of a batch here; ``compiled`` steps, and all of CUDA, meet few shapes."""
         return sizing_of(self.kind, micro_batch_tokens, compiled=compiled)
 
 
@@ -71,7 +71,7 @@ def nothing_computed() -> bool:
 
 
 def detect() -> Accelerator:
-    """The default device of MLX in this process, with its settings applied."""
+    """Return the default device of MLX in this process, with its settings applied."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     memory = psutil.virtual_memory().total
     if not on_gpu:
@@ -97,7 +97,7 @@ def _processor() -> str:
 
 
 def slow_products() -> str | None:
-    """The reason for slow matrix products here, if there is one."""
+    """Return the reason for slow matrix products here, if there is one."""
     if sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu:
         return None
     blas = preload_blas()

@@ -57,7 +57,7 @@ class BlasStatus:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
+    """Return the user's cache directory of allhands; ``ALLHANDS_CACHE`` overrides the platform's place."""
     if chosen := environ.get("ALLHANDS_CACHE"):
         return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
@@ -110,8 +110,8 @@ def _held_back(found: ctypes.CDLL | str, way: int) -> str | None:
 
     if isinstance(found, str) and native.wanted(os.environ) and native.compiler_here() is not None:
         return (
-            f"native operations could not be made ({found}): training may take twice as long, and computes other last "
-            "bits than with them; see to that and start again"
+            f"native operations could not be built ({found}): training may take twice as long, and results differ in "
+            "the last bits; correct this and start again"
         )
     if not way and (asked := os.environ.get("OPENBLAS_CORETYPE")):
         return (
@@ -158,7 +158,7 @@ def limit_cores(count: int) -> None:
 
 
 def native_library() -> ctypes.CDLL | None:
-    """The code of ``allhands.runtime.native``, ready for use; ``None`` where it or the fast BLAS is not there."""
+    """Return the code of ``allhands.runtime.native``, ready for use; ``None`` if it or the fast BLAS is missing."""
     return preload_blas().native
 
 

@@ -41,14 +41,14 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
-    """The key for one purpose, of the secrets that the environment holds; they may be none."""
+    """Return the key for one purpose, of the secrets that the environment holds; they may be none."""
     parts = [purpose, *(environ.get(name, "") for name in (MEETING_KEY, RING_KEY))]
     encoded = [part.encode("utf-8", "surrogateescape") for part in parts]  # an environment may hold any bytes
     return hashlib.sha256(b"".join(b"%d:%s" % (len(part), part) for part in encoded)).digest()
 
 
 def new_number() -> bytes:
-    """A number that nobody can foresee, in hexadecimal letters."""
+    """Return a number that nobody can foresee, in hexadecimal letters."""
     return secrets.token_hex(_NUMBER_BYTES).encode()
 
 
@@ -71,7 +71,9 @@ class Handshake:
         return self._mac(role, words) + b" " + words + b"\n"
 
     def opened(self, role: bytes, line: bytes) -> bytes | None:
-        """The words of a line; ``None`` if the other end of that ``role`` has not said them in this conversation."""
+        """Return the words of a line; ``None`` if the other end of that ``role`` has not said them in this
+        conversation.
+        """
         words = line[_MAC + 1 :].removesuffix(b"\n")
         return words if hmac.compare_digest(line[: _MAC + 1], self._mac(role, words) + b" ") else None
 
@@ -84,7 +86,7 @@ class Handshake:
 
 
 def listen_at(family: int, address: tuple[str, int], options: Sequence[int]) -> socket.socket:
-    """A socket that listens there and nowhere else; ``options`` of sockets are set.
+    """Return a socket that listens there and nowhere else; ``options`` of sockets are set.
 
     Raises:
         OSError: the port is taken, or the address is none of this computer.
@@ -126,7 +128,7 @@ class Caller:
     said: bytearray = field(default_factory=bytearray)
 
     def conversation(self, key: bytes) -> Handshake:
-        """Ours with it, if it knows ``key``."""
+        """Return our conversation with it, if it knows ``key``."""
         return Handshake(key, self.ours, self.theirs)
 
     def say(self, line: bytes, deadline: float) -> None:
@@ -172,11 +174,11 @@ class Callers:
         self._selector.close()
 
     def all(self) -> list[Caller]:
-        """Everybody who is connected, the first who came first."""
+        """Return everybody who is connected, in the order of connection."""
         return list(self._callers.values())
 
     def wait(self, timeout_s: float) -> list[tuple[Caller, bytes | None]]:
-        """The lines that callers have sent since the last call: each may send one, as its proof.
+        """Return the lines that callers have sent since the last call: each may send one, as its proof.
 
         ``None``: one that was believed has left, or says more than it may. It has been dropped, as strangers are that
         say too much, too little in time, or come in masses.
@@ -312,7 +314,7 @@ class Call:
 
     @property
     def own_address(self) -> str:
-        """Ours on the way to the other end."""
+        """Return our address on the way to the other end."""
         return str(self._connection.getsockname()[0])
 
     def __enter__(self) -> Self:
@@ -346,7 +348,7 @@ class Call:
         self._connection.sendall(line)
 
     def line(self, most_bytes: int, deadline: float) -> bytes:
-        """The next line without its end; empty if there is none any more, or it is too long.
+        """Return the next line without its end; empty if there is none any more, or it is too long.
 
         Raises:
             OSError: it is not there before ``deadline``, however slowly its bytes come.

@@ -1,4 +1,4 @@
-"""What this process is: the command ``allhands``, one of its helpers, or a program of a person's.
+"""Kind of this process: the command ``allhands``, one of its helpers, or a person's own program.
 
 It is imported before everything else, so it needs only what Python itself has loaded.
 """

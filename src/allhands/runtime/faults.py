@@ -207,7 +207,7 @@ def outstanding(ranks: Collection[int] | None = None) -> str | None:
 
 
 def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
-    """The failures that a file plans.
+    """Return the failures that a file plans.
 
     Raises:
         ConfigError: it cannot be read, or does not make sense.
@@ -225,7 +225,7 @@ def read_schedule(path: Path) -> tuple[PlannedFault, ...]:
 
 
 def fired(path: Path) -> list[FiredFault]:
-    """The failures of the schedule at ``path`` that have happened, in that order."""
+    """Return the failures of the schedule at ``path`` that have happened, in that order."""
     found: list[FiredFault] = []
     for note in _notes(path).glob("*"):
         with suppress(ValueError, TypeError):  # its writer was killed over it

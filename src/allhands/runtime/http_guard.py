@@ -1,4 +1,4 @@
-"""Who may ask a server of ours over HTTP: under which names, from which web pages, with which token.
+"""Rules for requests to an HTTP server of allhands: accepted names, web pages and tokens.
 
 Any web page in a browser of this computer can send requests to the servers on it: under their own address, which makes
 the browser name the page's origin, or under a name of the page's own that points here (DNS rebinding). Both are refused
@@ -51,7 +51,7 @@ class Guard:
     token: str | None = None
 
     def refusal(self, method: str, headers: Iterable[tuple[str, str]]) -> Refusal | None:
-        """Why a request with these headers is refused, whoever asks; ``None`` if nothing speaks against it."""
+        """Return the reason to refuse a request with these headers; ``None`` if there is none."""
         found = _by_name(headers)
         hosts, origins = found.get("host", []), found.get("origin", [])
         name = _host_name(hosts[0]) if len(hosts) == 1 else None
@@ -86,7 +86,7 @@ class Guard:
         return own or "*" in self.origins or origin.lower() in self.origins
 
     def shared_with(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """The headers by which a browser lets a page elsewhere read the answer, and send such requests."""
+        """Return the headers by which a browser lets a page elsewhere read the answer, and send such requests."""
         found = _by_name(headers)
         origin = next(iter(found.get("origin", [])), "")
         if not self.origins:
@@ -107,7 +107,7 @@ class Guard:
 
 
 def origin_of(text: str) -> str:
-    """An origin as browsers write it: scheme, host, and the port if it is not the scheme's own.
+    """Return an origin as browsers write it: scheme, host, and the port if it is not the scheme's own.
 
     Raises:
         ConfigError: no page has such an origin.

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def peak_rss_bytes() -> int:
-    """The highest resident memory of this process so far."""
+    """Return the highest resident memory of this process so far."""
     if sys.platform == "linux":
         # Not ru_maxrss, into which Linux counts the process that started this one.
         status = Path("/proc/self/status").read_text()

@@ -12,12 +12,12 @@ from allhands.runtime.blas import native_library
 
 
 def at(array: Any) -> ctypes.c_void_p:
-    """Where the numbers of an array are; null for ``None``."""
+    """Return the address of an array's numbers; null for ``None``."""
     return ctypes.c_void_p(None if array is None else np.asarray(array).ctypes.data)
 
 
 def pointers(arrays: Sequence[Any]) -> Any:
-    """Where each one's numbers are, as an array in C."""
+    """Return the addresses of the arrays' numbers as an array in C."""
     return (ctypes.c_void_p * len(arrays))(*map(at, arrays))
 
 

@@ -47,7 +47,7 @@ class PortSettings:
 
 
 def cannot_listen(error: Exception, address: str, port: int, settings: PortSettings | None = None) -> PortTrouble:
-    """Why nobody can listen at ``port`` of ``address``; port 0 is any that is free.
+    """Return the error of listening at ``port`` of ``address``; port 0 is any that is free.
 
     Args:
         error: what binding the port, or looking for the address, has raised.
@@ -67,7 +67,7 @@ def cannot_listen(error: Exception, address: str, port: int, settings: PortSetti
         return PortTrouble(f"ports below {first} are for the administrator", f"choose {given.port}, {first} or higher")
     known = {
         errno.EADDRNOTAVAIL: (f"{address} is no address of this computer", f"give {given.address}"),
-        errno.EADDRINUSE: ("no port is free", "end what keeps thousands of connections: ss -s"),
+        errno.EADDRINUSE: ("no port is free", "end programs that hold thousands of connections: ss -s"),
         errno.EAFNOSUPPORT: (f"this computer has no {'IPv6' if ':' in address else 'IPv4'}", f"give {given.address}"),
         **dict.fromkeys(
             _FORBIDDEN, (f"the system forbids it ({words})", "look at the rules of the sandbox, container or SELinux")
@@ -80,7 +80,7 @@ def cannot_listen(error: Exception, address: str, port: int, settings: PortSetti
 
 
 def user_of(port: int) -> str | None:
-    """The program that listens at a TCP port here, ``"python3 (process 123)"``, as far as one may see it."""
+    """Return the program that listens at a TCP port here, ``"python3 (process 123)"``, as far as one may see it."""
     import psutil
 
     found: str | None = None
@@ -108,7 +108,7 @@ def _words(error: Exception) -> str:
 
 
 def kind_of(error: OSError) -> Kind:
-    """The fate of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
+    """Return the fate of a connection: only ``"refused"`` says that the computer is there and nobody listens."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "dropped"
     if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
@@ -124,7 +124,7 @@ def is_blocked(kind: Kind) -> bool:
 
 
 def fate_of(error: OSError) -> str:
-    """The fate of connections that fail like this: the end of a sentence about them."""
+    """Return the fate of connections that fail like this: the end of a sentence about them."""
     match kind_of(error):
         case "dropped":
             return "get no answer (timed out): a firewall drops them, or that address leads elsewhere"

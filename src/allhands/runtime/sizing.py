@@ -37,14 +37,14 @@ class Sizing:
         return replace(self, ladder=best_ladder(work, self.num_rungs)) if self.few_shapes else self
 
     def padded(self, lengths: NDArray[Any]) -> NDArray[np.int64]:
-        """The padded length for each of ``lengths``."""
+        """Return the padded length for each of ``lengths``."""
         rungs = np.asarray(self.ladder, dtype=np.int64)
         place = np.searchsorted(rungs, lengths)
         return np.where(place < len(rungs), np.append(rungs, 0)[place], lengths).astype(np.int64)
 
 
 def best_ladder(lengths: NDArray[Any], num_rungs: int) -> tuple[int, ...]:
-    """The ``num_rungs`` lengths to round up to that pad ``lengths`` least in all; exact up to a grain.
+    """Return the ``num_rungs`` lengths to round up to that pad ``lengths`` least in all; exact up to a grain.
 
     Dynamic programming over the distinct lengths, which are first rounded up so that no more than 512 remain.
     """

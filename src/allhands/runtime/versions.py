@@ -31,7 +31,7 @@ _NO_SOURCE = (".pyc", "~", ".tmp", ".orig", ".rej", ".swp")
 
 
 def version_of(name: str) -> str | None:
-    """The version of a package that is installed here; ``None`` if it is not.
+    """Return the version of a package that is installed here; ``None`` if it is not.
 
     Of allhands itself its own: it may run without being installed, or beside another one that is.
     """
@@ -54,13 +54,13 @@ def versions_of(*names: str) -> dict[str, str]:
 
 
 def software_here() -> dict[str, str]:
-    """The software of this interpreter that is compared; see :func:`software`."""
+    """Return the software of this interpreter that is compared; see :func:`software`."""
     have = software(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), versions_of(*PACKAGES))
     return {**have, "executable": sys.executable}
 
 
 def software(root: str | None, versions: Mapping[str, str]) -> dict[str, str]:
-    """The software of an interpreter that is compared, by name.
+    """Return the software of an interpreter that is compared, by name.
 
     Args:
         root: the directory of its allhands; ``None``: it has none.
@@ -83,7 +83,7 @@ def fingerprint(root: str) -> str:
 
 
 def file_line(name: str, content: bytes) -> bytes:
-    """The line of one file in the fingerprint."""
+    """Return the line of one file in the fingerprint."""
     return f"{hashlib.sha256(content).hexdigest()} {name}\n".encode()
 
 
@@ -107,7 +107,7 @@ def package_files(root: str) -> list[str]:
 
 
 def required(have: Mapping[str, str]) -> dict[str, str]:
-    """The versions that must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
+    """Return the versions that must be the same on all computers of a run, by the names of :data:`MUST_BE_EQUAL`."""
     mlx = have.get("mlx", _MISSING)
     others = [f"{name} {have[name]}" for name in MLX_BACKENDS if name in have and have[name] != mlx]
     return {
@@ -119,19 +119,19 @@ def required(have: Mapping[str, str]) -> dict[str, str]:
 
 
 def unequal(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train together."""
+    """Return the names of :data:`MUST_BE_EQUAL` in which two interpreters differ: they cannot train together."""
     first, second = required(one), required(other)
     return [name for name in MUST_BE_EQUAL if first[name] != second[name]]
 
 
 def merely_different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The names of :data:`MAY_DIFFER` in which two interpreters differ that may train together all the same."""
+    """Return the names of :data:`MAY_DIFFER` in which two interpreters differ that may train together all the same."""
     forbidden = unequal(one, other)
     return [name for name in MAY_DIFFER if one.get(name) != other.get(name) and name not in forbidden]
 
 
 def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | None = None) -> str:
-    """The version that an interpreter has of that name, for people: ``Python 3.12.1``, ``numpy missing``.
+    """Return the version that an interpreter has of that name, for people: ``Python 3.12.1``, ``numpy missing``.
 
     Args:
         other: another one, beside which it is told: a back-end is no matter where MLX itself is another.
@@ -145,7 +145,7 @@ def described(name: str, have: Mapping[str, str], other: Mapping[str, str] | Non
 
 
 def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The difference of an interpreter from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
+    """Return the difference of an interpreter from what it should have, for people: ``mlx 0.32.3 and not 0.32.4``."""
     there, here = own.get(name, _MISSING), wanted.get(name, _MISSING)
     if name == "allhands" and there == here:
         return "other code of the same version of allhands"
@@ -158,7 +158,7 @@ def difference(name: str, own: Mapping[str, str], wanted: Mapping[str, str]) -> 
 
 
 def harmless(name: str) -> str:
-    """Why a difference in something of :data:`MAY_DIFFER` does not stop training, for people."""
+    """Return the reason why a difference in a name of :data:`MAY_DIFFER` does not stop training, for people."""
     if name in TOKEN_MAKERS:
         return "it makes tokens, which are compared when training starts"
     return "no number depends on it"

@@ -1,4 +1,4 @@
-"""The hooks of a person's own code into a training run."""
+"""Hooks for a person's own code in a training run."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from allhands.observe.metrics import TrainReport, ValidReport
 
 
 class Callback:
-    """Subclass it and override what you need; pass instances to :func:`allhands.finetune`.
+    """Base class of callbacks: override the methods that you need, and pass instances to :func:`allhands.finetune`.
 
-    ``on_*`` methods run on rank 0 only; ``after_backward`` runs on every rank, and whatever it does to the
-    world must be the same on all of them. An exception in any of them ends the run.
+    ``on_*`` methods run on rank 0 only. ``after_backward`` runs on every rank, and must have the same effects on all of
+    them. An exception in a callback ends the run.
     """
 
     def after_backward(self, step: int, gradients: Any) -> Any:
-        """Called before each update, ``step`` updates done, with the tree of mean gradients over the global batch.
+        """Change gradients before an update; ``step`` is the number of earlier updates.
 
-        They are not clipped yet. Whole gradients are not divided among ranks: where a callback overrides this method,
-        ``--strategy zero1`` is not available.
+        ``gradients`` is the tree of mean gradients over the global batch, not clipped yet. Each rank needs whole
+        gradients for this method, so ``--strategy zero1`` is not available if a callback overrides it.
 
         Returns:
             ``None`` to train on these gradients, or a tree of the same names and shapes to train on instead.
         """
 
     def on_train_report(self, report: TrainReport) -> None:
-        """Called every ``steps_per_report`` iterations (batches), at the end of the step that completes them."""
+        """React to a report, every ``steps_per_report`` iterations (batches), after the step that completes them."""
 
     def on_valid_report(self, report: ValidReport) -> None:
-        """Called after each validation."""
+        """React to a validation."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """Called when the weights after ``step`` updates lie complete at ``path``."""
+        """React to a save: the weights after ``step`` updates are complete at ``path``."""
 
 
 GradientHook = Callable[[int, Any], Any]
@@ -75,7 +75,7 @@ class _OfMlxLm(Callback):
 
 
 def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """Ours as they are, and mlx_lm's as ours.
+    """Check callbacks, and return ours unchanged and mlx_lm's as ours.
 
     Raises:
         ConfigError: something that is no callback, or has a method that would never be called.
@@ -87,13 +87,15 @@ def checked(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
 
 
 def gradient_hook(callbacks: Sequence[Callback], model: Any) -> GradientHook | None:
-    """The function by which callbacks change gradients, one after the other; ``None`` if none of them looks at any."""
+    """Return the function by which callbacks change gradients, one after the other; ``None`` if none of them looks at
+    any.
+    """
     hooks = [hook for callback in callbacks if (hook := _hook_of(callback, model)) is not None]
     if not hooks:
         return None
 
     def call(step: int, gradients: Any) -> Any:
-        """The gradients that take the place of ``gradients``; ``None`` if none do."""
+        """Return the gradients that take the place of ``gradients``; ``None`` if none do."""
         changed = None
         for hook in hooks:
             found = hook(step, gradients if changed is None else changed)

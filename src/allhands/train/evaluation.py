@@ -32,7 +32,7 @@ from allhands.train.result import own_numbers, totals_of
 
 
 class MeanLoss(NamedTuple):
-    """The mean loss a trained token, the number of those tokens, and the objective's further metrics by name."""
+    """Mean loss per trained token, number of these tokens, and the objective's further metrics by name."""
 
     loss: float
     num_targets: int
@@ -44,11 +44,11 @@ class Evaluator:
     """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if negative).
 
     Attributes:
-        mesh: among whose data ranks examples are divided; ranks that differ on other axes compute the same ones.
-        weights: gives the ranks' speeds of the moment, where they are not those of ``mesh`` all the time.
-        stop_requested: tells whether this rank has been asked to stop: all of them do then.
-        beat: called with "validate" and the number of steps done before each forward pass.
-        piped: computes the sums where ranks have a part of the model each.
+        mesh: examples are divided among its data ranks; ranks that differ on other axes compute the same ones.
+        weights: returns the present speeds of the ranks, if they are not always those of ``mesh``.
+        stop_requested: returns whether this rank was asked to stop; all ranks then stop.
+        beat: called with "validate" and the number of completed steps before each forward pass.
+        piped: computes the sums if each rank has a part of the model.
     """
 
     model: nn.Module

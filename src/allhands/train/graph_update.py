@@ -1,7 +1,7 @@
-"""The part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
+"""Part of a step after the sums: one division, the norm, clipping and the optimizer's update, as one graph.
 
-On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one;
-and whether all numbers are finite is decided where they are, so that the host need not look first.
+On a GPU each of these is a pass over all weights that reads much and computes little, so they are compiled into one.
+The GPU also decides whether all numbers are finite, so that the host need not read them first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GraphUpdate:
     """Update ``model`` by ``optimizer``, lazily, or leave both as they are if a number is not finite.
 
     Attributes:
-        flat: all weights as few arrays, in which the gradients are to be; ``None``: each is an array of its own.
+        flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an array of its own.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GraphUpdate:
 
         Args:
             place: decides which parts of the optimizer's state this rank keeps and updates.
-            travelling: whether ranks add gradients up while others are computed.
+            travelling: True if ranks add up gradients while others are computed.
         """
         self._model = model
         self._selection = selection_of(model)
@@ -78,7 +78,7 @@ class GraphUpdate:
         return list(sums) if self.flat is None else self.flat.leaves.named([array for _, array in sums])
 
     def joined(self, gradients: Any) -> list[tuple[str, mx.array]]:
-        """The reverse of :meth:`named`, of a tree of gradients."""
+        """Return the reverse of :meth:`named`, of a tree of gradients."""
         found = flatten(gradients)
         if self.flat is None:
             return found
@@ -96,11 +96,11 @@ class GraphUpdate:
         """Take the update of the global batch; nothing is waited for.
 
         Args:
-            sums: names and summed gradients, of what is divided this rank's part; emptied, since what is held could not
-                be written in place.
-            loss: summed.
-            num_targets: by which everything is divided.
-            squares: of all sums, over all ranks, where these divide them.
+            sums: names and summed gradients, of sharded arrays this rank's part; the list is emptied, because an array
+                that is still held could not be updated in place.
+            loss: summed loss.
+            num_targets: divisor of all sums.
+            squares: sum of squares of all sums over all ranks, if ranks have parts of them.
             exchange: makes whole weights of this rank's parts there.
 
         Returns:
@@ -135,7 +135,7 @@ class GraphUpdate:
         return norm
 
     def arrays(self) -> Any:
-        """The arrays that an update has to wait for."""
+        """Return the arrays that an update has to wait for."""
         if self.flat is not None:
             return [self.flat.weights(), self.flat.state()]
         return [self._model.trainable_parameters(), self._optimizer.state]
@@ -244,19 +244,19 @@ class FlatState:
         return self.leaves.joined({place.name: array for place, array in zip(self._places, arrays, strict=True)})
 
     def weights(self) -> list[mx.array]:
-        """All trained weights, also where somebody else has set them since."""
+        """Return all trained weights, also where somebody else has set them since."""
         present = [place.array for place in self._places]
         if any(one is not other for one, other in zip(present, self._views, strict=True)):
             self._weights, self._views = self._join(present), present
         return self._weights
 
     def parts(self) -> list[mx.array]:
-        """The parts of :meth:`weights` that this rank updates."""
+        """Return the parts of :meth:`weights` that this rank updates."""
         weights, shards = self.weights(), self.shards
         return weights if shards is None else [shards.part(i, whole) for i, whole in enumerate(weights)]
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state with a chunk's number where names of weights would be."""
+        """Return the optimizer's state with a chunk's number where names of weights would be."""
         return {**self._state, **self._others()}
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 """Adam and AdamW on Linux CPUs: the norm and the update of all arrays in one pass over each, on all cores.
 
-MLX makes a pass over memory on one thread for each operation, of which an update has a dozen. What is computed is the
-same (MLX's formulas, in float32).
+MLX makes a pass over memory on one thread for each operation, and an update has a dozen operations. The formulas are
+MLX's, in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOGETHER = 1 << 20
 
 
 def native_update(model: nn.Module, optimizer: optim.Optimizer) -> NativeUpdate | None:
-    """The update of ``model`` by ``optimizer``, where it can be had for these here."""
+    """Return the update of ``model`` by ``optimizer``, where it can be had for these here."""
     if not available() or not isinstance(optimizer, KernelAdam) or optimizer.masters:
         return None
     single = all(array.dtype == mx.float32 for _, array in flatten(model.trainable_parameters()))
@@ -44,7 +44,7 @@ class NativeUpdate:
         self._optimizer = optimizer
 
     def norm(self, sums: Sequence[Named]) -> float:
-        """The square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
+        """Return the square root of the sum of squares of all ``sums``; the same bits for any number of cores."""
         mx.eval([array for _, array in sums])
         total = 0.0
         for group in _groups(sums):

@@ -32,10 +32,10 @@ _CLASSES: dict[str, Callable[..., Optimizer]] = {
 
 
 def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = False) -> optim.Optimizer:
-    """The optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
+    """Return the optimizer that ``config`` names, with its schedule over ``total_updates`` optimizer updates.
 
     Args:
-        half: whether something that is trained is in half precision.
+        half: True if any trained weight is in half precision.
 
     Raises:
         ConfigError: arguments that the optimizer or schedule does not take.
@@ -66,7 +66,7 @@ def make_optimizer(config: TrainConfig, total_updates: int, *, half: bool = Fals
 
 
 def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
-    """Learning rate as a function of the update number (from 0), or a constant.
+    """Return the learning rate as a function of the update number (from 0), or a constant.
 
     Raises:
         ConfigError: a warm-up as long as the training, or arguments that the schedule does not take.
@@ -108,7 +108,7 @@ def _given(chosen: LrSchedule, warmup: int, total_updates: int) -> Schedule:
 
 
 def num_batches(config: TrainConfig, batches_per_epoch: int) -> int:
-    """The number of batches of the whole training.
+    """Return the number of batches of the whole training.
 
     Raises:
         ConfigError: the learning rate's schedule does not fit into them, or the optimizer cannot be made.
@@ -135,10 +135,10 @@ def _named(name: str, peak: float, updates: int) -> Schedule:
 
 
 def clip(grads: Any, max_norm: float | None, norm: mx.array | None = None) -> tuple[Any, mx.array]:
-    """Scale ``grads`` so that their global norm is at most ``max_norm``; also returns the norm before.
+    """Scale ``grads`` so that their global norm is at most ``max_norm``; also return the norm before.
 
     Args:
-        norm: where ``grads`` are a part of all.
+        norm: the global norm, if ``grads`` are only a part of all gradients.
     """
     if norm is None:
         norm = mx.sqrt(sum((squares_of(g) for _, g in flatten(grads)), mx.zeros(())))

@@ -25,9 +25,9 @@ class Optimizer(optim.Optimizer):
     """The properties of every optimizer here.
 
     Attributes:
-        masters: whether each weight has a float32 copy, which is updated and rounded to the weight: in half precision
-            an update smaller than a 256th of a weight would be lost. To be set before the first update.
-        matrices_only: whether weight decay leaves out what has one dimension: norms and biases.
+        masters: True if each weight has a float32 copy, which is updated and rounded to the weight: in half precision
+            an update smaller than a 256th of a weight would be lost. Set it before the first update.
+        matrices_only: True if weight decay leaves out arrays of one dimension: norms and biases.
     """
 
     masters = False
@@ -36,7 +36,7 @@ class Optimizer(optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """As in MLX; brought up to date first, where that was put off."""
+        """Return the state as in MLX; a postponed update of it is made first."""
         show, self._show = self._show, None
         if show is not None:
             show()
@@ -128,7 +128,8 @@ class KernelAdam(_Exact, optim.Adam):
     def apply_where(
         self, sums: tuple[mx.array, mx.array, mx.array], max_norm: float | None, gradients: Any, weights: Any
     ) -> tuple[Any, mx.array]:
-        """The weights after the update by the mean of ``gradients``, and its norm before clipping to ``max_norm``.
+        """Return the weights after the update by the mean of ``gradients``, and its norm before clipping to
+        ``max_norm``.
 
         If that or the loss is not finite, the weights are as they were. The optimizer's state follows. Where the
         kernel does not fit, MLX's own operations compute the same.
@@ -199,9 +200,9 @@ class Muon(_Exact, optim.Muon):
 class HiddenMuon(_Exact):
     """Muon for the matrices of a model's blocks, AdamW for everything else: embeddings, head, norms, biases.
 
-    Muon gives a matrix an update whose singular values are all about one, which is of no use to a table of embeddings.
-    Its updates are as large as AdamW's are (0.2 root mean square, arXiv 2502.16982), so that one learning rate and one
-    weight decay are for both.
+    Muon gives a matrix an update whose singular values are all about one, which does not suit a table of embeddings.
+    Its updates are scaled to the size of AdamW's (0.2 root mean square, arXiv 2502.16982), so that both use the same
+    learning rate and weight decay.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class Blame:
 
     Attributes:
         examples: numbers (from 0) of the windows at fault, ascending; at most :data:`NAMED` of each rank.
-        count: how many there are in all.
-        otherwise: where none in particular is at fault: what is, in words.
+        count: number of all windows at fault.
+        otherwise: the cause in words, if no single window is at fault.
     """
 
     examples: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Blame:
     otherwise: str = ""
 
     def named(self, what: str) -> str:
-        """The examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
+        """Return the examples for a message, counted from 1, as `` (training example 18)``; empty if there are none."""
         if not self.examples:
             return ""
         numbers = ", ".join(str(example + 1) for example in self.examples)
@@ -58,7 +58,7 @@ def find_culprits(
     Args:
         gradient: loss sum and tree of gradients of a micro-batch.
         weights: tree of the trained parameters; if one is not finite, no example is looked at.
-        beat: is told "compute" before each example and "reduce" before waiting for other ranks.
+        beat: called with "compute" before each example and with "reduce" before waiting for other ranks.
         together: ranks that have the same micro-batches, and each a part of the weights and of ``gradient``. The first
             of them names what they have found.
     """

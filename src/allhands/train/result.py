@@ -23,22 +23,22 @@ class StepResult:
     """Outcome of one optimizer update, the same on every rank but for the times.
 
     Attributes:
-        loss_sum: over all trained tokens of the global batch.
-        num_targets: trained tokens of the global batch.
-        num_tokens: tokens computed, prompts included, padding not.
+        loss_sum: sum of the loss over all trained tokens of the global batch.
+        num_targets: number of trained tokens of the global batch.
+        num_tokens: number of computed tokens, with prompts, without padding.
         grad_norm: global norm of the mean gradient, before clipping.
         stop_votes: ranks that have been asked to stop.
         compute_s: time of this rank's forward and backward passes.
         comm_s: time of this rank in the all-reduce, waiting for slower ranks included.
-        skipped: why the update was not applied ("the gradient is nan"), model and optimizer being as before and
-            ``loss_sum`` and ``num_targets`` 0; empty if it was.
+        skipped: reason why the update was not applied ("the gradient is nan"); model and optimizer are then unchanged,
+            and ``loss_sum`` and ``num_targets`` are 0. Empty if it was applied.
         culprits: numbers (from 0) of the windows whose loss or gradient is not finite; the first eight of each rank.
         gathered: the extra numbers of all ranks, one rank after the other; empty where the strategy leaves them to be
             asked for after the step.
         further: the objective's further sums over the global batch, in its order.
         pace: tokens of this rank's passes, the seconds that these took, and those of its update; zeros where it had no
             passes, or they were not seen.
-        sent_bytes: that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
+        sent_bytes: bytes that this rank has sent, by :func:`allhands.distributed.backend.sent_bytes`.
     """
 
     loss_sum: float
@@ -63,7 +63,7 @@ class StepResult:
 
 
 def result_of(totals: mx.array, norm: mx.array, times: Times, num_further: int, *, num_gathered: int = 0) -> StepResult:
-    """The result of a step with these sums over ranks, which may be followed by what is no result of it."""
+    """Return the result of a step with these sums over ranks, which may be followed by what is no result of it."""
     values = numbers(totals)
     found = totals_of(values, num_further)
     return StepResult(
@@ -89,19 +89,19 @@ class Totals(NamedTuple):
     further: tuple[float, ...]
 
     def metrics(self, objective: Objective) -> dict[str, float]:
-        """The further metrics of ``objective``, besides the mean loss."""
+        """Return the further metrics of ``objective``, besides the mean loss."""
         counted = {"loss": self.loss, "targets": self.num_targets, "tokens": self.num_tokens}
         return objective.metrics({**counted, **dict(zip(objective.further, self.further, strict=True))})
 
 
 def own_numbers(sums: Sequence[mx.array], counts: Mapping[str, int], stop: bool) -> list[float | mx.array]:
-    """The numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
+    """Return the numbers that this rank adds: its sums, the loss first, its counts, and its vote to stop."""
     loss, *further = sums
     return [loss, *count_parts(counts["targets"]), *count_parts(counts["tokens"]), float(stop), *further]
 
 
 def totals_of(values: Sequence[float], num_further: int) -> Totals:
-    """The sums over ranks of :func:`own_numbers`, which others may follow."""
+    """Return the sums over ranks of :func:`own_numbers`, which others may follow."""
     return Totals(
         values[0],
         whole_count(*values[_TARGETS:_TOKENS]),
@@ -122,6 +122,6 @@ def divisor_of(reduced: Reduced) -> mx.array:
 
 
 def not_finite(result: StepResult) -> str:
-    """The number that is not finite, in words; empty if all is well."""
+    """Return the number that is not finite, in words; empty if all is well."""
     values = {"loss": result.loss_sum, "gradient": result.grad_norm}
     return next((f"the {name} is {value}" for name, value in values.items() if not math.isfinite(value)), "")

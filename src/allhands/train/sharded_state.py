@@ -1,6 +1,6 @@
-"""Weights and optimizer of a rank as slices of arrays by name, whoever updates them; and back.
+"""Weights and optimizer state of a rank as slices of arrays by name, for every updater; and back.
 
-Where each rank has an optimizer's state of its own, an array has a row for every rank.
+If each rank has an optimizer state of its own, an array has a row for every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROWS, _OUTER = "each-rank/", "outer/"
 def sharded_state(
     model: nn.Module, optimizer: optim.Optimizer, flat: FlatState | None, strategy: Strategy | None = None
 ) -> dict[str, ShardedState]:
-    """The state of training on this rank, by the file that is called after the group of arrays."""
+    """Return the state of training on this rank, by the file that is called after the group of arrays."""
     state = owned_tree(optimizer.state) if flat is None or flat.shards is None else dict(_divided(flat))
     if strategy is not None:
         if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
@@ -57,7 +57,7 @@ def _left_out(model: nn.Module, flat: FlatState | None, strategy: Strategy) -> I
 
 
 def _places(flat: FlatState | None, strategy: Strategy) -> FlatParams | None:
-    """Where the trained arrays are, if what travels is where the gradients of passes are."""
+    """Return the places of the trained arrays, if the exchanged arrays are the gradients of the passes."""
     return None if flat is None or strategy.keeps_own_optimizer else flat.leaves
 
 

@@ -37,21 +37,21 @@ class StepOptions:
     """The options of a step.
 
     Attributes:
-        cpu_native: whether operations compute when they are called (Linux CPUs).
-        compiled: whether passes and updates are compiled where they are graphs.
-        rules: what is done with the mean gradient.
-        strategy: by its name.
-        rounds: of local steps, for a strategy that makes such.
+        cpu_native: True if operations compute at once (Linux CPUs).
+        compiled: True if passes and updates are compiled where they are graphs.
+        rules: rules for the mean gradient.
+        strategy: its name.
+        rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
-        bucket_bytes: of an exchange: arrays travel together up to about so many.
-        codec: how gradients are packed on the way; ``None``: they are not.
-        overlap: whether gradients travel while others are computed; default: with NCCL.
-        dropout: of the model, as :func:`install_dropout` gave it.
-        non_finite: whether a loss or gradient that is not finite is an error or leaves the update out.
-        packed: whether windows are rows of packed documents, for messages.
-        objective: what the model is trained for.
-        heartbeat: is told "compute" (or "first", if a shape is compiled) before each micro-batch, "reduce" before other
-            ranks are waited for and "update" before the optimizer's.
+        bucket_bytes: approximate bytes of arrays that are exchanged together.
+        codec: form of packed gradients in the exchange; ``None``: not packed.
+        overlap: exchange gradients while others are computed; default: with NCCL.
+        dropout: of the model, as :func:`install_dropout` returned it.
+        non_finite: reaction to a loss or gradient that is not finite: an error, or no update.
+        packed: True if windows are rows of packed documents, for messages.
+        objective: the training objective.
+        heartbeat: called with "compute" (or "first", if a shape is compiled) before each micro-batch, with "reduce"
+            before waiting for other ranks, and with "update" before the optimizer's update.
     """
 
     cpu_native: bool
@@ -73,7 +73,7 @@ class StepOptions:
 def make_step(
     model: nn.Module, optimizer: optim.Optimizer, communicator: Communicator, options: StepOptions
 ) -> TrainStep:
-    """The step that trains ``model`` by ``optimizer`` on these ranks."""
+    """Return the step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
     how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping)
@@ -109,10 +109,10 @@ class TrainStep:
         """Update the model by one global batch, of which ``micro_batches`` is this rank's share (may be empty).
 
         Args:
-            stop: whether this rank has been asked to stop, asked once it has computed; all ranks learn of it in
+            stop: tells whether this rank was asked to stop; called after its passes. All ranks learn the answer from
                 :attr:`StepResult.stop_votes`.
-            upcoming: gives the micro-batches of the step after this one, if there is one; asked while a device works.
-            extra: numbers of this rank for all others, as many on each rank; see :meth:`Strategy.reduce`.
+            upcoming: returns the micro-batches of the next step, if there is one; called while a device computes.
+            extra: numbers of this rank for all others, the same number on each rank; see :meth:`Strategy.reduce`.
 
         Raises:
             NumericsError: loss or gradient is not finite, on every rank alike; the model is unchanged.
@@ -158,7 +158,7 @@ class TrainStep:
         return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
     def passes_s(self, mine: Gradients, started: float, computed: float, shapes: int) -> float:
-        """The seconds of this rank's passes, where they are done when they have been handed out; else 0.
+        """Return the seconds of this rank's passes, where they are done when they have been handed out; else 0.
 
         A pass that was handed out ahead has begun as soon as the device was free. One of a new shape is being compiled.
         """

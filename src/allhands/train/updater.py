@@ -1,7 +1,7 @@
-"""The update of a step behind one call: by hand, in native code on Linux CPUs, or in the graph on GPUs.
+"""Updaters for a step: by hand, in native code on Linux CPUs, or in the graph on GPUs.
 
-Each divides the summed gradients once, by the trained tokens of the global batch, clips and updates, unless a number is
-not finite: then model and optimizer are as before.
+Each updater divides the summed gradients once, by the trained tokens of the global batch, clips and updates. If a
+number is not finite, model and optimizer stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Rules:
 
     Attributes:
         max_grad_norm: of the whole gradient; ``None``: it is not clipped.
-        after_backward: is given the tree of mean gradients, unclipped; may return what takes their place.
-        heartbeat: is told "update" before the optimizer's.
-        inject_fault: is asked before the update whether to fail on purpose.
+        after_backward: called with the tree of mean gradients, unclipped; may return other gradients in their place.
+        heartbeat: called with "update" before the optimizer's update.
+        inject_fault: called before the update; it may fail on purpose.
     """
 
     max_grad_norm: float | None = None
@@ -45,7 +45,7 @@ class Rules:
     inject_fault: Callable[[Literal["message", "reduce", "update", "round"]], object] = lambda point: None
 
     def begin(self) -> None:
-        """To be called just before the update."""
+        """Report the update and inject a planned fault; called just before the update."""
         self.heartbeat("update")
         self.inject_fault("update")
 
@@ -67,7 +67,7 @@ class Updater(ABC):
     """One way of updating, which knows the update to expect of a part of its sums, too.
 
     Attributes:
-        flat: all trained weights as few arrays, in which the gradients are to be; ``None``: by name.
+        flat: flat buffers of all trained weights, in which the gradients must be; ``None``: by name.
     """
 
     flat: FlatState | None = None
@@ -86,7 +86,7 @@ class Updater(ABC):
         """Take the update."""
 
     def expected(self, reduced: Reduced, part: bool, last_norm: float) -> Any:
-        """The tree of trained weights that this update would make; nothing changes.
+        """Return the tree of trained weights that this update would make; nothing changes.
 
         Args:
             part: whether these are sums of a part of the batch, with their ``squares``.
@@ -179,7 +179,7 @@ class UpdateByHand(Updater):
 
 
 class NativeUpdater(Updater):
-    """As :class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
+    """:class:`UpdateByHand` in one native pass over all arrays; the one division is a factor of the update."""
 
     def __init__(self, native: NativeUpdate, model: nn.Module, optimizer: optim.Optimizer, rules: Rules) -> None:
         super().__init__(model, optimizer, rules)
@@ -264,7 +264,7 @@ def make_updater(
     cpu_native: bool,
     compiled: bool,
 ) -> Updater:
-    """The updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
+    """Return the updater of ``model`` by ``optimizer`` on this device; the optimizer's state may be new or restored."""
     # Of the weights: by itself the optimizer would do it of the first gradients.
     initialise(optimizer, model)
     if not cpu_native:

@@ -93,7 +93,7 @@ def _troubles(cluster: Cluster, *, of_python: bool) -> Iterator[Found]:
 
 
 def check_ssh(cluster: Cluster) -> Iterator[Found]:
-    """Every computer accepts ssh without a question."""
+    """Check that every computer accepts ssh without a question."""
     return _troubles(cluster, of_python=False)
 
 
@@ -120,7 +120,7 @@ def check_shell(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_ssh_between(cluster: Cluster) -> Iterator[Found]:
-    """The first computer reaches the others over ssh; only ``mpirun`` there needs that."""
+    """Check that the first computer reaches the others over ssh; only ``mpirun`` there needs that."""
     for login in cluster.logins:
         if login.trouble is not None and not _is_cut(cluster, login, login.trouble.kind):
             yield _failed_login(cluster, login, login.trouble)
@@ -147,7 +147,7 @@ def _failed_login(cluster: Cluster, login: Login, trouble: FactTrouble) -> Found
 
 
 def check_python(cluster: Cluster) -> Iterator[Found]:
-    """Every computer has a Python that is new enough."""
+    """Check that every computer has a Python that is new enough."""
     yield from _troubles(cluster, of_python=True)
     for host, facts in cluster.answered():
         if not _new_enough(facts):
@@ -162,7 +162,7 @@ def _new_enough(facts: HostFacts) -> bool:
 
 
 def check_allhands(cluster: Cluster) -> Iterator[Found]:
-    """A rank would start: allhands and MLX can be imported."""
+    """Check that a rank would start: allhands and MLX can be imported."""
     versions = [version for _, facts in cluster.answered() if (version := facts.version("allhands"))]
     for host, facts in cluster.answered():
         if "python" in facts.missing or not _new_enough(facts):
@@ -279,7 +279,7 @@ def check_names(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_directory(cluster: Cluster) -> Iterator[Found]:
-    """The working directory can be entered."""
+    """Check that the working directory can be entered."""
     for host, facts in cluster.answered():
         if facts.cwd_error is not None:
             severity: Severity = "stop" if host.cwd_given else "note"
@@ -288,7 +288,7 @@ def check_directory(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_variables(cluster: Cluster) -> Iterator[Found]:
-    """A login sets no variables of another launcher."""
+    """Check that a login sets no variables of another launcher."""
     where = "grep -n 'MLX_\\|OMPI_\\|PMI\\|NCCL_' ~/.bashrc ~/.zshenv ~/.profile ~/.ssh/environment 2>/dev/null"
     for host, facts in cluster.answered():
         if launchers := [name for name in facts.variables if name in _LAUNCHERS]:

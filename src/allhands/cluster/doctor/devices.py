@@ -29,7 +29,7 @@ _SETUP = (
 
 
 def check_slots(cluster: Cluster) -> Iterator[Found]:
-    """Each rank has a GPU of its own, or at least a core."""
+    """Check that each rank has a GPU of its own, or at least a core."""
     for host, facts in cluster.answered():
         cores, gpus = facts.processor.usable, sum(gpu.kind == "cuda" for gpu in facts.gpus)
         severity: Severity = "warn"
@@ -51,7 +51,7 @@ def _by_ring(cluster: Cluster) -> str:
 
 
 def check_devices(cluster: Cluster) -> Iterator[Found]:
-    """All computers compute on the same kind of device."""
+    """Check that all computers compute on the same kind of device."""
     kinds = {host.name: _device(facts) for host, facts in cluster.answered()}
     common = usual(list(kinds.values()))
     if others := [name for name, kind in kinds.items() if kind != common]:
@@ -153,7 +153,7 @@ def _on_thunderbolt(host: HostReport, facts: HostFacts) -> bool:
 
 
 def check_limits(cluster: Cluster) -> Iterator[Found]:
-    """A process may open enough files, and lock enough memory for RDMA."""
+    """Check that a process may open enough files, and lock enough memory for RDMA."""
     for host, facts in cluster.answered():
         limits = facts.limits
         if limits.files is not None and limits.files < FEW_FILES:
@@ -204,7 +204,7 @@ def check_firewall(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_unknown(cluster: Cluster) -> Iterator[Found]:
-    """Every fact is known."""
+    """Check that every fact is known."""
     for host, facts in cluster.answered():
         if set(facts.missing) - {"starts"}:
             reasons = listed(f"{name} ({reason})" for name, reason in facts.missing.items())

@@ -30,7 +30,7 @@ _MEANING = {
 
 
 def check_address(cluster: Cluster) -> Iterator[Found]:
-    """Each computer has the addresses of its hostfile entry."""
+    """Check that each computer has the addresses of its hostfile entry."""
     for host, facts in cluster.answered():
         own = {ip: network for _, ip, network in networks(facts)}
         for ip, reason in host.bind_errors.items():
@@ -51,7 +51,7 @@ def check_address(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_ports(cluster: Cluster) -> Iterator[Found]:
-    """Every computer can connect to every other one, by the addresses that ranks will use."""
+    """Check that every computer can connect to every other one, by the addresses that ranks will use."""
     failed = [reach for reach in cluster.reached if _fails(reach)]
     mute: dict[str, list[Reach]] = defaultdict(list)
     groups: dict[tuple[str, str, str], list[Reach]] = defaultdict(list)
@@ -173,7 +173,7 @@ def _set_mtu(host: HostReport, interface: str, mtu: int) -> str:
 
 
 def check_mtu(cluster: Cluster) -> Iterator[Found]:
-    """Both ends of a link have the same packet size."""
+    """Check that both ends of a link have the same packet size."""
     seen: set[tuple[str, str]] = set()
     for (first, facts), (second, others) in itertools.permutations(cluster.answered(), 2):
         for ip in second.addresses:
@@ -248,7 +248,7 @@ def _slow_way(
 
 
 def check_network(cluster: Cluster) -> Iterator[Found]:
-    """A real group forms, and no link holds the others up."""
+    """Check that a real group forms, and no link holds the others up."""
     network = cluster.network
     assert network is not None
     for failure in network.failures:

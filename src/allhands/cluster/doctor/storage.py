@@ -21,7 +21,7 @@ _METAL_SHARE = 0.75
 
 
 def check_memory(cluster: Cluster) -> Iterator[Found]:
-    """The model fits into the memory of each device, and into the free part of it."""
+    """Check that the model fits into the memory of each device, and into the free part of it."""
     for host, facts in cluster.answered():
         if found := _memory_fault(cluster, host, facts):
             yield host.name, *found
@@ -70,7 +70,7 @@ def device_memory(facts: HostFacts) -> tuple[int, int, str]:
 
 
 def check_disk(cluster: Cluster) -> Iterator[Found]:
-    """The directories that a run writes to have space and can be written."""
+    """Check that the directories that a run writes to have space and can be written."""
     for host, facts in cluster.answered():
         seen: set[tuple[object, str]] = set()
         for disk in facts.disks:
@@ -108,7 +108,7 @@ def _disk_fault(host: HostReport, disk: Disk) -> Found | None:
 
 
 def check_model(cluster: Cluster) -> Iterator[Found]:
-    """Every computer has the same model."""
+    """Check that every computer has the same model."""
     found = list(_check_trees(cluster, "model", cluster.model or ""))
     yield from found
     reported = {name for hosts, *_ in found for name in ((hosts,) if isinstance(hosts, str) else hosts)}
@@ -120,7 +120,7 @@ def check_model(cluster: Cluster) -> Iterator[Found]:
 
 
 def check_data(cluster: Cluster) -> Iterator[Found]:
-    """Every computer has the same data."""
+    """Check that every computer has the same data."""
     return _check_trees(cluster, "data", cluster.data or "")
 
 

@@ -188,7 +188,9 @@ class SetUp:
             side_by_side(lambda outcome: self._equip_one(outcome, plans[outcome.name]), lacking)
         elif not self._only_shows:
             for outcome in lacking:
-                self._refuse(outcome, "it lacks what was not to be installed", "run this again, and agree")
+                self._refuse(
+                    outcome, "it lacks the part that you did not agree to install", "run this again, and agree"
+                )
 
     def _prepared(self, scratch: Path) -> SetupSource:
         """Make the wheel in a temporary directory.

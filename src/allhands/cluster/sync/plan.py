@@ -32,7 +32,7 @@ class Root:
     at: str
 
     def on(self, host: Host) -> dict[str, Any]:
-        """The root as the host is told it, to make a path of it."""
+        """Return the root in the form for the host, which makes a path of it."""
         found: dict[str, Any] = {"base": self.base, "at": self.at}
         if self.base == "cwd":
             found |= {"cwd": host.cwd or os.getcwd(), "required": host.cwd is not None}
@@ -68,9 +68,9 @@ class SyncPlan:
 def make_plan(words: Sequence[str]) -> SyncPlan:
     """List the files of these paths, each a file or a directory.
 
-    A path is found on every host under the words that name it here: a relative one in the host's working directory,
-    one with ``~`` in its home, an absolute one in the same place; what lies in the cache of the Hub or of allhands,
-    in that cache there. Links are followed: what they lead to is brought in their place.
+    A path has the same meaning on every host: a relative one is in the host's working directory, one with ``~`` in its
+    home directory, and an absolute one in the same place. A file in the cache of the Hub or of allhands belongs into
+    that cache there. Links are followed, and their targets are copied in their place.
 
     Raises:
         ConfigError: there is no such path.
@@ -163,7 +163,7 @@ def _alike(files: Sequence[FoundFile]) -> list[str]:
 
 
 def environment_of(host: Host) -> dict[str, str]:
-    """The variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
+    """Return the variables that decide where the caches of this host's ranks are, as far as allhands sets them."""
     here = {"ALLHANDS_CACHE": os.environ["ALLHANDS_CACHE"]} if os.environ.get("ALLHANDS_CACHE") else {}
     chosen: Mapping[str, str] = host.envs
     return here | {name: chosen[name] for name in _PLACES if name in chosen}

@@ -189,7 +189,7 @@ class _SyncRun:
             token=self._token,
         )
         if len(told["roots"]) != len(self._roots) or max(told["lacking"], default=-1) >= len(files):
-            raise DistributedError(f"host {member.host.name} answers what is not understood", hint="report this")
+            raise DistributedError(f"host {member.host.name} sent an unknown answer", hint="report this")
         member.told, member.arrived, member.before = told, told["partial"], told["partial"]
         member.lacking = frozenset(files[index] for index in told["lacking"])
 

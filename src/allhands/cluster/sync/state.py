@@ -13,12 +13,12 @@ Topology = Literal["tree", "chain", "star"]
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How files are copied.
+    """Options for copying files.
 
     Attributes:
-        topology: ``tree``: every host that has everything sends to one that waits; ``chain``: each host gets them
+        topology: ``tree``: every host that has all files sends to one that waits; ``chain``: each host gets them
             from the one before it; ``star``: this computer sends to all at once.
-        dry_run: only find out what each host lacks.
+        dry_run: only find the files that each host lacks.
         cache: file with hashes of the files here; ``None``: all are read.
     """
 
@@ -35,10 +35,10 @@ class HostState:
         state: ``connecting``, ``looking``, ``waiting``, ``receiving``, ``done`` or ``failed``.
         read: bytes of its own files that it has read.
         needed: bytes of the files that it lacks, without those that an earlier sync has left.
-        lacking: numbers of these files; ``paths`` is where they belong there.
-        received: bytes that have come, at the end as rsync counts them.
-        parent: who has sent most recently.
-        done_s: seconds from the start until it had everything.
+        lacking: numbers of these files; ``paths``: their places there.
+        received: received bytes, at the end as rsync counts them.
+        parent: the latest sender.
+        done_s: seconds from the start until it had all files.
     """
 
     name: str
@@ -76,13 +76,13 @@ class SyncState:
 
     @property
     def errors(self) -> list[AllhandsError]:
-        """Everything that went wrong."""
+        """All errors of the sync."""
         found = [host.error for host in self.hosts if host.error is not None]
         hint = "sync again when nothing writes to it"
         return found + [DataError("it changed while it was sent", where=name, hint=hint) for name in self.withdrawn]
 
     @property
     def exit_code(self) -> int:
-        """0, or the most telling of the errors' codes: a host lost before a disk that is full."""
+        """0, or the most important of the errors' codes: a lost host before a full disk."""
         codes = {error.exit_code for error in self.errors}
         return next((code for code in (DistributedError.exit_code, *sorted(codes)) if code in codes), 0)

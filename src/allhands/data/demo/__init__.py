@@ -35,7 +35,7 @@ class QuestionPair:
 
 @cache
 def pairs() -> tuple[QuestionPair, ...]:
-    """All shipped pairs, in file order."""
+    """Return all shipped pairs, in file order."""
     lines = (files(__name__) / "pirate.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(QuestionPair(**json.loads(line)) for line in lines)
 
@@ -79,13 +79,13 @@ def write_demo_data(directory: Path) -> dict[str, int]:
 
 
 def messages(pair: QuestionPair) -> list[dict[str, str]]:
-    """The pair as a conversation of two turns."""
+    """Return the pair as a conversation of two turns."""
     return [{"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer}]
 
 
 @cache
 def lexicon() -> frozenset[str]:
-    """The published words of pirate speech, lower case."""
+    """Return the published words of pirate speech, lower case."""
     lines = (files(__name__) / "lexicon.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
 
@@ -102,12 +102,12 @@ def pirate_share(texts: Iterable[str]) -> float:
 
 
 def demo_source(split: str) -> RecordSource:
-    """The shipped pairs of one split as :func:`demo_records`, with the identity that a token store needs."""
+    """Return the shipped pairs of one split as :func:`demo_records`, with the identity that a token store needs."""
     return RecordSource(lambda: [asdict(pair) for pair in splits()[split]], lambda: iter(demo_records(split)))
 
 
 def demo_records(split: str) -> list[Record]:
-    """The shipped pairs of one split as training records."""
+    """Return the shipped pairs of one split as training records."""
     return [
         Record("chat", messages=tuple(messages(pair)), source="demo", line=number)
         for number, pair in enumerate(splits()[split], start=1)

@@ -1,1 +1,1 @@
-"""Fast forms of what a transformer computes, for NVIDIA GPUs; each beside the plain form that it must agree with."""
+"""Fast forms of a transformer's operations for NVIDIA GPUs, each with the plain form that it must agree with."""

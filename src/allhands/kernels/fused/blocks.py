@@ -1,7 +1,7 @@
 """Attention and feed-forward blocks of mlx_lm's models in their fast forms, for training on NVIDIA GPUs.
 
-As elsewhere in this package only instances change, by a subclass of their own class; the names and values of parameters
-stay, and what :mod:`allhands.kernels.known` does not list is left alone.
+As elsewhere in this package only instances change, by a subclass of their own class. The names and values of parameters
+stay, and modules that :mod:`allhands.kernels.known` does not list are not changed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _KEPT_SHARE = 32
 
 
 def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE) -> int:
-    """Let ``model``, of which it is settled what is trained, compute in fast forms.
+    """Let ``model`` compute in fast forms; its trained weights must be chosen already.
 
     Args:
-        longest: tokens of a row, at most.
-        selection: of the forms of operations.
+        longest: largest number of tokens of a row.
+        selection: selection of the forms of operations.
 
     Returns:
-        Blocks (attention or feed-forward) that now do.
+        Number of changed blocks (attention or feed-forward).
     """
     for module in model.modules():
         if (kind := _layer_kind(module)) is not None:
@@ -66,10 +66,10 @@ def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE) -
 def keep_dense(model: nn.Module) -> int:
     """Let a fused ``model`` keep dense copies of quantised weights that a step needs twice, as far as there is room.
 
-    To be called once it is settled which operations are computed in which form.
+    Call it after the forms of operations are chosen.
 
     Returns:
-        Products that do.
+        Number of products with a dense copy.
     """
     room, count = device_memory() // _KEPT_SHARE, 0
     for product in products_of(model.modules()):

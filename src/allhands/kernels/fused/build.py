@@ -1,8 +1,8 @@
 """Build CUDA kernels with NVRTC, which MLX has loaded, and keep them for the next process.
 
-MLX builds a custom kernel anew in every process, with headers that take longer than the kernel: a second each. These
-are built without headers, for the GPU at hand, most in 0.1 to 0.5 seconds, and lie in the user's cache from then on. A
-file there begins with the hash of the rest: what was cut short or changed is built again.
+MLX builds a custom kernel again in every process, with headers that take longer than the kernel: a second each. The
+kernels of this package are built without headers, for the GPU in use, most of them in 0.1 to 0.5 seconds, and are kept
+in the user's cache. A file there begins with the hash of its rest, so that a torn or changed file is built again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIGEST_BYTES = 32
 
 
 def built(source: str, capability: tuple[int, int]) -> bytes:
-    """The machine code of ``source`` for GPUs of a compute ``capability``, such as (9, 0).
+    """Return the machine code of ``source`` for GPUs of a compute ``capability``, such as (9, 0).
 
     Raises:
         RuntimeError: there is no NVRTC, or it does not accept the source.

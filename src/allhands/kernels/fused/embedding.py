@@ -1,8 +1,8 @@
-"""Embeddings whose gradient adds the rows of repeated tokens in an order of its own, the same in every run.
+"""Embeddings whose gradient adds the rows of repeated tokens in a fixed order, the same in every run.
 
 The gradient of ``weight[ids]`` adds one row for each token to the row of its id. On a GPU MLX does this with atomic
-additions, which come in any order, and sums of floats depend on the order: two equal runs of full fine-tuning end with
-other weights. Here only the backward pass is another; values, parameter names and the module tree stay.
+additions in no fixed order, and sums of floats depend on the order: two equal runs of full fine-tuning end with
+different weights. Here only the backward pass differs; values, parameter names and the module tree stay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from allhands.kernels.instances import give_form
 def make_deterministic(model: nn.Module) -> int:
     """Let every trained embedding of ``model`` compute the same gradient, bit by bit, whenever it is asked.
 
-    To be called when it is settled what is trained. Only these instances change (their class becomes a subclass), and
-    doing it twice changes nothing. Classes of other libraries derived from :class:`mlx.nn.Embedding`, which may look
-    their rows up in ways of their own, are left as they are.
+    Call it after the choice of trained weights. Only these instances change (their class becomes a subclass), and a
+    second call changes nothing. Classes of other libraries derived from :class:`mlx.nn.Embedding` may look up their
+    rows in another way, so they are not changed.
 
     Returns:
-        How many embeddings it changed.
+        Number of changed embeddings.
     """
     changed = 0
     for module in model.modules():
@@ -79,7 +79,7 @@ _look_up_apart = with_vjp(_rows_apart, _gradient_apart)
 
 
 def add_in_order(table: mx.array, ids: mx.array, cotangent: mx.array, *, onto: bool = False) -> mx.array:
-    """The sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
+    """Return the sum of the rows of ``cotangent`` (``ids.shape`` + (...)) for each id, like ``table``.
 
     ``onto``: added to ``table`` itself, which is nobody else's then.
     """

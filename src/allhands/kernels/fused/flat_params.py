@@ -1,8 +1,9 @@
 """Flat buffers for trainable parameters: differentiated in, added up over ranks and updated.
 
-Adapters are hundreds of small arrays, each of which takes longer to start with than to compute. Here they are one, in
-float32, from which one pass makes all factors as the products use them. Dense layers that share an input are one array
-as well, so that nothing has to be put together for their product. The model holds views, by the same names.
+Adapters are hundreds of small arrays, and a kernel for a small array takes longer to start than to compute. Here they
+are one float32 array, from which one pass makes all factors in the form of the products. Dense layers with the same
+input are one array as well, so that nothing has to be joined for their product. The model holds views, by the same
+names.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ class FlatParams:
         """Divide the trained arrays of ``model`` into buffers.
 
         Args:
-            apart: whether arrays of one dimension are chunks of their own, and the chunks of matrices have two: for an
-                optimizer to which that makes a difference.
-            travelling: whether ranks add up what is there while the rest is computed: of one array nothing is there
-                before all of it is. A table of embeddings is then a chunk of its own.
+            apart: True if arrays of one dimension are separate chunks, and chunks of matrices have two dimensions: for
+                an optimizer that treats them differently.
+            travelling: True if ranks add up finished chunks while others are computed; an array can only be sent when
+                all of it is computed. A table of embeddings is then a separate chunk.
         """
         modules: dict[str, Any] = dict(model.named_modules())
         trained = [name for name, _ in flatten(model.trainable_parameters())]
@@ -143,7 +144,7 @@ class FlatParams:
         return [spread.chunk for spread in self._spreads]
 
     def index_of(self, module: nn.Module) -> int | None:
-        """The number of the chunk that is the table of ``module``, an embedding, and nothing else."""
+        """Return the number of the chunk that is the table of ``module``, an embedding, and nothing else."""
         return next((number for number in self.tables if self.chunks[number].places[0].module is module), None)
 
     @property
@@ -196,7 +197,7 @@ class FlatParams:
         ]
 
     def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
-        """The reverse of :meth:`named`."""
+        """Return the reverse of :meth:`named`."""
         return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
 
 
@@ -293,7 +294,7 @@ def _by_kind(places: Sequence[_Place], *, apart: bool) -> list[list[_Place]]:
 
 
 def _large_parts(groups: Sequence[list[_Place]], *, apart: bool) -> list[list[_Place]]:
-    """Each group by itself, or its arrays where they are of several kinds; small groups together, first."""
+    """Return each large group, or its arrays if they are of several kinds; small groups come first, together."""
     # Norms and biases together: each would cost launches of its own for a few thousand numbers.
     small: list[_Place] = []
     parts: list[list[_Place]] = []

@@ -280,7 +280,7 @@ def adam(
 def adam_master(
     gradient: mx.array, master: mx.array, moments: tuple[mx.array, mx.array], scalars: mx.array
 ) -> tuple[mx.array, ...]:
-    """The weight in the type of ``gradient``, its float32 copy and the moments, float32 too, after :func:`adam`."""
+    """Return the weight in the type of ``gradient``, its float32 copy and the float32 moments, after :func:`adam`."""
     work = _Work("adam_master", gradient.dtype, {}, (master.size,), master.size // 4)
     outputs = [(master.shape, gradient.dtype), *[(master.shape, mx.float32)] * 3]
     return tuple(work.run([gradient, master, *moments, scalars], outputs))
@@ -291,11 +291,11 @@ class _Work:
     """A call of a kernel.
 
     Attributes:
-        name: of its file in :mod:`allhands.kernels.fused.cuda`.
-        constants: built into it.
-        scalars: handed to it.
-        threads: at least so many, which are whole blocks; the kernel leaves out those beyond.
-        fill: what the outputs hold where the kernel writes nothing.
+        name: name of its file in :mod:`allhands.kernels.fused.cuda`.
+        constants: constants that are compiled into it.
+        scalars: arguments of the kernel.
+        threads: least number of threads, rounded up to whole blocks; the kernel ignores threads beyond it.
+        fill: value of the outputs where the kernel writes nothing.
     """
 
     name: str
@@ -307,7 +307,7 @@ class _Work:
     fill: float | None = None
 
     def run(self, inputs: list[mx.array], outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-        """The outputs, of these shapes and types."""
+        """Return the outputs, of these shapes and types."""
         if not self.threads:
             return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
         name, code = _built(self.name, self.dtype, tuple(self.constants.items()))
@@ -326,7 +326,7 @@ class _Work:
 
 
 def source(name: str, dtype: mx.Dtype, constants: Iterable[tuple[str, int | float]]) -> tuple[str, str]:
-    """The name of a kernel, which says its constants too, and its whole text."""
+    """Return the name of a kernel, which says its constants too, and its whole text."""
     words = [f"{key.lower()}{value}" for key, value in constants]
     full = re.sub(r"\W", "_", "_".join(["allhands", name, _TYPES[dtype], *words]))
     defines = "".join(f"#define {key} {value}{'f' * isinstance(value, float)}\n" for key, value in constants)

@@ -57,7 +57,7 @@ def use_dense(model: nn.Module, selection: KernelSelection = BY_RULE) -> int:
 
 
 def dequantized(layer: Any, selection: KernelSelection = BY_RULE, after: mx.array | None = None) -> mx.array:
-    """The dense weight of a quantised linear or embedding module.
+    """Return the dense weight of a quantised linear or embedding module.
 
     Args:
         after: is computed before the weight. Without it MLX makes the weights of all layers first (MLX_BFS_MAX_WIDTH=1:
@@ -122,7 +122,7 @@ def _may_drop(layer: Any) -> bool:
 
 
 def base_of(layer: Any) -> Any:
-    """The layer below an adapter, or the layer itself."""
+    """Return the layer below an adapter, or the layer itself."""
     return layer.linear if isinstance(layer, LoRALinear) else layer
 
 
@@ -264,7 +264,7 @@ class Product:
 
 
 def products_of(modules: Iterable[Any]) -> list[Product]:
-    """All products of linear layers: groups, and adapted layers that are in none."""
+    """Return all products of linear layers: groups, and adapted layers that are in none."""
     modules = list(modules)
     groups = [module._group.product for module in modules if hasattr(module, "_group")]
     grouped = {id(layer) for product in groups for layer in product.layers}

@@ -1,6 +1,6 @@
-"""Differentiable operations on the kernels, each with the plain form that it stands for.
+"""Differentiable operations on the kernels, each with the plain form that it replaces.
 
-The plain forms are what other devices compute, and what the tests compare with.
+Other devices compute the plain forms, and tests compare with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run as a person sees it while it goes on."""
+"""Display of a run for a person while it goes on."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class ConsoleSink:
         console: where to print, as :func:`allhands.io.terminal.progress_console` makes it.
         total_steps: the step at which the run is complete, until :class:`RunStarted` says so.
         is_terminal: overrides what ``console`` finds out.
-        profile: whether to show what the time of a step goes into.
-        short: whether lines of progress leave out what matters least: something will stand before them.
+        profile: True to show the parts of the time of a step.
+        short: True if lines of progress get a prefix, so that they leave out the least important figures.
 
     Use it as a context manager, or close it: a board left open hides the cursor. When the terminal goes
     away during the run, the console is set to quiet and the run goes on.
@@ -173,7 +173,7 @@ class _Board:
 
 
 def started_lines(started: RunStarted) -> list[str]:
-    """The lines that open a run; one line where a supervisor has started it again."""
+    """Return the lines that open a run; one line where a supervisor has started it again."""
     if started.attempt == 1:
         return banner(started)
     ranks = f"{started.num_ranks} rank{'s' * (started.num_ranks > 1)} ({started.backend})"
@@ -182,7 +182,7 @@ def started_lines(started: RunStarted) -> list[str]:
 
 
 def banner(started: RunStarted) -> list[str]:
-    """The lines that open a run."""
+    """Return the lines that open a run."""
     share = 100 * started.trainable_params / max(started.total_params, 1)
     cores = (
         f", {started.cores_per_rank} core{'s' * (started.cores_per_rank > 1)} each" if started.cores_per_rank else ""
@@ -235,7 +235,7 @@ def _further(metrics: Mapping[str, float]) -> str:
 
 
 def profile_line(report: TrainReport) -> str:
-    """The parts of the time of a step of rank 0, over all its batches."""
+    """Return the parts of the time of a step of rank 0, over all its batches."""
     parts = {"compute": report.compute_s, "communication": report.comm_s, "data": report.data_wait_s}
     parts["update and the rest"] = max(0.0, report.step_time_s - sum(parts.values()))
     whole = report.step_time_s or 1.0
@@ -265,7 +265,7 @@ def sampled_line(sampled: Sampled) -> str:
 
 
 def skipped_line(skipped: StepSkipped) -> str:
-    """A step that changed nothing, the reason, and the first of the examples that may be the cause."""
+    """Return a step that changed nothing, the reason, and the first of the examples that may be the cause."""
     text = f"step {skipped.step}  skipped: {skipped.reason}"
     found = list(zip_longest(skipped.examples, (f" at {where}" for where in skipped.where), fillvalue=""))
     shown = ", ".join(f"{example}{place}" for example, place in found[:_SHOWN_EXAMPLES])
@@ -287,7 +287,7 @@ def shares_line(changed: SharesChanged) -> str:
 
 
 def ended_line(ended: RunEnded, before_s: float = 0.0) -> str:
-    """The end of the run in one line; ``before_s`` is the time of earlier starts."""
+    """Return the end of the run in one line; ``before_s`` is the time of earlier starts."""
     text = f"{ended.reason} at step {ended.step}  total time {format_duration(before_s + ended.total_time_s)}"
     if before_s:
         text += f" ({format_duration(ended.total_time_s)} since the last start)"

@@ -1,8 +1,8 @@
-"""Events of a training run, and how each becomes a line of strict JSON and an event again.
+"""Events of a training run, and their conversion to lines of strict JSON and back.
 
-A *step* is one optimizer update, an *iteration* one batch, of which a step takes ``grad_accumulation_steps`` (fewer at
-the end). Every event has the number of steps done, and some that of iterations, which is ``None`` where nobody counts
-them, as in a person's own loop. A step that was skipped is one, too.
+A *step* is one optimizer update, and an *iteration* is one batch. A step takes ``grad_accumulation_steps`` iterations
+(fewer at the end). Every event has the number of completed steps, and some have that of iterations, which is ``None``
+if nobody counts them, as in a person's own loop. A skipped step counts, too.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class RunStarted:
 class TrainReport:
     """Training since the last report; times are seconds, and those of rank 0 in a step the mean over its steps.
 
-    Of ``step_time_s``, ``compute_s`` is forward and backward (on one rank of a GPU the update, too), ``comm_s`` the
-    exchange of gradients with the wait for slower ranks, ``data_wait_s`` the wait for data, and the rest the update.
+    Parts of ``step_time_s`` are: ``compute_s`` for forward and backward (on one rank of a GPU the update, too),
+    ``comm_s`` for the exchange of gradients with the wait for slower ranks, and ``data_wait_s`` for the wait for data.
+    The rest is the update.
 
     ``loss`` is the mean over the tokens trained since the last report, ``tokens_per_s`` counts all
     tokens of all ranks (prompt included), ``trained_tokens`` is the sum since step 0, ``elapsed_s`` counts
@@ -178,9 +179,9 @@ class Logged:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something that does not end the run, but that a person should know.
+    """A warning for a person that does not end the run.
 
-    Of what has the same ``about`` only the last word counts, and none if it is ``over``.
+    Of warnings with the same ``about`` only the last one counts, and none if it is ``over``.
     """
 
     step: int
@@ -233,7 +234,7 @@ UNKNOWN: Mapping[str, Any] = {
 
 
 def encode_event(event: Event, more: Mapping[str, float] | None = None, without: Collection[str] = ()) -> str:
-    """The event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
+    """Return the event as one line of strict JSON; non-finite numbers become "NaN", "Infinity", "-Infinity".
 
     ``more`` are numbers of other names, which :func:`decode_event` leaves out. ``without`` are names of
     :data:`UNKNOWN` that are not written.
@@ -260,7 +261,7 @@ def _plain(value: object) -> object:
 
 
 def decode_event(line: str) -> Event | None:
-    """The event of one line, or None if the line is torn, malformed or of an unknown kind."""
+    """Return the event of one line, or None if the line is torn, malformed or of an unknown kind."""
     try:
         record = json.loads(line)
         kind = record.pop("event")

@@ -117,7 +117,7 @@ def _highest(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 def typical(values: Iterable[float]) -> float:
-    """The median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
+    """Return the median of those that are finite numbers; NaN of none. So warm-up and pauses do not count."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan
 

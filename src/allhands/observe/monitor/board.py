@@ -1,4 +1,4 @@
-"""The processes of a run side by side: how each is now, the highest so far, and what they have together."""
+"""Processes of a run side by side: present values, highest values, and sums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BoardRow:
         self.peak_mlx_bytes = max(self.peak_mlx_bytes, sample.mlx_peak_bytes or 0)
 
     def doing(self, now: float, gone: Collection[tuple[str, int]] = ()) -> str:
-        """The longest phase since the sample before the last, with its share; the state if it is over."""
+        """Return the longest phase since the sample before the last, with its share; the state if it is over."""
         phases, state = self.last.phases, self.state(now, gone)
         if state != "lives":
             return state
@@ -121,11 +121,11 @@ class Board:
         return self._rows[key].state(now) == "lives"
 
     def rows(self) -> list[BoardRow]:
-        """The processes: who orchestrates, agents, ranks."""
+        """Return the processes: who orchestrates, agents, ranks."""
         return sorted(self._rows.values(), key=lambda row: (_ORDER[row.last.role], row.last.rank or 0, row.last.host))
 
     def together_bytes(self, now: float, gone: Collection[tuple[str, int]] = ()) -> int:
-        """The memory of all processes that live at ``now``, in bytes; see :func:`together`."""
+        """Return the memory of all processes that live at ``now``, in bytes; see :func:`together`."""
         return together(row.last for row in self._rows.values() if row.state(now, gone) == "lives")
 
     def over(self, now: float, gone: Collection[tuple[str, int]] = ()) -> bool:
@@ -151,10 +151,10 @@ def _is_gone(sample: Sample) -> bool:
 
 
 def together(samples: Iterable[Sample]) -> int:
-    """The memory of processes at the same time, in bytes; shared pages count once.
+    """Return the memory of processes at the same time, in bytes; shared pages count once.
 
-    The sum of their proportional memory; on each computer at least what one of its processes alone has resident, since
-    pages that it shares with programs that are no part of the run are whole in memory, too.
+    It is the sum of their proportional memory, and on each computer at least the resident memory of its largest
+    process, because pages that a process shares with programs outside of the run are in memory as a whole, too.
     """
     by_host: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -163,5 +163,5 @@ def together(samples: Iterable[Sample]) -> int:
 
 
 def key_of(sample: Sample) -> Key:
-    """The process's place in its run: a rank may be started again, and on another computer."""
+    """Return the process's place in its run: a rank may be started again, and on another computer."""
     return sample.role, sample.rank, sample.host if sample.role == "agent" else ""

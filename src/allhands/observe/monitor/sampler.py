@@ -1,4 +1,4 @@
-"""A thread that looks at its own process every two seconds and writes down what it sees."""
+"""Sampler: a thread that measures its own process every two seconds and writes the samples."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PhaseClock:
 class ProcessSampler:
     """Samples of this process, from the start of the ``with`` block to its end.
 
-    Until :meth:`write_to` they are kept in memory. Whatever fails here is told once in the log, and ends no run.
+    Until :meth:`write_to` they are kept in memory. A failure is logged once, and does not end the run.
 
     Args:
         identity: who this process is.
@@ -119,7 +119,7 @@ class ProcessSampler:
             self._identity = replace(self._identity, **{name: estimated_bytes})
 
     def resident(self) -> int:
-        """The memory of this process now, in bytes."""
+        """Return the memory of this process now, in bytes."""
         return self._process.memory_info().rss
 
     def write_to(self, file: Path, run: str | None = None) -> None:

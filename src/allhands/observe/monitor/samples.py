@@ -1,4 +1,4 @@
-"""A look at one process, as a line of JSON, and the files of a run's directory that hold such lines."""
+"""Samples of one process as lines of JSON, and the files of a run's directory that hold such lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sample:
             each there were since the last sample.
         estimated_bytes: what was expected to be needed, if somebody has said so beforehand; ``mlx_estimated_bytes`` of
             MLX's arrays on a GPU.
-        ended: whether this is the process's last word.
+        ended: True if this is the process's last sample.
         began: Unix time in seconds at which the process itself began, before anything was loaded.
     """
 
@@ -94,12 +94,12 @@ def _reader() -> TypeAdapter[Sample]:
 
 
 def encode_sample(sample: Sample) -> str:
-    """The sample as one line of JSON, without what is not known."""
+    """Return the sample as one line of JSON, without what is not known."""
     return json.dumps({name: value for name, value in vars(sample).items() if value is not None})
 
 
 def decode_sample(line: str) -> Sample | None:
-    """The sample of a line; ``None`` if it is torn or something else."""
+    """Return the sample of a line; ``None`` if it is torn or something else."""
     try:
         record: Any = json.loads(line)
         found = _reader().validate_python({"rank": None, **record})
@@ -110,12 +110,12 @@ def decode_sample(line: str) -> Sample | None:
 
 
 def relayed_file(log_dir: Path, host: str) -> Path:
-    """The file in which a supervisor keeps the samples of another computer."""
+    """Return the file in which a supervisor keeps the samples of another computer."""
     return log_dir / f"monitor-of-{_UNSAFE.sub('_', host)}.jsonl"
 
 
 def monitor_file(log_dir: Path, role: Role, which: int | str = "") -> Path:
-    """The file in which a process keeps its samples; ``which`` is its rank, or the name of its computer."""
+    """Return the file in which a process keeps its samples; ``which`` is its rank, or the name of its computer."""
     return log_dir / f"monitor-{role}{'' if which == '' else '-'}{_UNSAFE.sub('_', str(which))}.jsonl"
 
 
@@ -160,7 +160,7 @@ class Follower:
 
 
 def in_order(samples: Iterable[Sample]) -> list[Sample]:
-    """The samples by time, each once: those of another computer may come on two ways."""
+    """Return the samples by time, each once: those of another computer may come on two ways."""
     found = {(sample.host, sample.pid, sample.time): sample for sample in samples}
     return sorted(found.values(), key=lambda sample: sample.time)
 
@@ -172,7 +172,7 @@ def require_run(run: Path) -> None:
 
 
 def no_samples(run: Path, reasons: str = "") -> DataError:
-    """The error for a directory without samples."""
+    """Return the error for a directory without samples."""
     hint = "give the directory of a run (its --adapter-path, or --log-dir of allhands launch); the first samples come "
     hint += "a few seconds after the start"
     return DataError(f"no process of a run has left samples of its memory here{reasons}", where=str(run), hint=hint)

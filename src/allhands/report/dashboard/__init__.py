@@ -1,1 +1,1 @@
-"""Runs in the browser while they go on: a small web server over what runs write down."""
+"""Runs in the browser while they go on: a small web server that reads the files of runs."""

@@ -70,7 +70,7 @@ class Settings:
 
 
 def make_app(settings: Settings) -> Starlette:
-    """The application."""
+    """Return the application."""
     routes = [
         Route("/", partial(_index, settings)),
         Route("/assets/{name}", _asset),

@@ -80,7 +80,7 @@ def _below(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def summary_of(name: str, directory: Path) -> Summary | None:
-    """The run in one line; ``None`` if it cannot be read at all."""
+    """Return the run in one line; ``None`` if it cannot be read at all."""
     try:
         facts = read_facts(directory)
     except AllhandsError:
@@ -108,7 +108,7 @@ def summary_of(name: str, directory: Path) -> Summary | None:
 
 
 def processes_of(facts: ReportFacts, now: float) -> list[dict[str, str]]:
-    """The run's processes side by side, as texts; the ranks first, then those that only direct them."""
+    """Return the run's processes side by side, as texts; the ranks first, then those that only direct them."""
     board = Board(facts.samples)
     gone = gone_here(board)
     return [_process(row, now, gone) for row in sorted(board.rows(), key=lambda row: row.last.role != "rank")]
@@ -131,7 +131,7 @@ def _process(row: BoardRow, now: float, gone: Collection[tuple[str, int]]) -> di
 
 
 def head_of(facts: ReportFacts) -> psutil.Process | None:
-    """The process that directs the run, or rank 0 where nobody does, if it lives on this computer."""
+    """Return the process that directs the run, or rank 0 where nobody does, if it lives on this computer."""
     here = socket.gethostname()
     rows = Board(facts.samples).rows()
     directors = [row for row in rows if row.last.role == "orchestrator"]
@@ -193,7 +193,7 @@ def logs_of(directory: Path) -> list[str]:
 
 
 def tail_of(directory: Path, name: str) -> str:
-    """The end of a log.
+    """Return the end of a log.
 
     Raises:
         DataError: there is no such log.

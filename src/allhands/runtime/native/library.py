@@ -30,7 +30,7 @@ _NAME = "liballhands.so"
 
 
 def load(directory: Path) -> ctypes.CDLL | str:
-    """The library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
+    """Return the library, made in ``directory`` if it is not there yet, its names visible to what is loaded later.
 
     Or why it cannot be had, and what to do, in a few words. Never raises. Whoever loads it has to call
     ``allhands_prepare`` before anything multiplies.
@@ -50,7 +50,7 @@ def load(directory: Path) -> ctypes.CDLL | str:
 
 
 def compiler_here() -> str | None:
-    """The path of this computer's C compiler, if it has one."""
+    """Return the path of this computer's C compiler, if it has one."""
     return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
 
 
@@ -119,7 +119,7 @@ def _key(compiler: Path, sources: list[Path], flags: tuple[str, ...]) -> str:
 
 
 def processor() -> str:
-    """The instructions that this processor knows, as Linux tells it."""
+    """Return the instructions that this processor knows, as Linux tells it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

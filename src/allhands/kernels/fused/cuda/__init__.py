@@ -15,6 +15,6 @@ from importlib.resources import files
 
 @cache
 def text_of(file: str) -> str:
-    """The text of a file of this package, without the comment at its beginning, and with what it includes."""
+    """Return the text of a file of this package, without the comment at its beginning, and with what it includes."""
     text = (files(__name__) / file).read_text(encoding="utf-8")
     return re.sub(r'#include "(\w+\.cuh)"\n', lambda found: text_of(found[1]), re.sub(r"\A(//.*\n)+", "", text))
