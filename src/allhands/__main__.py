@@ -10,7 +10,7 @@ open_closed_streams()  # before anything else gets their numbers
 
 from allhands.cli.main import main  # noqa: E402
 from allhands.runtime.blas import preload_blas  # noqa: E402
-from allhands.runtime.command import interrupt_raises  # noqa: E402
+from allhands.runtime.command import interrupt_raises, keep_interrupts  # noqa: E402
 from allhands.runtime.jit_cache import prepare_process  # noqa: E402
 from allhands.runtime.without_torch import leave_torch_out  # noqa: E402
 
@@ -42,6 +42,7 @@ def run() -> None:
         sys.stdout = keep_going(sys.stdout)
     try:
         interrupt_raises()
+        keep_interrupts()
         main()
     except KeyboardInterrupt:  # at main's very first or last step
         sys.exit(128 + signal.SIGINT)

@@ -50,7 +50,7 @@ class ModelError(AllhandsError):
 
 
 class StorageError(AllhandsError):
-    """A file could not be written: disk full, read-only, no permission."""
+    """A file could not be written: disk full, read-only, no permission, or another run writes into the directory."""
 
     exit_code = 5
 

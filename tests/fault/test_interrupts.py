@@ -93,3 +93,37 @@ with install(recognise({}), {}):
     done = ended(rank, number=number)
     assert done.returncode == 128 + number
     assert "Traceback" not in done.stderr
+
+
+# Python cannot raise in the callback of a weak reference: it prints the exception, and goes on.
+_IN_A_CALLBACK = """
+import time, weakref
+class Gone: pass
+def lose(number):
+    gone = Gone()
+    reference = weakref.ref(gone, lambda _: os.kill(os.getpid(), number))
+    del gone
+    time.sleep(0.5)
+    print("went on", flush=True)
+"""
+
+
+def test_where_python_cannot_raise_it() -> None:
+    code = "import allhands.__main__ as command\ncommand.main = lambda: lose(signal.SIGINT)\ncommand.run()\n"
+    done = ended(_IN_A_CALLBACK + code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_where_python_cannot_raise_it_in_a_rank(number: int) -> None:
+    code = f"""
+from allhands.cluster.environment import recognise
+from allhands.cluster.worker import install
+with install(recognise({{}}), {{}}):
+    lose({int(number)})
+"""
+    done = ended(_IN_A_CALLBACK + code)
+    assert done.returncode == 128 + number
+    assert "went on" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "lost" not in done.stderr  # as it would be after a second one

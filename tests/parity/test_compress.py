@@ -274,6 +274,17 @@ def test_one_rank_is_told_that_nothing_travels(
     assert "has no effect" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", [{"rank_weights": "auto"}, {"sync_every": 2}, {"sync_delay": 1}], ids=str)
+def test_one_rank_is_told_of_every_option_for_several(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: dict[str, Any]
+) -> None:
+    (name,) = option
+    for size in (1, 2):
+        train(flags, size, tmp_path / f"{size}", iters=3, **option)
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+        assert any(f"--{name.replace('_', '-')}" in note for note in notes) == (size == 1), notes
+
+
 def run_by_two(flags: dict[str, Any], directory: Path, compress: str, env: dict[str, str] | None = None) -> Any:
     """A run of two processes, in which all layers are trained."""
     given = ["--train", "-n", "2", "--backend", "ring", "--iters", "4", "--val-batches", "0", "--save-every", "2"]

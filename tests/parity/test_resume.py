@@ -342,6 +342,19 @@ def test_a_longer_run_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
     assert content(train(flags, resume="auto"))["weights"] == whole["weights"]
 
 
+def test_a_run_that_is_past_its_end(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(flags)
+    before = bits(run / "adapters.safetensors")
+    from rich.console import Console
+
+    shorter = flags | {"resume": "auto", "iters": BATCHES // 2, "lr_schedule": None}
+    run_finetune(build_config(shorter), RunContext(console=Console(width=400)))
+    told = capsys.readouterr().out
+    assert "nothing is left to train" in told
+    assert f"({BATCHES // 2} iterations)" not in told
+    assert bits(run / "adapters.safetensors") == before
+
+
 def test_nothing_to_resume_is_a_start(flags: dict[str, Any], undisturbed: Path) -> None:
     whole = content(undisturbed)
     assert content(train(flags, resume="auto")) == whole

@@ -176,9 +176,11 @@ def test_no_global_is_changed_and_no_foreign_module_patched() -> None:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 if isinstance(target, ast.Attribute) and dotted(target.value).split(".")[0] in modules:
-                    # The one hook that Python offers for this, set by a worker for its own process.
+                    # The hooks that Python offers for this, set by a command or a worker for its own process.
                     # The command's own streams, before it does anything.
-                    allowed = {"sys.excepthook"} | ({"sys.stdout"} if module == "allhands.__main__" else set())
+                    allowed = {"sys.excepthook", "sys.unraisablehook"} | (
+                        {"sys.stdout"} if module == "allhands.__main__" else set()
+                    )
                     assert dotted(target) in allowed, f"{module}:{target.lineno} sets {dotted(target)}"
 
 
@@ -333,7 +335,7 @@ def _patches(path: Path) -> list[str]:
         for target in targets
         if isinstance(target.value, ast.Name)
         and target.value.id in modules
-        and target.attr not in ("excepthook", "stdout", "stderr")
+        and target.attr not in ("excepthook", "unraisablehook", "stdout", "stderr")
     ]
 
 

@@ -10,6 +10,7 @@ from test_config import refused
 from allhands.config.combinations import unfit_stages
 from allhands.config.schema import build_config
 from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
 from allhands.run.piping import as_left, piped
 
 
@@ -75,3 +76,20 @@ def test_ranks_make_up_the_stages_that_are_asked_for(flags: dict[str, Any], rank
     assert left.strategy == ("auto" if ranks == 1 else "pipeline")
     fewer = as_left(build_config({"strategy": "pipeline", "min_ranks": ranks + 1, **flags}), Mesh(0, ranks))
     assert fewer.pp_split == config.pp_split, "not so few"
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "20,", "20;12", "-1,2"])
+def test_a_split_that_is_none_is_told_in_words(split: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"pp_split": split, "strategy": "pipeline"})
+    assert "pp-split" in str(caught.value.where)
+    assert "20,12, or auto" in caught.value.message
+
+
+def test_epochs_have_the_bound_of_batches() -> None:
+    with pytest.raises(ConfigError):
+        build_config({"epochs": 1e18})
+    assert build_config({"epochs": 3}).batches(100) == 300
+    with pytest.raises(ConfigError) as caught:
+        build_config({"epochs": 1e6}).batches(10**4)
+    assert caught.value.where == "--epochs"

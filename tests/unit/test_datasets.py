@@ -186,6 +186,14 @@ def test_a_text_shorter_than_a_row_is_noted(tiny_model: Path, tmp_path: Path, mo
     assert data.notes == ((said,) if noted else ())
 
 
+@pytest.mark.parametrize(("rows", "noted"), [(3, True), (30, False)])
+def test_one_long_text_is_as_many_examples_as_rows(tiny_model: Path, tmp_path: Path, rows: int, noted: bool) -> None:
+    for name, count in (("train", 200), ("valid", rows)):
+        (tmp_path / f"{name}.txt").write_text("Once upon. " * count)
+    given = {"train": True, "data": str(tmp_path), "model": str(tiny_model), "packing": True, "max_seq_length": 11}
+    assert any(note.startswith("valid: ") for note in load_data(build_config(given)).notes) == noted
+
+
 def test_another_name_of_the_validation_file_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
     folder = write(write(tmp_path / "data", "some words"), "more words", name="eval")
     flags = {"model": str(tiny_model), "data": str(folder), "train": True}

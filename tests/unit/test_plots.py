@@ -122,6 +122,11 @@ def marks(figure: Figure, panel: int) -> tuple[list[float], list[float]]:
     return [float(line.get_xdata()[0]) for line in dotted], [float(x) for line in crosses for x in line.get_xdata()]
 
 
+def test_a_name_that_the_font_cannot_write_is_no_warning(tmp_path: Path) -> None:
+    plot_losses([history("漢字")], tmp_path / "loss.png")  # warnings are errors here
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
 def test_restarts_and_skipped_steps_are_marked_on_both_panels(tmp_path: Path, drawn: list[Figure]) -> None:
     run = history()
     run.restarts = RESTARTS

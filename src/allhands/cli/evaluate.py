@@ -29,6 +29,7 @@ from allhands.cli.train import (
 from allhands.cli.verbs_training import Eval
 from allhands.cluster.environment import Launch, recognise_here
 from allhands.cluster.join import surroundings_of
+from allhands.cluster.reaper import Reaper
 from allhands.cluster.worker import WorkerContext, install
 from allhands.config.combinations import require_stages
 from allhands.config.eval_schema import EvalConfig
@@ -81,26 +82,32 @@ def supervise_verb(config: EvalConfig, env: Mapping[str, str] | None = None) -> 
     scratch = Path(tempfile.mkdtemp(prefix="allhands-eval-"))
     kept = False
     try:
-        job = replace(
-            job_of(with_hostfile(config, scratch)),
-            directory=scratch,
-            log_dir=scratch / "logs",
-            checkpoints=None,
-            resume=None,
-            max_restarts=0,
-            resumes=False,
-            # Rank 0 alone has something to say, and programs read it.
-            tag_output=bool(config.tag_output),
-            keep_logs=False,
-            env=env or {},
-        )
-        require_stages(config, job.size)
-        code = run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
+        with Reaper() as reaper:
+            reaper.directory(scratch)
+            code = _supervised(config, scratch, env or {})
         kept = code not in (0, Interrupted.exit_code, 128 + signal.SIGTERM)
         return code
     finally:
         if not kept:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> int:
+    job = replace(
+        job_of(with_hostfile(config, scratch)),
+        directory=scratch,
+        log_dir=scratch / "logs",
+        checkpoints=None,
+        resume=None,
+        max_restarts=0,
+        resumes=False,
+        # Rank 0 alone has something to say, and programs read it.
+        tag_output=bool(config.tag_output),
+        keep_logs=False,
+        env=env,
+    )
+    require_stages(config, job.size)
+    return run(job, [sys.executable, "-m", "allhands", *sys.argv[1:]])
 
 
 def check_adapter_here(config: EvalConfig, launch: Launch) -> None:

@@ -161,7 +161,10 @@ class Connection:
                     argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, pass_fds=tuple(descriptors)
                 )
         except OSError as error:
-            raise ssh.missing(error) if remote else HostError([self.name], f"{argv[0]}: {error.strerror}") from None
+            if remote:
+                raise ssh.missing(error) from None
+            message = f"host {self.name} cannot start its Python {argv[0]}: {error.strerror}"
+            raise HostError([self.name], message, hint='correct "python" in the hostfile') from None
 
     def _take(self, frame: Frame | None) -> None:
         self._silent_s = 0.0

@@ -41,6 +41,7 @@ from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLo
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
+from allhands.runtime.command import keep_interrupts
 from allhands.runtime.jit_cache import prepare_process, publish
 
 _POLL_S = 0.5
@@ -356,6 +357,7 @@ def install(launch: Launch, environ: Mapping[str, str]) -> WorkerContext:
         die_with_parent()  # started by mpirun itself, without our guard
     with suppress(RuntimeError, io.UnsupportedOperation):  # no standard error to write to
         faulthandler.enable()
+    keep_interrupts()
     sys.excepthook = lambda kind, error, trace: context.fail(error)
     if "ALLHANDS_RUN_DIR" in environ and (log_dir := environ.get("ALLHANDS_LOG_DIR")):
         _trace_on_signal(Path(log_dir, f"rank-{launch.rank}.log"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -28,7 +27,7 @@ from pydantic import (
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
 from allhands.config.combinations import refuse_combinations
 from allhands.config.problems import canonical_key, explained, place_in_yaml
-from allhands.config.values import LocalPath, expanded_in, parse_json, parse_size, parse_weights
+from allhands.config.values import LocalPath, Split, batches_of, expanded_in, parse_json, parse_size, parse_weights
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path
 
@@ -176,7 +175,7 @@ class TrainConfig(_Strict):
     iters: int | None = Field(
         None, ge=1, le=10**9, description="Iterations: batches to train on. [1000, unless --epochs]"
     )
-    epochs: float | None = Field(None, gt=0, description="Passes over the training set, instead of --iters.")
+    epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training set, instead of --iters.")
     val_batches: int = Field(25, ge=-1, description="Validation batches; -1 is the whole set, 0 none.")
     learning_rate: float = Field(1e-5, gt=0, description="Learning rate (the peak, with a schedule).")
     lr_schedule: LrSchedule | None = Field(
@@ -284,9 +283,8 @@ class TrainConfig(_Strict):
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
         "1f1b", description="With --strategy pipeline: order of the passes; interleaved and zb wait less."
     )
-    pp_split: str = Field(
+    pp_split: Split = Field(
         "auto",
-        pattern=r"^auto$|^\d+(,\d+)*$",
         description="Blocks of each stage, such as 20,12; auto: by speed and memory.",
     )
     compress: Literal["none", "bf16", "int8", "int4"] = Field(
@@ -415,8 +413,7 @@ class TrainConfig(_Strict):
     def batches(self, per_epoch: int) -> int:
         """Return the batches of the whole training, with ``per_epoch`` batches an epoch."""
         if self.iters is None and self.epochs:
-            # A part of a batch counts whole, but not what multiplication rounds up.
-            return math.ceil(round(self.epochs * per_epoch, 6))
+            return batches_of(self.epochs, per_epoch)
         return self.iters or 1000
 
     def noted(self, notes: tuple[str, ...]) -> Self:

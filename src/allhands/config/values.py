@@ -8,10 +8,13 @@ import os
 import re
 from typing import Annotated, Any, cast
 
-from pydantic import PlainSerializer, WrapValidator
+from pydantic import AfterValidator, PlainSerializer, WrapValidator
 
+from allhands.errors import ConfigError
 from allhands.io.paths import HomePath, expanded, written
 from allhands.io.strict_json import without_repeats
+
+_MOST_BATCHES = 10**9  # as of --iters
 
 
 def _local_path(value: Any, handler: Any) -> Any:
@@ -22,6 +25,32 @@ def _local_path(value: Any, handler: Any) -> Any:
 
 # A path, or a name that may be one, as of a model or a data set. JSON, which computers compare, has it as written.
 LocalPath = Annotated[str, WrapValidator(_local_path), PlainSerializer(written, return_type=str, when_used="json")]
+
+
+def _split(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"[0-9]+(,[0-9]+)*", value):
+        raise ValueError("give numbers such as 20,12, or auto")
+    return value
+
+
+Split = Annotated[str, AfterValidator(_split)]
+
+
+def batches_of(epochs: float, per_epoch: int) -> int:
+    """Return the batches of so many epochs.
+
+    Raises:
+        ConfigError: there are more than --iters takes.
+    """
+    # A part of a batch counts whole, but not what multiplication rounds up.
+    batches = math.ceil(round(epochs * per_epoch, 6))
+    if batches > _MOST_BATCHES:
+        raise ConfigError(
+            f"{epochs:g} epochs are {batches:,} batches, more than {_MOST_BATCHES:,}",
+            where="--epochs",
+            hint="give fewer epochs, or --iters",
+        )
+    return batches
 
 
 def parse_json(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,4 +129,7 @@ def picture(
         yield figure
         make_directory(out.parent, private=private)
         kind = suffix.removeprefix(".")
-        write_whole(out, lambda draft: figure.savefig(draft, format=kind, metadata=maker), private=private)
+        with warnings.catch_warnings():
+            # A name in a script that the font lacks is drawn as boxes.
+            warnings.filterwarnings("ignore", "Glyph ")
+            write_whole(out, lambda draft: figure.savefig(draft, format=kind, metadata=maker), private=private)

@@ -153,6 +153,8 @@ def importing(path: Path) -> Generator[None]:
     try:
         yield
     except SystemExit as error:
+        if isinstance(error.code, int) and error.code > 128:  # a signal ends the program
+            raise
         message = "mlx_lm ends the program instead of building this architecture: a package that it needs is missing"
         raise ModelError(message, where=str(path), hint="install what mlx_lm names above") from error
 

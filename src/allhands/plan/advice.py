@@ -212,18 +212,18 @@ def advise(at: Situation) -> Advice:
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
     """End where one machine is done before several are worth it; ``None``: the questions go on."""
-    sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else "no other computer is named"
+    sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else ""
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
     again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once", large or worth)
     if at.fits_one and not (again or worth):
-        return walk.end("one machine", "stay on one machine, and let it run", f"{sooner}: setting up may take as long")
+        why = f"{sooner}: setting up may take as long" if sooner else "no other computer is named"
+        return walk.end("one machine", "stay on one machine, and let it run", why)
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        return walk.end(
-            "one machine", "stay on one machine", f"it is done within the hour; {sooner}: too little to matter"
-        )
+        why = f"it is done within the hour{f'; {sooner}: too little to matter' if sooner else ''}"
+        return walk.end("one machine", "stay on one machine", why)
     return None
 
 

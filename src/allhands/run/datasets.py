@@ -316,14 +316,21 @@ def _notes(config: TrainConfig, stored: Mapping[str, StoredTokens]) -> Iterator[
         yield from _data_notes(split, one, config)
     if not config.train or "train" not in stored:
         return
-    trained, tokens = stored["train"].report.num_examples, stored["train"].tokens
-    yield from _held_notes(config, trained, stored["valid"].report.num_examples if "valid" in stored else 0)
+    tokens = stored["train"].tokens
+    trained, held = (_count(stored[split], config) if split in stored else 0 for split in ("train", "valid"))
+    yield from _held_notes(config, trained, held)
     # A row's targets are one token further on.
     count, what, least, whole = len(tokens), "example", config.batch_size - 1, "batch"
     if config.packing:
         count, what, least, whole = len(tokens.tokens), "token", config.max_seq_length, "row"
     if count <= least:
         yield f"train: {counted(count, what)}, less than a {whole}: each step trains on all"
+
+
+def _count(stored: StoredTokens, config: TrainConfig) -> int:
+    """Return the number of examples; of long texts that are packed, the number of rows."""
+    rows = -(-len(stored.tokens.tokens) // config.max_seq_length) if config.packing else 0
+    return max(stored.report.num_examples, rows)
 
 
 def _held_notes(config: TrainConfig, trained: int, held: int) -> Iterator[str]:
@@ -354,6 +361,21 @@ def size_notes(config: TrainConfig, windows: Windows, epochs: float, positions: 
             f"rows of up to {longest:,} tokens, but the model has {positions:,} positions; --max-seq-length "
             f"{positions} cuts there"
         )
+    return notes
+
+
+def without_effect(config: TrainConfig) -> list[str]:
+    """Return notes on options for several ranks, where there is one."""
+    alone = "one rank exchanges nothing"
+    notes: list[str] = []
+    if config.compress != "none":
+        notes.append(f"--compress {config.compress} has no effect: {alone}")
+    if config.rank_weights is not None and config.given_weights is None:
+        notes.append(f"--rank-weights {config.rank_weights} has no effect: one rank has the whole batch")
+    if config.sync_every and config.sync_every > 1:
+        notes.append(f"--sync-every {config.sync_every} saves no time: {alone}")
+    elif config.sync_delay:
+        notes.append(f"--sync-delay {config.sync_delay} saves no time and makes each update a step late: {alone}")
     return notes
 
 

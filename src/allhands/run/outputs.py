@@ -72,7 +72,7 @@ class Outputs:
             longest=int(windows.work.max()) if windows else None,
             vocabulary=ready.loaded.vocabulary,
             iteration=state.iteration,
-            total_iterations=total,
+            total_iterations=max(total, state.iteration),
             grad_accumulation_steps=config.grad_accumulation_steps,
         )
 

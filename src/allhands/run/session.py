@@ -43,7 +43,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
 from allhands.run.context import RunContext
-from allhands.run.datasets import size_notes
+from allhands.run.datasets import size_notes, without_effect
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
 from allhands.run.explain import choices, kernel_choices
@@ -197,8 +197,8 @@ class _RankRun:
         self._say_notes(windows, total / order.batches_per_epoch)
         self._explain(sizing, step, compiled)
         if state.iteration >= total:
-            at = f"step {state.step} (iteration {state.iteration} of {total})"
-            self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}"])
+            at = f"iteration {state.iteration} (step {state.step})"
+            self.outputs.say([f"note: nothing is left to train: the checkpoint is at {at}, and the run has {total}"])
         begin, stored = replace(state), ready.data.stored.get("valid")
 
         def load(iteration: int) -> list[MicroBatch]:
@@ -242,8 +242,8 @@ class _RankRun:
     def _say_notes(self, windows: Windows, epochs: float) -> None:
         config, positions = self.config, positions_of(self.ready.loaded.config)
         notes = size_notes(config, windows, epochs, positions)
-        if config.compress != "none" and self.mesh.size == 1:
-            notes.append(f"--compress {config.compress} has no effect: one rank exchanges nothing")
+        if self.mesh.size == 1:
+            notes += without_effect(config)
         self.outputs.say([f"note: {note}" for note in notes])
 
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:

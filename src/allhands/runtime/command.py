@@ -10,6 +10,7 @@ import signal
 import sys
 
 _COMMAND = "allhands"
+_AGAIN_S = 0.02
 _CALLS_A_PROGRAM = "allhands.loops.starting"  # as a module: a rank that calls a person's function
 
 
@@ -34,6 +35,37 @@ def interrupt_raises() -> None:
     """Undo :func:`end_by_interrupt`: Ctrl-C raises ``KeyboardInterrupt`` again."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def keep_interrupts() -> None:
+    """Raise ``KeyboardInterrupt`` once more where Python could only show it; to be called in the main thread.
+
+    A signal may be heard in a callback that cannot raise, such as that of a weak reference. Python prints the
+    exception there, and goes on as if nothing had happened.
+    """
+    before = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        import threading
+
+        again = threading.Timer(_AGAIN_S, _interrupt_main_thread)
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+
+
+def _interrupt_main_thread() -> None:
+    """Raise ``KeyboardInterrupt`` in the main thread without a signal, which a rank would count as a second one."""
+    import ctypes
+    import threading
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(KeyboardInterrupt)
+    )
 
 
 def _module() -> str | None:
