@@ -212,19 +212,24 @@ def advise(at: Situation) -> Advice:
 
 def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
     """End where one machine is done before several are worth it; ``None``: the questions go on."""
-    sooner = f"several would be done {format_duration(at.saved_s)} sooner" if at.offer else ""
     large = "" if at.fits_one else "too large"
     # Processes of one computer need nothing set up.
     worth = "long" if at.saved_s >= _SETUP_S else "nothing to set up" if at.together else ""
     again = walk.ask(AGAIN, at.again, "as long as you do not say --once" if at.again else "--once", large or worth)
     if at.fits_one and not (again or worth):
-        why = f"{sooner}: setting up may take as long" if sooner else "no other computer is named"
-        return walk.end("one machine", "stay on one machine, and let it run", why)
+        return walk.end("one machine", "stay on one machine, and let it run", _saved(at, "setting up may take as long"))
     long = walk.ask(LONG, at.long, f"about {format_duration(at.alone_s)}", large)
     if at.fits_one and not long:
-        why = f"it is done within the hour{f'; {sooner}: too little to matter' if sooner else ''}"
+        why = f"it is done within the hour; {_saved(at, 'too little to matter')}"
         return walk.end("one machine", "stay on one machine", why)
     return None
+
+
+def _saved(at: Situation, judged: str) -> str:
+    """Say what several computers would save, with a judgement of that."""
+    if not at.offer:
+        return "no other computer is named"
+    return f"several would be done {format_duration(at.saved_s)} sooner: {judged}"
 
 
 def _unfit(at: Situation, walk: _Walk) -> Advice | None:
