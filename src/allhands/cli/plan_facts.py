@@ -186,10 +186,10 @@ class _Facts:
         if ranks > 1 and not config.cores_per_rank:
             there = available_cores()
             cores = max(1, there // ranks)
-            told = f"each of {ranks} processes of this computer has {cores} of its cores: so has the one below"
+            told = f"each of {ranks} processes on this computer has {cores} of its cores; so has the measured one"
             if ranks > there:
                 turns = f"{ranks} processes share {there} core{'s' * (there > 1)}, and take turns on them"
-                told = f"{turns}; the one below has one"
+                told = f"{turns}; the measured one has one core"
             self.notes.append(told)
             self.as_one_of = config.model_copy(update={"cores_per_rank": cores})
         fewer = self.together or (on_hosts(config) and self.as_one_of.cores_per_rank is not None)

@@ -82,7 +82,7 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
     """Yield what a step takes on one computer."""
     job, alone_s = outlook.job, outlook.lines[0].prediction.step_s
     where = f"on {outlook.alone.name}" if job.whole_s is None else "by one process with its share of the cores"
-    serial = f"of which {100 * job.step.serial_s / alone_s:.0f} % gets no shorter with more"
+    serial = f"of which {100 * job.step.serial_s / alone_s:.0f} % gets no shorter with more {_unit(job)}"
     yield f"{job.steps} steps; one of them {where}: {_milliseconds(alone_s)}, {serial}"
     if job.whole_s is not None:
         told = f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(outlook.alone_s)} in all"

@@ -196,7 +196,8 @@ class TrainStep:
         reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
         if self.options.non_finite == "stop":
             what = "packed row" if self.options.packed else "training example"
-            raise NumericsError(reason + blame.named(what), hint=_HINT)
+            look = "look at the examples named, " if blame.examples else ""
+            raise NumericsError(reason + blame.named(what), hint=f"the update was not applied: {look}{_REMEDIES}")
         return replace(result, loss_sum=0.0, num_targets=0, further=(), skipped=reason, culprits=blame.examples)
 
     @property
@@ -225,7 +226,6 @@ class TrainStep:
             self.passes.run_ahead.close()
 
 
-_HINT = (
-    "the update was not applied: look at the examples named, lower --learning-rate, add --max-grad-norm 1 or "
-    "--warmup-steps, or leave such updates out: --non-finite skip"
+_REMEDIES = (
+    "lower --learning-rate, add --max-grad-norm 1 or --warmup-steps, or leave such updates out: --non-finite skip"
 )
