@@ -7,6 +7,7 @@ In a step the strategy computes this rank's sums (:meth:`Strategy.gradients`) an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -75,6 +76,7 @@ class Strategy:
         passes_wait: True if passes wait for data from other ranks.
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
+        last_norm: norm of the last update's mean gradient; NaN before the first update. The step sets it.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Strategy:
     passes_wait = False
     sees_passes = False
     keeps_own_optimizer = False
+    last_norm: float = math.nan
 
     @property
     def in_round(self) -> bool:
@@ -151,12 +154,8 @@ class Strategy:
         """Return the updated flat weights, put together from the parts of all ranks."""
         return parts
 
-    def after_update(self, step: int, norm: float) -> None:
-        """Do this strategy's work after update number ``step``; called on every rank.
-
-        Args:
-            norm: of the update's mean gradient.
-        """
+    def after_update(self, step: int) -> None:
+        """Do this strategy's work after update number ``step``; called on every rank."""
 
     def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """Queue the next step's first pass, with weights that are still being computed, if this strategy can."""

@@ -168,7 +168,7 @@ class DataParallel(Strategy):
         size = exchanging.bucket_bytes
         return start_all_gather(exchanging.communicator, parts, self.shards, bucket_bytes=size, stream=self._stream)
 
-    def after_update(self, step: int, norm: float) -> None:
+    def after_update(self, step: int) -> None:
         # Not before: what an update that is left out would have sent is not to be made up for.
         self.left = self._left_next
 

@@ -74,7 +74,6 @@ class DelayedGradients(DataParallel):
         self._begun: list[tuple[list[int], Begun]] = []
         self._late: _Late | None = None  # here, and not yet applied
         self._part: _Late | None = None  # this rank's own of those, until the next passes are computed
-        self._last_norm = math.nan  # of the last update's mean gradient
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         super().prepare(passes, expected)
@@ -92,7 +91,7 @@ class DelayedGradients(DataParallel):
             return super().gradients(passes, micro_batches)
         present = passes.model.trainable_parameters()
         update = Reduced(list(known.grads), mx.zeros((1,)), squares, divisor=mx.array(float(tokens)))
-        passes.model.update(self._expected(update, known.part is not None, self._last_norm))
+        passes.model.update(self._expected(update, known.part is not None, self.last_norm))
         try:
             return super().gradients(passes, micro_batches)
         finally:
@@ -111,9 +110,8 @@ class DelayedGradients(DataParallel):
             return Reduced([], totals, idle=True, **how)
         return Reduced(list(late.grads), totals, divisor=mx.array(float(late.tokens)), **how)
 
-    def after_update(self, step: int, norm: float) -> None:
-        if self._late is not None:
-            self._late, self._last_norm = None, norm
+    def after_update(self, step: int) -> None:
+        self._late = None
         own, self._own = self._own, None
         if own is not None:
             self._send(own)
@@ -173,10 +171,10 @@ class DelayedGradients(DataParallel):
         """This rank's own part of those sums and the last norm, by which the next passes expect weights."""
         self._receive()
         tokens = 0 if self._part is None or self._part.part is None else self._part.part[0]
-        return {**self._kept(self._part, tokens, _PART, _PART_TOKENS), _LAST_NORM: mx.array([self._last_norm])}
+        return {**self._kept(self._part, tokens, _PART, _PART_TOKENS), _LAST_NORM: mx.array([self.last_norm])}
 
     def load_own_state(self, state: Mapping[str, mx.array]) -> None:
-        self._last_norm = number(state[_LAST_NORM])
+        self.last_norm = number(state[_LAST_NORM])
         if self._late is not None and (found := self._found(state, _PART, _PART_TOKENS)) is not None:
             grads, tokens = found
             squares = sum_of_squares([grad for _, grad in grads])

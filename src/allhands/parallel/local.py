@@ -160,7 +160,7 @@ class LocalSteps(DataParallel):
         norm = mx.sqrt(mx.array(squares_of_all) / max(tokens, 1))
         return Reduced(mine.grads, totals, divisor=mx.array(float(own)), norm=norm, num_gathered=num_gathered)
 
-    def after_update(self, step: int, norm: float) -> None:
+    def after_update(self, step: int) -> None:
         self._steps += 1
         for fragment in self._fragments:
             own, all_of_them = fragment.tokens

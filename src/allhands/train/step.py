@@ -153,7 +153,9 @@ class TrainStep:
             return self._refuse(result, problem, micro_batches)
         self._num_updates += 1
         coming_together = time.perf_counter()
-        strategy.after_update(self._num_updates, result.grad_norm)
+        if not reduced.idle:
+            strategy.last_norm = result.grad_norm
+        strategy.after_update(self._num_updates)
         waited = result.comm_s + time.perf_counter() - coming_together
         return replace(result, comm_s=waited, sent_bytes=sent_bytes(strategy.communicator) - sent)
 
