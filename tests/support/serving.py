@@ -60,7 +60,8 @@ class Served:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
+    # MLX takes some ten seconds of two cores for three messages of some thousand tokens.
+    return socket.create_connection(("127.0.0.1", port), timeout=120)
 
 
 def received(client: socket.socket) -> bytes:
