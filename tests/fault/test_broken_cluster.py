@@ -116,7 +116,7 @@ def test_no_ssh_server(sick: Broken) -> None:
 def test_a_computer_that_is_switched_off(sick: Broken) -> None:
     sick.cluster.cut("node2")
     sick.undo.callback(sick.cluster.heal, "node2")
-    remedy, message = sick.finds(("stop", "ssh", ("node2",)), options=["--timeout-s", "5"])
+    remedy, message = sick.finds(("stop", "ssh", ("node2",)), options=["--timeout-s", "20"])
     assert "no answer" in message
     assert remedy == f"ping -c 3 {sick.cluster.nodes['node2'].address}"
     sick.cluster.heal("node2")
