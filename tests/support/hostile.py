@@ -63,7 +63,7 @@ class Job:
             self.kill()
             raise
         self.out = _ESCAPES.sub("", self.out)
-        assert "Traceback" not in self.out + self.err, self.err
+        assert "Traceback" not in self.out + self.err, self.out + self.err
         self._finished = True
         return self.process.returncode
 

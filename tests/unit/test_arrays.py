@@ -20,6 +20,7 @@ from allhands.checkpoints.arrays import held, local_arrays, owned_tree, shared_a
 from allhands.distributed import handout
 from allhands.distributed.backend import SingleProcess
 from allhands.distributed.handout import gather_json, hand_out_json
+from allhands.errors import PeerLostError
 from allhands.io.regions import Box, Flat
 
 DTYPES = ["bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
@@ -123,3 +124,21 @@ def test_alone_it_is_the_same(tmp_path: Path) -> None:
     stored = shared_arrays(SingleProcess(), written(tmp_path, tensors_of(mine)), "tree.safetensors")
     assert same({name: each.read() for name, each in stored.items()}, mine)
     assert hand_out_json(SingleProcess(), [1, None]) == [1, None]
+
+
+class _Zeros(SingleProcess):
+    """A ring that has lost a peer: MLX gives zeros for what would have come."""
+
+    size = 2
+
+    def all_sum(self, array: mx.array) -> mx.array:
+        return mx.zeros_like(array)
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return mx.zeros((2 * array.shape[0], *array.shape[1:]), dtype=array.dtype)
+
+
+@pytest.mark.parametrize("exchange", [hand_out_json, gather_json])
+def test_a_value_that_has_not_come_is_a_lost_peer(exchange: Any) -> None:
+    with pytest.raises(PeerLostError):
+        exchange(_Zeros(), {"a": 1})

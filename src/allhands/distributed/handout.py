@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.distributed.backend import Communicator
+from allhands.errors import PeerLostError
 
 # Bytes a collective: large enough for speed, small beside any model.
 _PIECE_BYTES = 4 << 20
@@ -44,7 +45,7 @@ def hand_out_json(communicator: Communicator, value: Any) -> Any:
         return value
     text = json.dumps(value).encode() if communicator.rank == 0 else b""
     length = np.asarray(communicator.all_sum(mx.array([len(text)], dtype=mx.uint32)))
-    return json.loads(b"".join(hand_out_bytes(communicator, [text], int(length[0]))))
+    return _value_of(b"".join(hand_out_bytes(communicator, [text], int(length[0]))))
 
 
 def gather_json(communicator: Communicator, value: Any) -> list[Any]:
@@ -55,7 +56,21 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
     for pieces in gather_bytes(communicator, [text], sizes):
         for whole, piece in zip(texts, pieces, strict=True):
             whole += piece
-    return [json.loads(whole) for whole in texts]
+    return [_value_of(whole) for whole in texts]
+
+
+def _value_of(text: bytes | bytearray) -> Any:
+    """Return the JSON value that has come.
+
+    Raises:
+        PeerLostError: it is none. MLX's ring may give numbers of its own for what a lost rank would have sent.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise PeerLostError(
+            "the connection to another rank was lost", hint="look for the rank that ended first"
+        ) from None
 
 
 def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: int) -> Iterator[memoryview]:
