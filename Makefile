@@ -35,7 +35,7 @@ demo: $(STAMP) ## a small chat model learns to talk like a pirate, on one proces
 # These measure seconds in which processes die or stand still, and have the computer to themselves.
 TIMED := $(addprefix tests/distributed/test_,hierarchy.py launch_script.py netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,attempt.py reaper.py restarts.py supervisor.py)
-test: $(STAMP) ## the whole test suite (about 20 minutes on 2 cores)
+test: $(STAMP) ## the whole test suite (30 to 50 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore=,$(TIMED))
 	$(BIN)/python -m pytest $(TIMED)
 
