@@ -97,6 +97,11 @@ class Regroup(AllhandsError):
     exit_code = 75
 
 
+def peer_lost() -> PeerLostError:
+    """Return the error of a rank whose connection to another one has ended."""
+    return PeerLostError("the connection to another rank was lost", hint="look for the rank that ended first")
+
+
 def without_import(error: BaseException) -> BaseException:
     """Return the KeyboardInterrupt behind an ImportError of a C extension; return any other error unchanged."""
     cause = error.__cause__

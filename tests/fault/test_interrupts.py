@@ -64,6 +64,12 @@ def test_a_program_that_imports_allhands_keeps_its_own_way() -> None:
     assert (done := ended(code)).stdout == "mine\n", done.stderr
 
 
+def test_a_program_in_a_directory_that_is_gone_can_import_allhands() -> None:
+    code = "sys.argv = ['-c']\nimport tempfile\nwith tempfile.TemporaryDirectory() as gone:\n    os.chdir(gone)\n"
+    done = ended(code + "import allhands\n")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_command_in_the_background_of_a_script_ignores_it() -> None:
     code = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nimport allhands.__main__ as command\n"
     done = ended(code + "command.main = interrupt\ncommand.run()\n")

@@ -67,12 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
         _silence_output()
         code = 0
     except Exception as error:
-        interrupted = isinstance(without_import(error), KeyboardInterrupt)
-        code = _INTERRUPTED if interrupted else _exit_of(error)
-        if code is None:
-            raise
-        if interrupted:
+        if isinstance(without_import(error), KeyboardInterrupt):
             _tell_interrupted(arguments)
+            code = _INTERRUPTED
+        elif (code := _exit_of(error)) is None:
+            raise
     sys.exit(code)
 
 

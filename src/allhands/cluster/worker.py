@@ -37,7 +37,7 @@ from allhands.cluster.outcome import REGROUP_CODE
 from allhands.cluster.pace import Pace, too_short
 from allhands.cluster.ranks import TRIAL_VARIABLE
 from allhands.cluster.runfiles import ATTESTED_FILE, BEAT_BYTES
-from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError, without_import
+from allhands.errors import AllhandsError, DistributedError, Interrupted, PeerLostError, peer_lost, without_import
 from allhands.io.files import private_opener, storage_error_of
 from allhands.io.terminal import is_screen, tell
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
@@ -428,7 +428,7 @@ def as_allhands_error(error: BaseException) -> BaseException:
         return error
     text = str(error)
     if "peer was lost" in text:
-        ours = PeerLostError("the connection to another rank was lost", hint="look for the rank that ended first")
+        ours = peer_lost()
     elif any(mark in text for mark in ("[ring]", "[mpi]", "[nccl]", "[jaccl]")):
         ours = DistributedError(f"MLX could not communicate: {text}")
     else:

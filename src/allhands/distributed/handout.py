@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.distributed.backend import Communicator
-from allhands.errors import PeerLostError
+from allhands.errors import peer_lost
 
 # Bytes a collective: large enough for speed, small beside any model.
 _PIECE_BYTES = 4 << 20
@@ -68,9 +68,7 @@ def _value_of(text: bytes | bytearray) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise PeerLostError(
-            "the connection to another rank was lost", hint="look for the rank that ended first"
-        ) from None
+        raise peer_lost() from None
 
 
 def hand_out_bytes(communicator: Communicator, pieces: Iterable[Bytes], size: int) -> Iterator[memoryview]:

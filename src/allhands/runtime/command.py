@@ -77,7 +77,9 @@ def _module() -> str | None:
     elif os.path.basename(program) == _COMMAND:
         module = _COMMAND
     else:
-        source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        module = os.path.splitext(os.path.relpath(program or os.sep, source))[0].replace(os.sep, ".")
+        # Not by way of the working directory, which may be gone.
+        source = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+        inside = program.removeprefix(source) if program.startswith(source) else ""
+        module = os.path.splitext(inside)[0].replace(os.sep, ".")
     module = module.removesuffix(".__main__")
     return module if module.partition(".")[0] == _COMMAND else None
