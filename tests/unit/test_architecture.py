@@ -360,3 +360,15 @@ def test_importing_allhands_changes_no_variable(program: str) -> None:
     # What the directory of the tests has set would hide it.
     environ = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "TMP", "TEMP", "TEMPDIR")}
     subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)
+
+
+def test_importing_any_module_computes_nothing() -> None:
+    """MLX reads how a GPU is to work when it makes the device's stream, for the first operation."""
+    code = (
+        "import importlib, pkgutil, allhands\nimport mlx.core as mx\n"
+        "number = lambda: int(str(mx.new_stream(mx.cpu)).split()[-1].rstrip(')'))\nbefore = number()\n"
+        "for each in pkgutil.walk_packages(allhands.__path__, 'allhands.'):\n"
+        "    each.name.endswith('__main__') or importlib.import_module(each.name)\n"
+        "assert number() == before + 1, 'a stream has been made'"
+    )
+    subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=120, check=True)

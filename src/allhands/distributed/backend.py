@@ -168,37 +168,47 @@ class MlxGroup:
         self.backend = backend
         self.scatters = can(backend, "sum_scatter")
         self.exchange = exchange_stream(_device_of(backend))
+        on_cuda = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
+        self._fetches = on_cuda and _device_of(backend) == "cpu"
         self.stream = self.exchange.home if stream is None else stream
         if self.stream is not None:
             self.exchange.take(self.stream)
 
     def all_sum(self, array: mx.array) -> mx.array:
         self._count(array, 2 / self.size)
-        return mx.distributed.all_sum(array, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_sum(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
 
     def all_gather(self, array: mx.array) -> mx.array:
         self._count(array)
-        return mx.distributed.all_gather(array, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_gather(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
 
     def all_max(self, array: mx.array) -> mx.array:
         self._count(array, 2 / self.size)
-        return mx.distributed.all_max(array, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.all_max(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
 
     def sum_scatter(self, array: mx.array) -> mx.array:
         """See :func:`sum_scatter`; where the back-end has it."""
         self._count(array, 1 / self.size)
-        return mx.distributed.sum_scatter(array, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.sum_scatter(self._taken(array), group=self.group, stream=self.exchange.take(self.stream))
 
     def send(self, array: mx.array, peer: int) -> mx.array:
         """``array``, sent to a rank when it is computed; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         self.exchange.sent_bytes += array.nbytes
-        return mx.distributed.send(array, peer, group=self.group, stream=self.exchange.take(self.stream))
+        return mx.distributed.send(self._taken(array), peer, group=self.group, stream=self.exchange.take(self.stream))
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, peer: int) -> mx.array:
         """Return the array that a rank sends; where the back-end has it."""
         require_way(self.backend, self.rank, peer, self.size)
         return mx.distributed.recv(shape, dtype, peer, group=self.group, stream=self.exchange.take(self.stream))
+
+    def _taken(self, array: mx.array) -> mx.array:
+        """``array`` as the host may send it, also while a GPU computes it.
+
+        MLX's CUDA back-end copies an array to the host when the host takes it. It waits until the array has been
+        computed only if that is handed out in the same evaluation, as what is made here is. It shares its memory.
+        """
+        return mx.contiguous(array, stream=mx.gpu) if self._fetches else array
 
     def _count(self, array: mx.array, part: float = 1.0) -> None:
         """Note what a ring sends for ``array``: a part of it to each of the others."""

@@ -75,30 +75,33 @@ class Unwritten:
     another pointer, or multiply otherwise, the product of ones is there, which is overwritten as well.
 
     Attributes:
-        ones: the factor; as long as it is known to the native code it must be held.
+        ones: the factor; as long as it is known to the native code it must be held. ``None`` before the first use: an
+            operation while modules are imported would have MLX read its variables before a run sets them.
     """
 
     def __init__(self) -> None:
-        self.ones = mx.zeros((0,))
+        self.ones: mx.array | None = None
         self._factors: dict[tuple[int, int], mx.array] = {}
 
     def __call__(self, height: int, width: int) -> mx.array:
-        if max(height, width) > self.ones.size:
-            self._grow(2 * max(height, width))
-        return self._factor(height, 1) @ self._factor(1, width)
+        ones, longest = self.ones, max(height, width)
+        if ones is None or longest > ones.size:
+            ones = self._grown(2 * longest)
+        return self._factor(ones, height, 1) @ self._factor(ones, 1, width)
 
-    def _grow(self, size: int) -> None:
+    def _grown(self, size: int) -> mx.array:
         ones = mx.ones((size,))
         # The native code must not know an address that is free, and somebody else's soon.
         call("allhands_leave_out", at(np.asarray(ones)))
         self.ones, self._factors = ones, {}
+        return ones
 
-    def _factor(self, height: int, width: int) -> mx.array:
+    def _factor(self, ones: mx.array, height: int, width: int) -> mx.array:
         shape = height, width
         if shape not in self._factors:
             if len(self._factors) >= _MOST_FACTORS:
                 self._factors.clear()
-            self._factors[shape] = self.ones[: max(shape)].reshape(shape)
+            self._factors[shape] = ones[: max(shape)].reshape(shape)
             mx.eval(self._factors[shape])
         return self._factors[shape]
 
