@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,15 +33,15 @@ from allhands.checkpoints.format import (
     StoredSlice,
     array_name,
     file_of_rank,
+    merged,
 )
 from allhands.checkpoints.resuming import sees_main
-from allhands.checkpoints.slices import MappedFile
+from allhands.checkpoints.slices import MappedFile, StoredNumbers
 from allhands.checkpoints.writing import CheckpointDraft, WrittenPart, drafting, write_file
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import all_equal, gather_bytes, gather_json, hand_out_json, votes
 from allhands.errors import AllhandsError, StorageError
 from allhands.io.files import storage_error_of
-from allhands.io.regions import ITEM_BYTES
 from allhands.io.tensors import Tensor, safetensors_pieces, safetensors_size
 
 _POLL_S = 0.02
@@ -157,12 +157,9 @@ class Delivery:
             raise self.problem
         assert self.draft is not None
         if self._weights is None:
-            self._weights, rest = [], list[WrittenPart]()
-            for part in self.parts(progress):
-                tensors, others = _weights_of(part, self.draft.directory)
-                self._weights.append(tensors)
-                rest.append(others)
-            self._collected = rest
+            parts = self.parts(progress)
+            self._weights = _weights_of(parts, self.draft.directory)
+            self._collected = [_without_weights(part) for part in parts]
         return self._weights
 
     @contextmanager
@@ -179,30 +176,39 @@ class Delivery:
             yield self.draft
 
 
-def _weights_of(part: WrittenPart, directory: Path) -> tuple[list[Tensor], WrittenPart]:
-    """The weights of a part, whose files are then gone from ``directory``, and the rest of it."""
-    arrays = [array for array in part.arrays if _is_weight(array)]
-    names = {each.file for array in arrays for each in array.slices}
-    tensors = _tensors_in({name: MappedFile(directory / name) for name in names}, arrays)
+def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tensor]]:
+    """The whole weights in the parts of all ranks, whose files are then gone from ``directory``.
+
+    An array is with the rank that has the first of it. It is put together when it is asked for, and of the files' pages
+    only those of the last one are kept.
+    """
+    pieces = [[array for array in part.arrays if _is_weight(array)] for part in parts]
+    names = {each.file for arrays in pieces for array in arrays for each in array.slices}
+    files = {name: MappedFile(directory / name) for name in names}
     for name in names:
         (directory / name).unlink()  # it can be read as long as it is open
-    files = {name: file for name, file in part.files.items() if name not in names}
-    return tensors, WrittenPart(files, [array for array in part.arrays if not _is_weight(array)])
-
-
-def _tensors_in(files: dict[str, MappedFile], arrays: Sequence[StoredArray]) -> list[Tensor]:
-    """Whole arrays that lie in ``files``; of the pages only those of the last array that was asked for are kept."""
-
-    def get(file: MappedFile, key: str, shape: tuple[int, ...], dtype: str) -> memoryview:
-        file.release()
-        return file.words(key, shape, np.dtype(f"u{ITEM_BYTES[dtype]}")).reshape(-1).data
-
-    found: list[Tensor] = []
-    for array in arrays:
-        (only,) = array.slices
-        data = partial(get, files[only.file], only.key, array.shape, array.dtype)
-        found.append(Tensor(only.key, array.dtype, array.shape, data))
+    whole = {array.name: array for array in merged([array for arrays in pieces for array in arrays])}
+    found: list[list[Tensor]] = []
+    for arrays in pieces:
+        first = [whole.pop(array.name) for array in arrays if array.name in whole]
+        found.append([_tensor(array, files) for array in first])
     return found
+
+
+def _tensor(array: StoredArray, files: Mapping[str, MappedFile]) -> Tensor:
+    """An array whose slices lie in ``files``."""
+    numbers, key = StoredNumbers(array, files), array.slices[0].key
+
+    def get() -> memoryview:
+        return numbers.words().reshape(-1).view(np.uint8).data
+
+    return Tensor(key, array.dtype, array.shape, get)
+
+
+def _without_weights(part: WrittenPart) -> WrittenPart:
+    arrays = [array for array in part.arrays if not _is_weight(array)]
+    names = {each.file for array in part.arrays if _is_weight(array) for each in array.slices}
+    return WrittenPart({name: file for name, file in part.files.items() if name not in names}, arrays)
 
 
 @dataclass

@@ -69,9 +69,21 @@ def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} has an effect only with {needs}")
 
 
+def is_sharded(config: Any) -> bool:
+    """True if ranks are to divide all arrays of the model."""
+    return config.strategy in ("zero2", "zero3", "fsdp")
+
+
 def _refuse_stages(config: Any) -> None:
     if config.strategy != "pipeline":
         _refuse_given(config, ("pp", "pp_schedule", "pp_split"), "--strategy pipeline: add it")
+    if not is_sharded(config):
+        _refuse_given(config, ("reshard", "dp_shard"), "--strategy fsdp: add it")
+    if config.strategy == "zero2" and config.reshard == "on":
+        raise ValueError("--strategy zero2 keeps fetched weights, and --reshard on does not: take --strategy fsdp")
+    if is_sharded(config) and config.compress != "none":
+        raise ValueError("--compress packs sums of gradients, of which --strategy fsdp makes parts: leave one out")
+    if config.strategy != "pipeline":
         return
     if config.compress != "none":
         raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
@@ -98,6 +110,18 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
     what = f"these stages are not those of {stages} ranks"
     return ConfigError(what, where=f"--pp-split {config.pp_split}", hint=hint)
+
+
+def require_shards(config: Any, num_ranks: int) -> None:
+    """Refuse ranks that do not make up whole groups of ``--dp-shard``.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.dp_shard is not None and num_ranks % config.dp_shard:
+        what = f"{num_ranks} ranks do not make whole groups of {config.dp_shard}"
+        hint = "take a number that divides that of the ranks, or leave it out: then all ranks share one model"
+        raise ConfigError(what, where=f"--dp-shard {config.dp_shard}", hint=hint)
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

@@ -11,23 +11,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from allhands.config.aliases import ALIASES, ELSEWHERE, for_key, take_outdated
 from allhands.config.combinations import refuse_combinations
+from allhands.config.nested import HfDataset, LoraParameters, LrSchedule, Strict
 from allhands.config.problems import canonical_key, explained, place_in_yaml
-from allhands.config.values import LocalPath, Split, batches_of, expanded_in, parse_json, parse_size, parse_weights
+from allhands.config.values import LocalPath, Split, batches_of, parse_json, parse_size, parse_weights
 from allhands.errors import ConfigError
 from allhands.io.paths import local_path
 
@@ -38,107 +30,7 @@ TRACKERS = {"tensorboard": "tensorboardX"} | {name: name for name in ("wandb", "
 COMPILE_FROM_BATCHES = 400
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and info.field_name is not None:
-            annotation = cls.model_fields[info.field_name].annotation
-            kinds = {annotation, *get_args(annotation)}
-            if {"on", "off"} <= kinds:
-                return "on" if value else "off"  # what YAML makes of these words
-            # To Python true is 1: a file's `learning_rate: true` would train with that.
-            if kinds & {int, float} and bool not in kinds:
-                raise ValueError("must be a number")
-        return value
-
-
-class LoraParameters(_Strict):
-    """Shape of the adapters, as in mlx_lm: ``delta W = scale * A @ B``."""
-
-    rank: int = Field(8, ge=1, description="Rank of the two adapter matrices.")
-    scale: float = Field(20.0, gt=0, description="Factor on the adapter's output (alpha / rank in PEFT's terms).")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    keys: list[str] | None = Field(None, description="Module paths within a block; default: every linear layer.")
-
-    @field_validator("keys")
-    @classmethod
-    def _some_keys(cls, value: list[str] | None) -> list[str] | None:
-        if value == []:
-            raise ValueError("names no layer: leave keys out for every linear layer, or name some")
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _explain_alpha(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or "alpha" not in value:
-            return value
-        if value.get("scale") is None:
-            raise ValueError("alpha is not used here: give scale = alpha / rank")
-        return {key: inner for key, inner in value.items() if key != "alpha"}  # as mlx_lm does; build_config tells it
-
-
-class LrSchedule(_Strict):
-    """A learning-rate schedule: by name alone, or with mlx_lm's positional ``arguments``."""
-
-    name: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "cosine_decay",
-        "exponential_decay",
-        "step_decay",
-        "linear_schedule",
-    ] = Field(description="Name of the schedule.")
-    arguments: list[float] | None = Field(None, description="Arguments of mlx.optimizers' schedule of that name.")
-    warmup: int = Field(0, ge=0, description="Steps (optimizer updates) of linear warm-up before the schedule.")
-    warmup_init: float = Field(0.0, ge=0, description="Learning rate at the start of the warm-up.")
-
-    @model_validator(mode="after")
-    def _arguments_fit(self) -> LrSchedule:
-        by_name = self.name in ("constant", "linear", "cosine")
-        if by_name and self.arguments is not None:
-            raise ValueError(f"{self.name} takes no arguments: it runs from learning_rate over the whole training")
-        if not by_name and not self.arguments:
-            raise ValueError(f"{self.name} needs arguments, for example [1e-5, 1000]")
-        return self
-
-
-class HfDataset(_Strict):
-    """A dataset read through the ``datasets`` library, as in mlx_lm's ``hf_dataset``."""
-
-    path: LocalPath = Field(description="Name on the Hub or path that datasets.load_dataset takes.")
-    train_split: str = Field("train[:80%]", description="Split to train on.")
-    valid_split: str | None = Field("train[-10%:]", description="Split to validate on.")
-    test_split: str | None = Field(None, description="Split for --test.")
-    prompt_feature: str | None = None
-    completion_feature: str | None = None
-    chat_feature: str | None = None
-    text_feature: str | None = None
-    config: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of load_dataset.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _earlier_name(cls, value: Any) -> Any:
-        # In mlx_lm's files before 0.20 the dataset's name.
-        if isinstance(value, Mapping) and "name" in value and "path" not in value:
-            return {("path" if key == "name" else key): inner for key, inner in value.items()}
-        return value
-
-    @field_validator("config")
-    @classmethod
-    def _local_files(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: expanded_in(inner) if key in ("data_files", "data_dir", "cache_dir") else inner
-            for key, inner in value.items()
-        }
-
-
-class TrainConfig(_Strict):
+class TrainConfig(Strict):
     """Everything a fine-tuning run depends on."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
@@ -274,19 +166,22 @@ class TrainConfig(_Strict):
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of an all-reduce call in MB. Default: 128 with NCCL, 32 otherwise."
     )
-    strategy: Literal["auto", "data", "zero1", "pipeline"] = Field(
+    strategy: Literal["auto", "data", "zero1", "zero2", "zero3", "fsdp", "pipeline"] = Field(
         "auto",
-        description="Division of the work over ranks: data, zero1 (sharded optimizer state) or pipeline (each rank "
-        "has some of the model's blocks); auto: zero1 with NCCL and float32 copies, else data.",
+        description="Division of the work over ranks: data, zero1 (sharded optimizer state), fsdp or zero3 (sharded "
+        "weights, too), zero2, or pipeline (each rank has some of the blocks); auto: zero1 with NCCL and float32 "
+        "copies, else data.",
     )
+    reshard: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="With --strategy fsdp: on fetches weights again for the backward pass; off keeps them (zero2).",
+    )
+    dp_shard: int | None = Field(None, ge=2, description="With --strategy fsdp: ranks that share one model. [all]")
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
         "1f1b", description="With --strategy pipeline: order of the passes; interleaved and zb wait less."
     )
-    pp_split: Split = Field(
-        "auto",
-        description="Blocks of each stage, such as 20,12; auto: by speed and memory.",
-    )
+    pp_split: Split = Field("auto", description="Blocks of each stage, such as 20,12; auto: by speed and memory.")
     compress: Literal["none", "bf16", "int8", "int4"] = Field(
         "none",
         description="Compress gradients for slow links: bf16 sends half of float32's bytes, int8 0.28, int4 0.16. "

@@ -194,6 +194,12 @@ class Stage:
     _view: list[nn.Module]
 
     @property
+    def table(self) -> nn.Module:
+        """The module with the table of tokens."""
+        body, name = self._table
+        return cast("Any", body)[name]
+
+    @property
     def trains(self) -> bool:
         """True if the stage trains a weight of its blocks or, at either end of the model, one outside of all blocks."""
         blocks = self._view[self.blocks.first : self.blocks.stop]
@@ -206,8 +212,8 @@ class Stage:
 
     def type_of_hidden(self) -> mx.Dtype | None:
         """Return the type of the embedding's rows; ``None`` where another stage has the embedding."""
-        body, name = self._table
-        return cast("Any", body)[name](mx.zeros((1, 1), dtype=mx.int32)).dtype if self.blocks.is_first else None
+        table: Any = self.table
+        return table(mx.zeros((1, 1), dtype=mx.int32)).dtype if self.blocks.is_first else None
 
     @contextmanager
     def computing(self, received: mx.array | None) -> Generator[None]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -22,11 +23,13 @@ from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
+from allhands.io.regions import Flat
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.rounds import Rounds
+from allhands.parallel.sharding import Sharding
 from allhands.parallel.sums import Gradients, Reduced, Times
 
 
@@ -44,6 +47,7 @@ class Exchanging:
         inject_fault: called before each message, and before each exchange at the end of a round or during a step; it
             may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
+        sharding: the same for a strategy that divides its arrays.
     """
 
     communicator: Communicator
@@ -54,6 +58,7 @@ class Exchanging:
     rounds: Rounds = field(default_factory=Rounds)
     inject_fault: Callable[[Literal["message", "round"]], object] = lambda point: None
     piping: Piping | None = None
+    sharding: Sharding | None = None
 
     @property
     def size(self) -> int:
@@ -76,7 +81,9 @@ class Strategy:
         passes_wait: True if passes wait for data from other ranks.
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not only queued.
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
+        in_step: True if ranks exchange during their passes, of which all do the same number.
         last_norm: norm of the last update's mean gradient; NaN before the first update. The step sets it.
+        regions: shape of each trained array, and this rank's place in it, where each rank keeps a part of every array.
     """
 
     name: str
@@ -87,7 +94,9 @@ class Strategy:
     passes_wait = False
     sees_passes = False
     keeps_own_optimizer = False
+    in_step = False
     last_norm: float = math.nan
+    regions: Mapping[str, tuple[tuple[int, ...], Flat]] = MappingProxyType({})
 
     @property
     def in_round(self) -> bool:
@@ -173,7 +182,8 @@ class Strategy:
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
         """Return the loss sum and the gradients of examples alone, and the ranks that compute each of them together.
 
-        All of these have to ask for the same ones; each has its own part of the gradients.
+        All of these have to ask for the same ones; each has its own part of the gradients. Where ranks compute rows of
+        their own but do so together (:attr:`in_step`), the function takes ``None`` for a rank that has no more.
         """
         raise NotImplementedError
 

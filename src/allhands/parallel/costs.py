@@ -191,6 +191,30 @@ class DataCosts:
         return packed or Traffic(all_reduced=gradient_bytes)
 
 
+class ShardedCosts:
+    """Costs of fully sharded ranks: each has one of ``ranks`` parts of every array, and whole blocks for a while."""
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        gradients = memory.backward - memory.activations
+        backward = memory.activations + gradients // ranks
+        return replace(
+            memory,
+            weights=memory.weights // ranks,
+            trained=memory.trained // ranks,
+            optimizer=memory.optimizer // ranks,
+            backward=backward,
+            update=memory.update // ranks,
+            renewed=memory.renewed // ranks,
+        )
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        if scatters:
+            return Traffic(gathered=2 * weight_bytes, scattered=gradient_bytes)
+        return Traffic(gathered=2 * weight_bytes, all_reduced=gradient_bytes)
+
+
 class DividedOptimizerCosts:
     """Costs of a sharded optimizer: each rank has one of ``ranks`` parts of its state and of the updated arrays."""
 

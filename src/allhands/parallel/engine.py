@@ -25,7 +25,7 @@ from allhands.distributed.capabilities import can
 from allhands.io.trees import flatten, unflatten
 from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
-from allhands.parallel.gradient import Computing, FlatWeights
+from allhands.parallel.gradient import Computing, StageWeights
 from allhands.parallel.schedules import Action, Schedule
 
 
@@ -142,7 +142,7 @@ class StageCompute:
         stage: Stage,
         objective: Objective,
         computing: Computing,
-        flat: FlatWeights | None,
+        flat: StageWeights | None,
         *,
         goes_on: bool = True,
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +33,31 @@ class Computing:
     compiled: bool = True
     dropout: DropoutKeys | None = None
     heartbeat: Callable[[str], None] = lambda phase: None
+
+
+class Installing(Protocol):
+    """The places of trained weights in a model."""
+
+    def installed(self, arrays: list[mx.array], /) -> AbstractContextManager[None]:
+        """Compute with these weights inside the block."""
+        ...
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Leave the model with its own weights after the block."""
+        ...
+
+
+class StageWeights(Protocol):
+    """The trained weights of a stage, in the order of their gradients."""
+
+    @property
+    def leaves(self) -> Installing:
+        """The places of the weights."""
+        ...
+
+    def weights(self) -> list[mx.array]:
+        """Return the weights at present."""
+        ...
 
 
 class FlatWeights(Protocol):

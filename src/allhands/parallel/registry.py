@@ -6,9 +6,17 @@ A new one is an entry here; nothing else has to know of it. Importing this loads
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from allhands.parallel.costs import Costs, DataCosts, DelayedCosts, DividedOptimizerCosts, LocalCosts, PipelineCosts
+from allhands.parallel.costs import (
+    Costs,
+    DataCosts,
+    DelayedCosts,
+    DividedOptimizerCosts,
+    LocalCosts,
+    PipelineCosts,
+    ShardedCosts,
+)
 
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
 ELEMENTWISE = ("adam", "adamw", "sgd")
@@ -66,6 +74,10 @@ def _undividable(wanted: TrainingNeeds) -> str:
     return next((problem for problem, here in problems.items() if here), "")
 
 
+def _not_in_parts(wanted: TrainingNeeds) -> str:
+    return _undividable(replace(wanted, cpu_native=False))
+
+
 def _not_in_stages(wanted: TrainingNeeds) -> str:
     return "a callback looks at whole gradients, which no rank has" if wanted.wants_gradients else ""
 
@@ -91,6 +103,14 @@ STRATEGIES = {
         _undividable,
         "--strategy zero1",
         packs=True,
+    ),
+    "fsdp": Entry(
+        "fully sharded",
+        ShardedCosts(),
+        "allhands.parallel.fsdp:fully_sharded",
+        _not_in_parts,
+        "--strategy fsdp",
+        divides_model=True,
     ),
     "pipeline": Entry(
         "pipeline",

@@ -11,10 +11,9 @@ from allhands.data.tokens import Windows
 from allhands.errors import DataError
 from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
-from allhands.parallel.pipeline import PipedSums
 from allhands.run.adapter_files import check_adapter
 from allhands.run.context import RunContext
-from allhands.run.piping import piped, piping_of
+from allhands.run.piping import piped, piping_of, sums_together
 from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
 
@@ -62,6 +61,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     if windows is None or not len(windows):
         raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
+    together = sums_together(piping, ready.sharding, CAUSAL_LM)
     evaluator = Evaluator(
         ready.loaded.model,
         windows,
@@ -73,7 +73,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         cpu_native=ready.accelerator.cpu_native,
         stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
-        piped=None if piping is None else PipedSums(piping, CAUSAL_LM),
+        together=together,
     )
     try:
         loss, num_tokens, _ = evaluator()

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.nn as nn
 from numpy.typing import NDArray
 
-from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader
+from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
 from allhands.checkpoints.resuming import Restored
-from allhands.config.combinations import require_stages, unfit_stages
+from allhands.config.combinations import is_sharded, require_shards, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
@@ -20,9 +20,15 @@ from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.io.regions import Flat
 from allhands.io.trees import flatten
+from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
+from allhands.objectives.base import Objective
+from allhands.parallel.fsdp import FetchedSums
+from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
+from allhands.parallel.sharding import Sharding, shard
 from allhands.run.stage_costs import small_enough
+from allhands.train.evaluation import SumsTogether
 
 
 def divides(config: TrainConfig) -> bool:
@@ -47,11 +53,15 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages.
+    """Return the mesh with an axis of stages, or of ranks that divide all arrays.
 
     Raises:
-        ConfigError: the ranks do not make up whole pipelines.
+        ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
+    if is_sharded(config) and mesh.size > 1:
+        require_shards(config, mesh.size)
+        together = config.dp_shard or mesh.size
+        return replace(mesh, data=mesh.size // together, shard=together)
     if not divides(config):
         return mesh
     require_stages(config, mesh.size)
@@ -74,6 +84,52 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     told = gather_json(pipe, None if own is None else CODES[own])
     dtype = DTYPES[next(code for code in told if code is not None)]
     return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule)
+
+
+def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh) -> Sharding:
+    """Leave this rank with its part of every array of ``model``; called on all ranks together.
+
+    Raises:
+        ConfigError: the back-end has no groups of some ranks.
+        ModelError: the architecture cannot be cut.
+    """
+    together = along(communicator, mesh, "shard", alike=True)
+    copies = along(communicator, mesh, "data", alike=True)
+    keeps = config.strategy == "zero2" or config.reshard == "off"
+    return shard(model, together, copies, communicator, keeps=keeps)
+
+
+def sums_together(piping: Piping | None, sharding: Sharding | None, objective: Objective) -> SumsTogether | None:
+    """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it has everything."""
+    if sharding is not None:
+        return FetchedSums(sharding, objective)
+    return None if piping is None else PipedSums(piping, objective)
+
+
+def parts_of(restored: Restored, sharding: Sharding, progress: Callable[[], None]) -> Restored:
+    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all ranks together."""
+
+    shapes = [(name, array.shape, array.dtype) for name, array in trained_weights(sharding.model).items()]
+    require_same(restored.weights, shapes, restored.place)
+    whole = {name: shape for name, shape, _ in shapes}
+
+    def kept(stored: dict[str, StoredArrayReader], *, state: bool) -> dict[str, StoredArrayReader]:
+        found: dict[str, StoredArrayReader] = {}
+        for name, reader in stored.items():
+            array = name.rpartition(".")[0] if state else name
+            if array not in whole:
+                found[name] = reader
+                continue
+            # All ranks read all arrays in the same order: where rank 0 hands them out others' numbers pass by.
+            shape, region = sharding.regions.get(array, (whole[array], Flat(0, 0)))
+            numbers = reader.read(region)
+            progress()
+            if region.size:
+                found[name] = ReadArray(numbers.reshape(-1, 1) if len(shape) > 1 else numbers, reader.dtype)
+        return found
+
+    weights = kept(restored.weights, state=False)
+    return replace(restored, weights=weights, optimizer=kept(restored.optimizer, state=True))
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:

@@ -64,6 +64,7 @@ from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
+from allhands.parallel.sharding import Sharding
 from allhands.run.context import RunContext
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.dividing import DividedModel, split_agreed, stages_of
@@ -72,7 +73,7 @@ from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divides, kept_of
+from allhands.run.piping import divides, kept_of, parts_of, sharded
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -96,6 +97,7 @@ class LoadedRun:
         passes: outcome of each substitution of modules.
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
+        sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them all.
     """
 
     config: TrainConfig
@@ -113,6 +115,7 @@ class LoadedRun:
     passes: tuple[Applied, ...] = ()
     stages: tuple[Stage, ...] = ()
     split: tuple[int, ...] = ()
+    sharding: Sharding | None = None
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """Return the facts that an adapter records beside the options: trained blocks, model, date in its data, end
@@ -156,21 +159,24 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
-    in_parts = divides(config)
+    in_stages, in_parts = divides(config), divides(config) or mesh.shard > 1
     if in_parts:
         _start_from(start, model, config)
     if checkpoint is not None:
         notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
         notes += check_versions(checkpoint, versions())
-    facts = RankFacts(config, loaded, data, start, equal=() if in_parts else None)
+    facts = RankFacts(config, loaded, data, start, equal=() if in_stages else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
     if in_parts:
         # Before the model is cut, because all ranks have a say in where.
         communicator, data = _met(facts, surroundings, opened.made_data)
+    if in_stages:
+        assert communicator is not None
         stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
         notes += told
     with _busy(surroundings):
-        read_weights(model)
+        if mesh.shard == 1:
+            read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if not in_parts:
         _start_from(start, model, config)
@@ -182,14 +188,16 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         communicator, data = _met(facts, surroundings, opened.made_data)
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
+    with _busy(surroundings):
+        sharding = sharded(config, model, communicator, mesh) if mesh.shard > 1 else None
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = _restored(received, model, surroundings, in_parts=in_parts)
+    restored = _restored(received, model, surroundings, sharding, in_stages=in_stages)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
-    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split)
+    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, sharding)
 
 
 def _directory_tested(config: TrainConfig, start: Path | None) -> Path | None:
@@ -247,12 +255,16 @@ def _cut(
     return stages, split, told
 
 
-def _restored(received: Restored | None, model: Any, surroundings: RunContext, *, in_parts: bool) -> Restored | None:
+def _restored(
+    received: Restored | None, model: Any, surroundings: RunContext, sharding: Sharding | None, *, in_stages: bool
+) -> Restored | None:
     """A checkpoint, or the part of it that this rank needs, whose weights the model has now."""
     if received is None:
         return None
-    own = kept_of(received, model, surroundings.busy) if in_parts else received
-    restore_weights(model, own, surroundings.busy)
+    own = kept_of(received, model, surroundings.busy) if in_stages else received
+    if sharding is not None:
+        own = parts_of(received, sharding, surroundings.busy)
+    restore_weights(model if sharding is None else sharding.parts, own, surroundings.busy)
     return own
 
 
@@ -308,7 +320,7 @@ def _loaded(
     config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
 ) -> LoadedModel:
     """The model, which may be read later where ranks divide it; ``compared``: its fingerprint will be asked for."""
-    divided = divides(config)
+    divided = divides(config) or mesh.shard > 1
     if not divided:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
     how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": divided}
@@ -330,11 +342,14 @@ def _passes_checked(
 ) -> tuple[PassContext, tuple[Applied, ...]]:
     """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
     # A part of a model has no loss by itself.
-    leads = surroundings.mesh.local_rank == 0 and not divides(config)
+    mesh = surroundings.mesh
+    leads = mesh.local_rank == 0 and not divides(config) and mesh.shard == 1
     check = start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
-    if accelerator.kind == "cpu" and is_quantized(loaded.model):
+    if mesh.shard > 1:
+        context = replace(context, short=True)  # what travels stays packed
+    elif accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
         if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):
             context = replace(context, short=True)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from allhands.io.trees import number
 from allhands.observe.metrics import Sampled
+from allhands.parallel.fsdp import FetchedModel
 from allhands.parallel.pipeline import PipedModel
 
 
@@ -27,7 +28,7 @@ class Sampler:
         beat: called with the number of steps done before each token.
     """
 
-    model: nn.Module | PipedModel
+    model: nn.Module | PipedModel | FetchedModel
     tokenizer: Any
     prompts: Sequence[str]
     num_tokens: int

@@ -36,7 +36,8 @@ from allhands.observe.metrics import METRICS_FILE, RunEnded, Sampled, Sink
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
-from allhands.parallel.pipeline import PipedModel, PipedSums
+from allhands.parallel.fsdp import FetchedModel
+from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
@@ -49,7 +50,7 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of
+from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of, sums_together
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -249,10 +250,12 @@ class _RankRun:
     def _sampler(self) -> Callable[[int, int], list[Sampled]]:
         """The function by which the model writes, on all ranks that compute together with rank 0."""
         config = self.config
-        if not (config.sample_prompts and self.mesh.data_rank == 0):
+        sharding = self.ready.sharding
+        if not (config.sample_prompts and (self.mesh.data_rank == 0 or sharding is not None)):
             return lambda step, iteration: []
+        model = self.ready.loaded.model if self._piping is None else PipedModel(self._piping)
         return Sampler(
-            model=self.ready.loaded.model if self._piping is None else PipedModel(self._piping),
+            model=model if sharding is None else FetchedModel(sharding),
             tokenizer=self.ready.loaded.tokenizer,
             prompts=config.sample_prompts,
             num_tokens=config.sample_tokens,
@@ -314,6 +317,7 @@ class _RankRun:
             strategy=self._strategy,
             rounds=rounds_of(config),
             piping=self._piping,
+            sharding=self.ready.sharding,
             codec=self._codec,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -323,7 +327,7 @@ class _RankRun:
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
-        if options.codec is None and not options.rounds.delay and options.piping is None:
+        if options.codec is None and not options.rounds.delay and not (options.piping or options.sharding):
             communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
         return make_step(self.ready.loaded.model, optimizer, communicator, options)
 
@@ -331,6 +335,12 @@ class _RankRun:
     def _piping(self) -> Piping | None:
         ready = self.ready
         return piping_of(self.config, ready.stages, ready.communicator, self.mesh) if ready.stages else None
+
+    @property
+    def _trained(self) -> Any:
+        """The module whose arrays this rank updates."""
+        sharding = self.ready.sharding
+        return self.ready.loaded.model if sharding is None else sharding.parts
 
     @property
     def _cpu_native(self) -> bool:
@@ -377,7 +387,7 @@ class _RankRun:
         """The functions that save on this rank: everything if it keeps files, else the slices that only it holds."""
         ready = self.ready
         held = Held(
-            groups=lambda: sharded_state(ready.loaded.model, optimizer, step.updater.flat, step.strategy),
+            groups=lambda: sharded_state(self._trained, optimizer, step.updater.flat, step.strategy),
             spare_bytes=lambda: step.spare_bytes,
             ranks_here=self.mesh.local_size,
         )
@@ -452,7 +462,7 @@ class _RankRun:
             weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
-            piped=None if self._piping is None else PipedSums(self._piping, self.objective),
+            together=sums_together(self._piping, self.ready.sharding, self.objective),
         )
 
     def _test(self, step: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
+from allhands.config.combinations import is_sharded
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can
@@ -27,6 +28,8 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     """
     name, hint = config.strategy, f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
     where = f"--strategy {name}"
+    if is_sharded(config):
+        name = "fsdp"
     if config.sync_every > 1:
         name, where, hint = (
             "local",
@@ -41,7 +44,7 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
         trained = sum(array.size for array in trained_weights(model).values())
         divided = not STRATEGIES["zero1"].unfit(wanted) and worth_dividing(communicator, trained, wanted.masters)
         return "zero1" if divided else "data"
-    elif wanted.cpu_native:
+    elif wanted.cpu_native and name == "zero1":
         hint = "add --compile on"
     if problem := STRATEGIES[name].unfit(wanted):
         raise ConfigError(problem, where=where, hint=hint)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,6 @@ from allhands.io.trees import number, numbers
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.batch_memory import arrays_of_batches
-from allhands.parallel.pipeline import PipedSums
 from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
@@ -39,6 +38,23 @@ class MeanLoss(NamedTuple):
     metrics: dict[str, float]
 
 
+class SumsTogether(Protocol):
+    """The objective's sums of a batch, where each rank has a part of the model."""
+
+    @property
+    def counts(self) -> bool:
+        """True if this rank's sums are to be counted."""
+        ...
+
+    def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
+        """Return the sums of a batch."""
+        ...
+
+    def finish(self) -> None:
+        """End an evaluation; called on all ranks together."""
+        ...
+
+
 @dataclass
 class Evaluator:
     """Mean loss over the first ``num_batches * batch_size`` examples of a fixed shuffle (all, if negative).
@@ -48,7 +64,7 @@ class Evaluator:
         weights: returns the present speeds of the ranks, if they are not always those of ``mesh``.
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
         beat: called with "validate" and the number of completed steps before each forward pass.
-        piped: computes the sums if each rank has a part of the model.
+        together: computes the sums if each rank has a part of the model.
     """
 
     model: nn.Module
@@ -64,15 +80,15 @@ class Evaluator:
     weights: Callable[[], tuple[float, ...]] | None = None
     stop_requested: Callable[[], int] = lambda: 0
     beat: Callable[[str, int], None] = lambda phase, step: None
-    piped: PipedSums | None = None
+    together: SumsTogether | None = None
 
     def __post_init__(self) -> None:
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
         self._shares = (
-            self.communicator if self.piped else along(self.communicator, self.mesh, "data", "shard", alike=True)
+            self.communicator if self.together else along(self.communicator, self.mesh, "data", "shard", alike=True)
         )
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
-        self._sums = self.piped or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
+        self._sums = self.together or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()
         found, wanted = len(self.windows), self.num_batches * self.batch_size
         # Always the same examples, so that losses of one run, and of several, can be compared.
@@ -108,10 +124,10 @@ class Evaluator:
             # A device has the next pass in its queue when it has done with one.
             mx.async_eval(sums)
             mx.eval(before)
-            if self.piped is None or self.piped.counts:
+            if self.together is None or self.together.counts:
                 counts.update(objective.counts(batch))
-        if self.piped is not None:
-            self.piped.finish()
+        if self.together is not None:
+            self.together.finish()
         self.model.train()
         self.beat("reduce", step)
         _, summed = sum_over_ranks(self._shares, [], own_numbers(sums, counts, stop))

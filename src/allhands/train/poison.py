@@ -52,6 +52,8 @@ def find_culprits(
     communicator: Communicator,
     beat: Callable[[str], None],
     together: Communicator = _ALONE,
+    *,
+    in_step: bool = False,
 ) -> Blame:
     """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank must call it.
 
@@ -61,6 +63,8 @@ def find_culprits(
         beat: called with "compute" before each example and with "reduce" before waiting for other ranks.
         together: ranks that have the same micro-batches, and each a part of the weights and of ``gradient``. The first
             of them names what they have found.
+        in_step: whether these have rows of their own, but compute together; ``gradient`` then takes ``None`` for
+            another rank's example.
     """
 
     def everywhere(good: bool) -> bool:
@@ -69,13 +73,35 @@ def find_culprits(
     own = _all_finite(weights)
     finite = everywhere(own)
     rows = [(batch, row) for batch in micro_batches for row in range(len(batch.examples))]
-    found = [int(b.examples[r]) for b, r in rows if not everywhere(_is_finite(gradient, b, r, beat))] if finite else []
-    if together.rank:
-        rows, found = [], []
+    if in_step:
+        alone = [batch.alone(row) for batch, row in rows if finite]
+        found = _in_step(gradient, [each for each in alone if each.num_targets], together, everywhere, beat)
+    else:
+        found = [int(b.examples[r]) for b, r in rows if finite and not everywhere(_is_finite(gradient, b, r, beat))]
+        if together.rank:
+            rows, found = [], []
     named = [*sorted(found), *[_NO_EXAMPLE] * NAMED][:NAMED]
     mine = np.array([not own, len(rows), len(found), *named], dtype=np.int32)
     beat("reduce")
     return _judge(gather_rows(communicator, mine))
+
+
+def _in_step(
+    gradient: Callable[..., tuple[mx.array, Any]],
+    own: Sequence[MicroBatch],
+    together: Communicator,
+    everywhere: Callable[[bool], bool],
+    beat: Callable[[str], None],
+) -> list[int]:
+    """The examples of this rank that give what is not finite: one of one rank at a time, which all compute together."""
+    found: list[int] = []
+    for rank, count in enumerate(gather_rows(together, np.array([len(own)], dtype=np.int32))[:, 0].tolist()):
+        for place in range(count):
+            beat("compute")
+            mine = own[place] if rank == together.rank else None
+            if not everywhere(_finite(*gradient(mine))) and mine is not None:
+                found.append(int(mine.examples[0]))
+    return found
 
 
 def _all_finite(tree: Any) -> bool:
@@ -90,7 +116,10 @@ def _is_finite(
     if example.num_targets == 0:
         return True
     beat("compute")
-    loss, grads = gradient(example)
+    return _finite(*gradient(example))
+
+
+def _finite(loss: mx.array, grads: Any) -> bool:
     return bool((mx.isfinite(loss) & mx.isfinite(clip(grads, None)[1])).item())
 
 

@@ -32,7 +32,8 @@ def sharded_state(
     model: nn.Module, optimizer: optim.Optimizer, flat: FlatState | None, strategy: Strategy | None = None
 ) -> dict[str, ShardedState]:
     """Return the state of training on this rank, by the file that is called after the group of arrays."""
-    state = owned_tree(optimizer.state) if flat is None or flat.shards is None else dict(_divided(flat))
+    regions = {} if strategy is None else strategy.regions
+    state = _in_regions(optimizer.state, regions) if flat is None or flat.shards is None else dict(_divided(flat))
     if strategy is not None:
         if strategy.keeps_own_optimizer and strategy.communicator.size > 1:
             state = dict(_in_rows(state, strategy.communicator.rank, strategy.communicator.size))
@@ -42,9 +43,22 @@ def sharded_state(
             f"{_OUTER}{_ROWS}{name}": _row(owned(array), communicator.rank, communicator.size)
             for name, array in own.items()
         }
-    found: dict[str, ShardedState] = {WEIGHTS_FILE: owned_tree(model.trainable_parameters()), OPTIMIZER_FILE: state}
+    found: dict[str, ShardedState] = {
+        WEIGHTS_FILE: _in_regions(model.trainable_parameters(), regions),
+        OPTIMIZER_FILE: state,
+    }
     if strategy is not None and (left := dict(_left_out(model, flat, strategy))):
         found[LEFT_FILE] = left
+    return found
+
+
+def _in_regions(tree: Any, regions: Mapping[str, tuple[tuple[int, ...], Flat]]) -> dict[str, OwnedSlice]:
+    """The arrays of a tree of weights, or of an optimizer's state, of which this rank may have parts."""
+    found = owned_tree(tree)
+    for name, each in found.items():
+        part = regions.get(name) or regions.get(name.rpartition(".")[0])
+        if part is not None and each.get().size == part[1].size:
+            found[name] = owned(each.get().reshape(-1), *part)
     return found
 
 

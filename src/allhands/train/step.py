@@ -26,6 +26,7 @@ from allhands.parallel.gradient import Computing
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.rounds import Rounds
+from allhands.parallel.sharding import Sharding
 from allhands.parallel.sums import Gradients, Times
 from allhands.train.poison import find_culprits
 from allhands.train.result import StepResult, not_finite, own_numbers, result_of
@@ -43,6 +44,7 @@ class StepOptions:
         strategy: its name.
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
+        sharding: the same for a strategy that divides its arrays.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
@@ -60,6 +62,7 @@ class StepOptions:
     strategy: str = "data"
     rounds: Rounds = field(default_factory=Rounds)
     piping: Piping | None = None
+    sharding: Sharding | None = None
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -76,11 +79,12 @@ def make_step(
     """Return the step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
-    how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping)
+    how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping, options.sharding)
     exchanging = Exchanging(communicator, *how)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
-    updater = make_updater(model, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
+    trained = model if options.sharding is None else options.sharding.parts
+    updater = make_updater(trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
     computing = Computing(native, options.compiled, options.dropout, heartbeat)
     passes = Passes(model, options.objective, computing, updater.flat, waits=strategy.passes_wait)
     strategy.prepare(passes, updater.expected)
@@ -189,11 +193,12 @@ class TrainStep:
         gradient, together = self.strategy.one_by_one(self.passes)
         blame = find_culprits(
             gradient,
-            self.passes.model.trainable_parameters(),
+            self.updater.weights(),
             micro_batches,
             self.strategy.communicator,
             self.options.heartbeat,
             together,
+            in_step=self.strategy.in_step,
         )
         reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
         if self.options.non_finite == "stop":

@@ -77,6 +77,10 @@ class Updater(ABC):
         self._optimizer = optimizer
         self._rules = rules
 
+    def weights(self) -> Any:
+        """Return the tree of the arrays that are updated."""
+        return self._model.trainable_parameters()
+
     def __call__(self, reduced: Reduced) -> Updated:
         """Take the update of a global batch; empties ``reduced.grads``."""
         return self._update(reduced)

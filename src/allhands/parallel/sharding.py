@@ -1,0 +1,330 @@
+"""Parameters that ranks have divided among them: the parts that each keeps, fetched for some blocks at a time.
+
+The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank keeps an equal part of
+every row (ZeRO-3, arXiv 1910.02054). A pass fetches the rows of a unit, which is a block, with the embedding before the
+first one and the head after the last, and drops them afterwards. The next unit's rows travel meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from allhands.distributed.backend import Communicator, sum_scatter
+from allhands.io.regions import Flat
+from allhands.io.trees import flatten, number, part_of, unflatten
+from allhands.model.stages import Blocks, Stage, cut
+
+# Numbers of a part are a multiple, so that kernels' vectors fit.
+_ALIGNED = 16
+# Beside the numbers of blocks: the table of tokens, and what follows the last block.
+_TABLE, _OUTSIDE = -1, -2
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array of the model: ``module[key]``, with its dotted name and shape, and where it begins in its row."""
+
+    name: str
+    module: nn.Module
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class DividedRow:
+    """Arrays of one type end to end, of which each rank keeps an equal part.
+
+    Attributes:
+        places: the arrays.
+        trained: True if all of them are trained; otherwise none is.
+        each: numbers of a part; where the ranks do not divide the row, zeros follow it.
+    """
+
+    def __init__(self, places: Sequence[Place], dtype: mx.Dtype, communicator: Communicator, *, trained: bool) -> None:
+        self.places = tuple(places)
+        self.dtype = dtype
+        self.trained = trained
+        self.size = sum(place.size for place in places)
+        self.each = -(-self.size // (communicator.size * _ALIGNED)) * _ALIGNED
+        self._begin = communicator.rank * self.each
+        self._frozen: mx.array | None = None
+
+    def regions(self) -> Iterator[tuple[Place, Flat]]:
+        """This rank's numbers of each array of which it keeps any, in order."""
+        for place in self.places:
+            start, stop = (
+                min(max(edge - place.start, 0), place.size) for edge in (self._begin, self._begin + self.each)
+            )
+            if start < stop:
+                yield place, Flat(start, stop)
+
+    def take(self) -> dict[str, mx.array]:
+        """Read this rank's numbers and take the arrays out of the model; the trained ones by name.
+
+        One array after the other is read, and none of which this rank keeps nothing.
+        """
+        mine: dict[str, mx.array] = {}
+        for place, region in self.regions():
+            mine[place.name] = mx.contiguous(place.module[place.key].reshape(-1)[region.start : region.stop])
+            mx.eval(mine[place.name])
+        for place in self.places:
+            place.module[place.key] = self._absent(place)
+        if self.trained:
+            return {place.name: self.shaped(place, mine[place.name]) for place, _ in self.regions()}
+        self._frozen = self._filled(list(mine.values()))
+        mx.eval(self._frozen)
+        return {}
+
+    def part(self, parts: Mapping[str, Any]) -> mx.array:
+        """(each,) this rank's part, of the tree of trained ``parts``."""
+        if self._frozen is not None:
+            return self._frozen
+        return self._filled([part_of(parts, place.name).reshape(-1) for place, _ in self.regions()])
+
+    def arrays(self, whole: mx.array) -> list[mx.array]:
+        """Return the arrays in a whole row."""
+        return [whole[p.start : p.start + p.size].reshape(p.shape) for p in self.places]
+
+    def joined(self, arrays: Sequence[mx.array] | None, size: int) -> mx.array:
+        """Return the row of these arrays, long enough for ``size`` parts; ``None``: of zeros."""
+        if arrays is None:
+            return mx.zeros((size * self.each,), dtype=self.dtype)
+        missing = size * self.each - self.size
+        zeros = [mx.zeros((missing,), dtype=self.dtype)] if missing else []
+        return mx.concatenate([*(array.astype(self.dtype).reshape(-1) for array in arrays), *zeros])
+
+    def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
+        """Return this rank's numbers in a part by the names of the arrays."""
+        for place, region in self.regions():
+            first = place.start + region.start - self._begin
+            yield place.name, self.shaped(place, part[first : first + region.size])
+
+    @staticmethod
+    def shaped(place: Place, numbers: mx.array) -> mx.array:
+        """Return numbers of an array with two dimensions if it has several, by which optimizers tell matrices."""
+        return numbers.reshape(-1, 1) if len(place.shape) > 1 else numbers
+
+    def install(self, arrays: Sequence[mx.array]) -> None:
+        """Put arrays into the model."""
+        for place, array in zip(self.places, arrays, strict=True):
+            place.module[place.key] = array
+
+    def remove(self) -> None:
+        """Leave what holds no memory in their place."""
+        self.install([self._absent(place) for place in self.places])
+
+    def _absent(self, place: Place) -> mx.array:
+        return mx.broadcast_to(mx.zeros((), dtype=self.dtype), place.shape)
+
+    def _filled(self, arrays: list[mx.array]) -> mx.array:
+        missing = self.each - sum(array.size for array in arrays)
+        return mx.concatenate([*arrays, mx.zeros((missing,), dtype=self.dtype)]) if missing else mx.concatenate(arrays)
+
+
+@dataclass
+class Unit:
+    """A stage of one block, and the rows that it computes with.
+
+    It is what :class:`~allhands.parallel.engine.StageCompute` takes for the trained weights of a stage.
+    """
+
+    stage: Stage
+    rows: tuple[DividedRow, ...]
+
+    @property
+    def trained_rows(self) -> list[DividedRow]:
+        """The rows that are trained."""
+        return [row for row in self.rows if row.trained]
+
+    @property
+    def leaves(self) -> Unit:
+        """The places of the trained arrays."""
+        return self
+
+    def weights(self) -> list[mx.array]:
+        """Return the trained arrays, which have been fetched."""
+        return [place.module[place.key] for row in self.trained_rows for place in row.places]
+
+    @contextmanager
+    def installed(self, arrays: list[mx.array]) -> Generator[None]:
+        """Compute with these trained arrays inside the block."""
+        with self.kept():
+            rest = list(arrays)
+            for row in self.trained_rows:
+                row.install(rest[: len(row.places)])
+                del rest[: len(row.places)]
+            yield
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Leave the model with its own arrays after the block."""
+        before = [[place.module[place.key] for place in row.places] for row in self.trained_rows]
+        try:
+            yield
+        finally:
+            for row, arrays in zip(self.trained_rows, before, strict=True):
+                row.install(arrays)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model of which each rank keeps a part of every array.
+
+    Attributes:
+        model: without arrays, but for those of units that are being computed.
+        units: in the model's order.
+        parts: this rank's numbers of the trained arrays, by the arrays' names.
+        shard: the ranks that have divided the arrays; ``data``: those that keep the same parts, for other rows.
+        world: all of them.
+        keeps: True if fetched rows stay until the step ends, instead of being fetched again for the backward pass.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    parts: nn.Module
+    shard: Communicator
+    data: Communicator
+    world: Communicator
+    keeps: bool = False
+    _kept: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+
+    @property
+    def rows(self) -> list[DividedRow]:
+        """All rows, each once."""
+        return list({id(row): row for unit in self.units for row in unit.rows}.values())
+
+    @property
+    def regions(self) -> dict[str, tuple[tuple[int, ...], Flat]]:
+        """Shape of each trained array and this rank's place in it, by name; only where it keeps any of it."""
+        return {
+            place.name: (place.shape, region) for row in self.rows if row.trained for place, region in row.regions()
+        }
+
+    @property
+    def first_trained(self) -> int:
+        """Number of the first unit that trains anything."""
+        return next((at for at, unit in enumerate(self.units) if unit.trained_rows), len(self.units) - 1)
+
+    def moved(self, move: Callable[[Communicator], Communicator]) -> Sharding:
+        """Return the same over other communicators of the same ranks."""
+        return replace(self, shard=move(self.shard), data=move(self.data), world=move(self.world))
+
+    def anyone(self, wants: bool) -> bool:
+        """True if any rank wants; asked on all ranks together, before each pass, of which all do the same number."""
+        return number(self.world.all_sum(mx.array(float(wants)))) > 0
+
+    def fetched(self, units: Sequence[Unit], wait: Callable[[list[mx.array]], None]) -> Generator[Unit]:
+        """Go through ``units``: each is given with its whole arrays in the model, and without them afterwards.
+
+        Called on all ranks together. ``wait`` is called with arrays that are still on their way.
+        """
+        ahead: list[mx.array] = self._begin(units[0]) if units else []
+        for place, unit in enumerate(units):
+            rows, ahead = ahead, self._begin(units[place + 1]) if place + 1 < len(units) else []
+            wait(rows)
+            for row, whole in zip(unit.rows, rows, strict=True):
+                row.install(row.arrays(whole))
+            del rows
+            try:
+                yield unit
+            finally:
+                for row in unit.rows:
+                    row.remove()
+
+    def push(self, row: DividedRow, gradients: Sequence[mx.array] | None) -> mx.array:
+        """Begin to add up the gradients of a row's arrays over the ranks that divide it: this rank's part of the sums.
+
+        Called on all ranks together; a rank that has none gives ``None``.
+        """
+        mine = sum_scatter(self.shard, row.joined(gradients, self.shard.size))
+        mx.async_eval(mine)
+        return mine
+
+    def forget(self) -> None:
+        """Drop rows that were kept; their weights will not be those of the next step."""
+        self._kept.clear()
+
+    def _begin(self, unit: Unit) -> list[mx.array]:
+        """Begin to fetch a unit's rows."""
+        found: list[mx.array] = []
+        for row in unit.rows:
+            if (whole := self._kept.get(id(row))) is None:
+                # By itself, so that all ranks exchange in the same order.
+                whole = self.shard.all_gather(row.part(self.parts))
+                mx.async_eval(whole)
+                if self.keeps:
+                    self._kept[id(row)] = whole
+            found.append(whole)
+        return found
+
+
+def shard(
+    model: nn.Module, shard: Communicator, data: Communicator, world: Communicator, *, keeps: bool = False
+) -> Sharding:
+    """Leave this rank with its part of every array of ``model``, whose arrays may not have been read.
+
+    Raises:
+        ModelError: the architecture cannot be cut into stages.
+    """
+    originals = list(_blocks_of(model))
+    blocks = [list(block.modules()) for block in originals]
+    count = len(blocks)
+    stages = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
+    own = {id(module): at for at, modules in enumerate(blocks) for module in modules}
+    own |= dict.fromkeys(map(id, stages[0].table.modules()), _TABLE)
+    groups = _groups(model, own)
+    rows = {at: _rows(named, shard) for at, named in groups.items()}
+    units: list[Unit] = []
+    for at, stage in enumerate(stages):
+        needed = [at]
+        if stage.blocks.needs_embedding(tied=bool(stage.shared)):
+            needed.insert(0, _TABLE)
+        if stage.blocks.is_last:
+            needed.append(_OUTSIDE)
+        units.append(Unit(stage, tuple(row for place in needed for row in rows.get(place, ()))))
+    parts: dict[str, mx.array] = {}
+    for each in rows.values():
+        for row in each:
+            parts |= row.take()
+    kept = nn.Module()
+    for key, value in unflatten(parts.items()).items() if parts else ():
+        kept[key] = value
+    return Sharding(model, tuple(units), kept, shard, data, world, keeps)
+
+
+def _blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    blocks: Any = model
+    return blocks.layers
+
+
+def _groups(model: nn.Module, own: Mapping[int, int]) -> dict[int, list[tuple[str, nn.Module, str, bool]]]:
+    """Each array of the model: its name, module, key there, and whether it is trained, by the block that has it."""
+    trained = {name for name, _ in flatten(model.trainable_parameters())}
+    found: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
+    seen = set[tuple[int, str]]()
+    for path, module in model.named_modules():
+        for key, value in module.items():
+            if not isinstance(value, mx.array) or (id(module), key) in seen or key.startswith("_"):
+                continue
+            seen.add((id(module), key))
+            name = f"{path}.{key}" if path else key
+            found.setdefault(own.get(id(module), _OUTSIDE), []).append((name, module, key, name in trained))
+    return found
+
+
+def _rows(named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator) -> list[DividedRow]:
+    """The rows of some arrays: one of each type, and of trained and other ones."""
+    kinds: dict[tuple[bool, mx.Dtype], list[Place]] = {}
+    for name, module, key, trained in named:
+        array = module[key]
+        places = kinds.setdefault((trained, array.dtype), [])
+        start = places[-1].start + places[-1].size if places else 0
+        places.append(Place(name, module, key, tuple(array.shape), start, array.size))
+    return [DividedRow(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]

@@ -1,0 +1,135 @@
+"""Fully sharded ranks against one process: losses, norms, validation and weights, and what is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny import write_chat_data, write_model
+from tokenizers import Tokenizer
+from trained import arrays, assert_same, told, train
+
+SHARDED = ("--strategy", "fsdp")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp")
+    write_model(folder / "model", layers=4, hidden=64)
+    write_model(folder / "untied", layers=3, hidden=64, tied=False)
+    write_model(folder / "quantised", layers=3, hidden=64, bits=4)
+    write_chat_data(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    train(place, "alone", "--fine-tune-type", "full")
+    return place / "alone"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("-n", "2", "--backend", "ring"),
+        ("-n", "2", "--backend", "mpi", "--reshard", "off"),
+        ("-n", "3", "--backend", "ring", "--compile", "on"),
+        ("-n", "4", "--backend", "mpi", "--dp-shard", "2"),
+        ("-n", "4", "--backend", "ring", "--dp-shard", "2"),
+        ("-n", "3", "--backend", "ring", "--rank-weights", "[1, 2, 4]", "--micro-batch-tokens", "96"),
+    ],
+    ids=["ring", "kept", "in a graph", "two copies", "two copies on a ring", "unlike shares"],
+)
+def test_ranks_with_a_part_of_every_array_train_as_one_process(place: Path, alone: Path, more: tuple[str, ...]) -> None:
+    name = "-".join(more).translate({ord(each): None for each in ",[] "})
+    train(place, name, "--fine-tune-type", "full", *more, *SHARDED)
+    assert_same(alone, place / name)
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("model", ("--num-layers", "2")),
+        ("untied", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3")),
+        ("quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        ("quantised", ("--fine-tune-type", "dora", "--compile", "on")),
+        ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
+        ("model", ("--optimizer", "adamw", "--learning-rate", "0.001", "--grad-checkpoint")),
+    ],
+    ids=["the last blocks", "few rows", "quantised, dropout", "dora, in a graph", "packed documents", "adamw"],
+)
+def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ...]) -> None:
+    one, other = f"one-{'-'.join(more)}"[:80], f"two-{'-'.join(more)}"[:80]
+    train(place, one, *more, model=model)
+    train(place, other, *more, "-n", "2", "--backend", "ring", *SHARDED, model=model)
+    assert_same(place / one, place / other)
+
+
+def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
+    adam = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
+    train(place, "adam", *adam)
+    train(place, "whole", *adam, "-n", "2", *SHARDED)
+    train(place, "half", *adam, "-n", "2", *SHARDED, "--iters", "2")
+    train(place, "half-alone", *adam, "--iters", "2")
+    for name in ("bits", "three", "none", "stages"):
+        shutil.copytree(place / "half", place / name)
+    train(place, "bits", *adam, "-n", "2", *SHARDED, "--resume", "auto")
+    train(place, "three", *adam, "-n", "3", *SHARDED, "--resume", "auto")
+    train(place, "none", *adam, "--resume", "auto")
+    train(place, "stages", *adam, "-n", "2", "--strategy", "pipeline", "--resume", "auto")
+    train(place, "half-alone", *adam, "-n", "2", *SHARDED, "--resume", "auto")
+    whole, again = (arrays(place / name / "adapters.safetensors") for name in ("whole", "bits"))
+    assert all(mx.array_equal(whole[key], again[key]).item() for key in whole)
+    for name in ("three", "none", "stages", "half-alone"):
+        assert_same(place / "adam", place / name)
+
+
+def test_samples_are_those_of_one_process(place: Path) -> None:
+    texts: list[list[str]] = []
+    for name, more in (("samples-1", ()), ("samples-2", ("-n", "2", "--backend", "ring", *SHARDED))):
+        train(place, name, "--sample-prompts", '["hello", "you"]', "--sample-tokens", "12", *more)
+        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        texts.append([line["text"] for line in lines if line["event"] == "sampled"])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("-n", "3", *SHARDED, "--dp-shard", "2"), "--dp-shard 2"),
+        (("-n", "2", "--reshard", "off"), "--reshard"),
+        (("-n", "2", *SHARDED, "--compress", "int8"), "--compress"),
+        (("-n", "2", *SHARDED, "--optimizer", "muon"), "--strategy fsdp"),
+        (("-n", "2", "--strategy", "zero2", "--reshard", "on"), "--reshard"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
+    assert words in train(place, "refused", *more, code=2)
+
+
+def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
+    """Whatever holds one letter is poisoned by the frozen table of tokens."""
+    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
+    token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_chat_data(place / "with-z")
+    file = place / "with-z" / "train.jsonl"
+    lines = file.read_text().splitlines()
+    for number in (4, 11):
+        lines[number] = lines[number].replace('"content": "', '"content": "z', 1)
+    file.write_text("\n".join(lines) + "\n")
+    more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
+    found: list[Any] = []
+    for ranks in ("1", "2", "3"):
+        parts = () if ranks == "1" else (*SHARDED, "--backend", "ring")
+        train(place, f"skipped-{ranks}", *more, "-n", ranks, *parts, model="poisoned")
+        found.append(told(place / f"skipped-{ranks}", "skipped", "step", "examples"))
+    assert found[0] == found[1] == found[2]
+    assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
