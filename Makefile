@@ -42,7 +42,7 @@ test: $(STAMP) ## the whole test suite (30 to 50 minutes on 2 cores)
 # Long ones that measure seconds, or how fast a cable is, have the computer to themselves, too.
 TIMED_LONG := $(addprefix tests/distributed/test_,netbench_groups.py remote.py) \
   $(addprefix tests/fault/test_,broken_cluster_network.py recovery_pipeline_network.py)
-test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 50 minutes)
+test-long: $(STAMP) ## trainings under every kind of fault, here and on several computers, and every architecture's gradient (about 70 minutes)
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED_LONG))
 	$(BIN)/python -m pytest -m long $(TIMED_LONG)
 

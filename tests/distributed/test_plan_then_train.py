@@ -51,8 +51,10 @@ def test_planned_trained_and_told(tmp_path: Path) -> None:
     assert shown[:2] == [f"{memory.rank_bytes / 1e6:.0f} MB", f"{peak / 1e6:.0f} MB"]
     assert float(shown[2]) == pytest.approx(peak / memory.rank_bytes, abs=0.006)
     assert memory.rank_bytes == pytest.approx(peak, rel=0.2)
-    assert {"a step", "all steps", "time to the start"} <= rows.keys()
-    assert all(float(rows[name][2]) > 0 for name in ("a step", "all steps", "time to the start"))
+    # A plan that was measured on a busy computer says so, and its times are compared with nothing.
+    times = {"a step", "all steps", "time to the start"}
+    assert times & rows.keys() == (set() if plan.doubt else times)
+    assert all(float(rows[name][2]) > 0 for name in times & rows.keys())
     assert "Not trained with the options that were planned" not in page
     # A second run, with other options, is compared with the same plan, and says so.
     second = run_allhands("pretrain", *changed(words, ["--batch-size", "4"]), *report_each, cwd=tmp_path, timeout=200)

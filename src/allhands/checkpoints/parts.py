@@ -182,17 +182,17 @@ def _weights_of(parts: Sequence[WrittenPart], directory: Path) -> list[list[Tens
     An array is with the rank that has the first of it. It is put together when it is asked for, and of the files' pages
     only those of the last one are kept.
     """
-    pieces = [[array for array in part.arrays if _is_weight(array)] for part in parts]
-    names = {each.file for arrays in pieces for array in arrays for each in array.slices}
-    files = {name: MappedFile(directory / name) for name in names}
-    for name in names:
+    pieces = [list(filter(_is_weight, part.arrays)) for part in parts]
+    together = [array for arrays in pieces for array in arrays]
+    files = {name: MappedFile(directory / name) for name in _files_of(together)}
+    for name in files:
         (directory / name).unlink()  # it can be read as long as it is open
-    whole = {array.name: array for array in merged([array for arrays in pieces for array in arrays])}
-    found: list[list[Tensor]] = []
-    for arrays in pieces:
-        first = [whole.pop(array.name) for array in arrays if array.name in whole]
-        found.append([_tensor(array, files) for array in first])
-    return found
+    whole = {array.name: _tensor(array, files) for array in merged(together)}
+    return [[whole.pop(array.name) for array in arrays if array.name in whole] for arrays in pieces]
+
+
+def _files_of(arrays: Iterable[StoredArray]) -> set[str]:
+    return {each.file for array in arrays for each in array.slices}
 
 
 def _tensor(array: StoredArray, files: Mapping[str, MappedFile]) -> Tensor:
@@ -206,8 +206,8 @@ def _tensor(array: StoredArray, files: Mapping[str, MappedFile]) -> Tensor:
 
 
 def _without_weights(part: WrittenPart) -> WrittenPart:
+    names = _files_of(filter(_is_weight, part.arrays))
     arrays = [array for array in part.arrays if not _is_weight(array)]
-    names = {each.file for array in part.arrays if _is_weight(array) for each in array.slices}
     return WrittenPart({name: file for name, file in part.files.items() if name not in names}, arrays)
 
 

@@ -60,6 +60,11 @@ class Restored:
     own: bool = False
     left: dict[str, StoredArrayReader] = field(default_factory=dict[str, StoredArrayReader])
 
+    @property
+    def step(self) -> int:
+        """Number of updates that the run has made."""
+        return int(self.state["step"])
+
 
 def find_checkpoint(
     config: TrainConfig, directory: Path, run_id: str, attempt: int, *, verify: bool = True

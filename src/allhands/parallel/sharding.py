@@ -273,38 +273,30 @@ def shard(
     Raises:
         ModelError: the architecture cannot be cut into stages.
     """
-    originals = list(_blocks_of(model))
-    blocks = [list(block.modules()) for block in originals]
-    count = len(blocks)
-    stages = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
-    own = {id(module): at for at, modules in enumerate(blocks) for module in modules}
-    own |= dict.fromkeys(map(id, stages[0].table.modules()), _TABLE)
-    groups = _groups(model, own)
-    rows = {at: _rows(named, shard) for at, named in groups.items()}
-    units: list[Unit] = []
-    for at, stage in enumerate(stages):
-        needed = [at]
-        if stage.blocks.needs_embedding(tied=bool(stage.shared)):
-            needed.insert(0, _TABLE)
-        if stage.blocks.is_last:
-            needed.append(_OUTSIDE)
-        units.append(Unit(stage, tuple(row for place in needed for row in rows.get(place, ()))))
-    parts: dict[str, mx.array] = {}
-    for each in rows.values():
-        for row in each:
-            parts |= row.take()
-    kept = nn.Module()
-    for key, value in unflatten(parts.items()).items() if parts else ():
-        kept[key] = value
-    return Sharding(model, tuple(units), kept, shard, data, world, keeps)
-
-
-def _blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     blocks: Any = model
-    return blocks.layers
+    owner = {id(module): at for at, block in enumerate(blocks.layers) for module in block.modules()}
+    count = len(blocks.layers)
+    stages = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
+    owner |= dict.fromkeys(map(id, stages[0].table.modules()), _TABLE)
+    rows = {at: _rows(named, shard) for at, named in _groups(model, owner).items()}
+    units = tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in stages)
+    taken = [pair for each in rows.values() for row in each for pair in row.take().items()]
+    parts = nn.Module()
+    for key, value in unflatten(taken).items() if taken else ():
+        parts[key] = value
+    return Sharding(model, units, parts, shard, data, world, keeps)
 
 
-def _groups(model: nn.Module, own: Mapping[int, int]) -> dict[int, list[tuple[str, nn.Module, str, bool]]]:
+def _needed(stage: Stage, rows: Mapping[int, Sequence[DividedRow]]) -> Iterator[DividedRow]:
+    """The rows that a stage of one block computes with."""
+    if stage.blocks.needs_embedding(tied=bool(stage.shared)):
+        yield from rows.get(_TABLE, ())
+    yield from rows.get(stage.blocks.first, ())
+    if stage.blocks.is_last:
+        yield from rows.get(_OUTSIDE, ())
+
+
+def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[str, nn.Module, str, bool]]]:
     """Each array of the model: its name, module, key there, and whether it is trained, by the block that has it."""
     trained = {name for name, _ in flatten(model.trainable_parameters())}
     found: dict[int, list[tuple[str, nn.Module, str, bool]]] = {}
@@ -315,7 +307,7 @@ def _groups(model: nn.Module, own: Mapping[int, int]) -> dict[int, list[tuple[st
                 continue
             seen.add((id(module), key))
             name = f"{path}.{key}" if path else key
-            found.setdefault(own.get(id(module), _OUTSIDE), []).append((name, module, key, name in trained))
+            found.setdefault(owner.get(id(module), _OUTSIDE), []).append((name, module, key, name in trained))
     return found
 
 

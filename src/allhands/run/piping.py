@@ -10,7 +10,7 @@ import mlx.nn as nn
 from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
-from allhands.checkpoints.resuming import Restored
+from allhands.checkpoints.resuming import Restored, restore_weights
 from allhands.config.combinations import is_sharded, require_shards, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
@@ -86,13 +86,15 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule)
 
 
-def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh) -> Sharding:
-    """Leave this rank with its part of every array of ``model``; called on all ranks together.
+def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh) -> Sharding | None:
+    """Leave this rank with its part of every array of ``model``, where ranks divide them; called on all together.
 
     Raises:
         ConfigError: the back-end has no groups of some ranks.
         ModelError: the architecture cannot be cut.
     """
+    if mesh.shard == 1:
+        return None
     together = along(communicator, mesh, "shard", alike=True)
     copies = along(communicator, mesh, "data", alike=True)
     keeps = config.strategy == "zero2" or config.reshard == "off"
@@ -104,6 +106,24 @@ def sums_together(piping: Piping | None, sharding: Sharding | None, objective: O
     if sharding is not None:
         return FetchedSums(sharding, objective)
     return None if piping is None else PipedSums(piping, objective)
+
+
+def restored_part(
+    received: Restored | None,
+    model: nn.Module,
+    sharding: Sharding | None,
+    progress: Callable[[], None],
+    *,
+    in_stages: bool,
+) -> Restored | None:
+    """Return a checkpoint, or the part of it that this rank needs, and give the model its weights."""
+    if received is None:
+        return None
+    own = kept_of(received, model, progress) if in_stages else received
+    if sharding is not None:
+        own = parts_of(received, sharding, progress)
+    restore_weights(model if sharding is None else sharding.parts, own, progress)
+    return own
 
 
 def parts_of(restored: Restored, sharding: Sharding, progress: Callable[[], None]) -> Restored:

@@ -24,7 +24,6 @@ from allhands.checkpoints.resuming import (
     find_checkpoint,
     keeps_files,
     receive,
-    restore_weights,
 )
 from allhands.checkpoints.rundir import kept_as
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
@@ -73,7 +72,7 @@ from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divides, kept_of, parts_of, sharded
+from allhands.run.piping import divides, restored_part, sharded
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -146,9 +145,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     """Load model and data, join the group and agree; go on from a checkpoint."""
     prepare_process()
     mesh, notes = surroundings.mesh, list(config.notes)
-    tested = _directory_tested(config, start)
-    if tested is not None:
-        config = as_written(config, tested)
+    config, tested = _tested(config, start)
     notes += _launching(config, mesh)
     accelerator = detect()
     kernels = kernel_forms(accelerator, cpu_native=accelerator.runs_natively(config.compile))
@@ -162,26 +159,21 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     in_stages, in_parts = divides(config), divides(config) or mesh.shard > 1
     if in_parts:
         _start_from(start, model, config)
-    if checkpoint is not None:
-        notes += check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
-        notes += check_versions(checkpoint, versions())
+    notes += _checkpoint_notes(checkpoint, opened)
     facts = RankFacts(config, loaded, data, start, equal=() if in_stages else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
     if in_parts:
         # Before the model is cut, because all ranks have a say in where.
         communicator, data = _met(facts, surroundings, opened.made_data)
-    if in_stages:
-        assert communicator is not None
-        stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
-        notes += told
+        if in_stages:
+            stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
+            notes += told
     with _busy(surroundings):
         if mesh.shard == 1:
             read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if not in_parts:
         _start_from(start, model, config)
-    if config.isolate_documents:
-        require_isolation(model, loaded.config["model_type"])
     if checkpoint is not None:
         kernels = kernels.check_resumed(checkpoint.state)
     if communicator is None:
@@ -189,20 +181,30 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     with _busy(surroundings):
-        sharding = sharded(config, model, communicator, mesh) if mesh.shard > 1 else None
+        sharding = sharded(config, model, communicator, mesh)
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = _restored(received, model, surroundings, sharding, in_stages=in_stages)
+    restored = restored_part(received, model, sharding, surroundings.busy, in_stages=in_stages)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
-    surroundings.beat("start", 0 if restored is None else int(restored.state["step"]))
+    surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
     return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, sharding)
 
 
-def _directory_tested(config: TrainConfig, start: Path | None) -> Path | None:
-    """The directory of an adapter that is only tested."""
-    return start.parent if start is not None and not config.train else None
+def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[str]:
+    """Notes on what is unlike in the checkpoint that a run goes on from."""
+    if checkpoint is None:
+        return []
+    config, loaded, data = opened.config, opened.loaded, opened.data
+    notes = check_contents(checkpoint, config, loaded.is_recorded, data.fingerprints(), data.template)
+    return notes + check_versions(checkpoint, versions())
+
+
+def _tested(config: TrainConfig, start: Path | None) -> tuple[TrainConfig, Path | None]:
+    """The directory of an adapter that is only tested, and the configuration with what was written there."""
+    directory = start.parent if start is not None and not config.train else None
+    return (config if directory is None else as_written(config, directory)), directory
 
 
 def _opened(
@@ -253,19 +255,6 @@ def _cut(
     stages = stages_of(loaded.model, split, mesh)
     require_files(loaded.path, [stage.blocks for stage in stages])
     return stages, split, told
-
-
-def _restored(
-    received: Restored | None, model: Any, surroundings: RunContext, sharding: Sharding | None, *, in_stages: bool
-) -> Restored | None:
-    """A checkpoint, or the part of it that this rank needs, whose weights the model has now."""
-    if received is None:
-        return None
-    own = kept_of(received, model, surroundings.busy) if in_stages else received
-    if sharding is not None:
-        own = parts_of(received, sharding, surroundings.busy)
-    restore_weights(model if sharding is None else sharding.parts, own, surroundings.busy)
-    return own
 
 
 def _checkpoint_of(
@@ -357,6 +346,8 @@ def _passes_checked(
     applied = apply_passes(loaded.model, context)
     if check is not None:
         notes += check(dropout_keys_of(loaded.model))
+    if config.isolate_documents:
+        require_isolation(loaded.model, loaded.config["model_type"])
     return context, applied
 
 
