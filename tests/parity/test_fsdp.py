@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny import write_chat_data, write_model
+from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
 from tokenizers import Tokenizer
 from trained import arrays, assert_same, told, train
 
@@ -133,3 +133,23 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
         found.append(told(place / f"skipped-{ranks}", "skipped", "step", "examples"))
     assert found[0] == found[1] == found[2]
     assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
+
+
+def test_each_rank_holds_its_part_and_a_few_blocks(place: Path) -> None:
+    """Weights, gradients and Adam's two numbers are divided; four blocks are whole at the most."""
+    write_tokenizer(place / "tokenizer")
+    (place / "texts").mkdir()
+    (place / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 3}) + "\n")
+    shape = "--shape llama --layers 12 --dims 256 --mlp-dims 704 --heads 4 --kv-heads 4 --block-size 16 --batch-size 2"
+    words = f"{shape} --iters 3 --val-batches 0 --steps-per-report 1 --keep-last 0 --compile off --no-keep-best"
+    peaks: list[float] = []
+    for name, more in (("whole", ()), ("parts", SHARDED)):
+        places = ["--data", place / "texts", "--tokenizer", place / "tokenizer", "--adapter-path", place / name]
+        done = run_allhands("pretrain", *places, *words.split(), "-n", "2", "--backend", "ring", *more)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
+        peaks.append(max(max(line["peak_mlx_bytes"]) for line in lines if line["event"] == "train"))
+    block = 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256)
+    weights = 12 * block
+    assert peaks[0] > 4 * weights
+    assert peaks[1] < 1.1 * (4 * weights / 2 + 4 * block)

@@ -243,7 +243,8 @@ class Sharding:
 
         Called on all ranks together; a rank that has none gives ``None``.
         """
-        mine = sum_scatter(self.shard, row.joined(gradients, self.shard.size))
+        # Where whole sums come of it, the part has memory of its own, so that the rest is given back.
+        mine = mx.contiguous(sum_scatter(self.shard, row.joined(gradients, self.shard.size)))
         mx.async_eval(mine)
         return mine
 
