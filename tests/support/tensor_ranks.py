@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import allhands  # noqa: F401 - before MLX, for its BLAS
@@ -110,7 +111,10 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
 
 
 def far(matrices: Matrices, found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
-    """Distance of each gradient from its part of the whole model's, by the norm of that, or by a tenth of the largest, beside which it is rounding."""
+    """Distance of each gradient from its part of the whole model's, by the norm of that.
+
+    Beside a tenth of the largest norm, what is smaller is rounding.
+    """
     here = {name for name in expected if name not in matrices.parts or matrices.parts[name].size}
     assert found.keys() == here, here ^ found.keys()
     largest = max(float(mx.linalg.norm(grad).item()) for grad in expected.values())
@@ -124,7 +128,7 @@ def far(matrices: Matrices, found: dict[str, mx.array], expected: dict[str, mx.a
 
 def main() -> None:
     """Join the others and do every case in order."""
-    size = len(json.loads(open(os.environ["MLX_HOSTFILE"]).read()))
+    size = len(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()))
     world = connect("ring", size, int(os.environ["MLX_RANK"]))
     told: list[Any] = []
     for case in json.loads(sys.argv[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,10 +46,13 @@ def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages need, which ``--min-ranks`` allows.
+    """Return ``config`` for fewer ranks than its stages or parts need, which ``--min-ranks`` allows.
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model.
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Matrices
+    are divided into fewer parts.
     """
+    if config.tp > 1:
+        return _with_fewer_parts(config, mesh)
     problem = unfit_stages(config, mesh.size)
     if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
         return config
@@ -58,6 +62,15 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
         changed |= {"strategy": "auto", "pp_schedule": "1f1b"}
         told = "one rank is left of the pipeline: it trains the whole model"
     return config.model_copy(update=changed).noted((*config.notes, told))
+
+
+def _with_fewer_parts(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config`` with as many parts of matrices as these ranks make up, if ``--min-ranks`` allows that."""
+    parts = math.gcd(mesh.size, config.tp)
+    if parts == config.tp or config.min_ranks is None or mesh.size < config.min_ranks:
+        return config
+    told = f"{mesh.size} ranks are left, not whole groups of {config.tp} (--tp): matrices are in {parts} parts now"
+    return config.model_copy(update={"tp": parts}).noted((*config.notes, told))
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
