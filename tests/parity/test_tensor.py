@@ -25,6 +25,7 @@ FAMILIES = [
     *(("qwen3", "full", "native"), ("qwen3~wide heads", "lora", "native"), ("qwen3", "quantised", "plain")),
     *(("qwen3_moe", "full", "plain"), ("qwen3_moe~yarn", "lora", "native"), ("qwen3_moe", "quantised", "native")),
     *(("mixtral", "full", "native"), ("mixtral~linear", "quantised", "plain"), ("mixtral", "lora", "native")),
+    ("mixtral", "full", "balanced"),
     *(("gpt_oss", "full", "native"), ("gpt_oss~yarn", "lora", "plain"), ("gpt_oss", "quantised", "native")),
     *(("deepseek_v2", "full", "native"), ("deepseek_v2~groups", "full", "plain")),
     *(("deepseek_v2", "quantised", "plain"), ("deepseek_v2~groups", "lora", "native")),

@@ -26,6 +26,7 @@ from mlx_lm.utils import _get_classes
 from allhands.distributed.backend import Communicator, SingleProcess, connect
 from allhands.errors import AllhandsError
 from allhands.io.regions import Flat, Region
+from allhands.model.balance import balance_experts
 from allhands.model.passes import PassContext, apply_passes
 from allhands.parallel.base import Exchanging
 from allhands.parallel.matrices import Matrices, compute_together, divide
@@ -90,8 +91,10 @@ def cut(array: mx.array, region: Region | None) -> mx.array:
 
 def compared(world: Communicator, name: str, way: str, form: str) -> Any:
     """How far loss, gradients and squares are from the whole model's, and the array that is farthest."""
-    expected_loss, expected = gradients(model_of(name, way))
-    model = model_of(name, way)
+    whole, model = model_of(name, way), model_of(name, way)
+    if form == "balanced":
+        assert balance_experts(whole, 0.5) == balance_experts(model, 0.5) > 0
+    expected_loss, expected = gradients(whole)
     matrices = divide(model, world, SingleProcess())
     if form == "native":
         apply_passes(model, PassContext(detect(), "train", at_once=True, longest=14))

@@ -102,7 +102,6 @@ def _refuse_divided_matrices(config: Any) -> None:
         (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
         (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
         (config.fine_tune_type == "dora", f"{what}; DoRA needs whole ones: take --fine-tune-type lora"),
-        (getattr(config, "router_aux_loss", 0), f"{what}: not with --router-aux-loss; set it to 0"),
     ):
         if wrong:
             raise ValueError(message)

@@ -28,6 +28,7 @@ from allhands.io.regions import Box, Flat, Region, Shape, everything
 from allhands.io.trees import flatten
 from allhands.kernels.instances import mix_in
 from allhands.kernels.known import name_of
+from allhands.model.balance import balance_together
 from allhands.model.dropout import SampleDropout
 from allhands.model.stages import kind_of
 
@@ -153,6 +154,7 @@ def compute_together(matrices: Matrices | None) -> None:
     tensor = matrices.tensor
     for module in matrices.modules:
         mix_in(module, _Together, _tensor=tensor)
+        balance_together(module, tensor.size)
     for layer in matrices.by_rows:
         dropout: Any = layer["dropout"]
         if isinstance(dropout, SampleDropout):
