@@ -50,6 +50,34 @@ def test_packing_that_cannot_take_effect_is_refused(flags: dict[str, Any], word:
 
 
 @pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"strategy": "fsdp"}, "--strategy fsdp"),
+        ({"strategy": "pipeline"}, "--strategy pipeline"),
+        ({"strategy": "zero1"}, "--strategy zero1"),
+        ({"sync_every": 4}, "--sync-every"),
+        ({"sync_delay": 1}, "--sync-delay"),
+        ({"compress": "int8"}, "--compress"),
+        ({"rank_weights": "auto"}, "--rank-weights"),
+        ({"fine_tune_type": "dora"}, "lora"),
+    ],
+)
+def test_divided_matrices_refuse_what_they_have_not(flags: dict[str, Any], word: str) -> None:
+    assert word in refused({"tp": 2, **flags}).message
+
+
+def test_ranks_make_up_groups_that_divide_matrices() -> None:
+    mesh = piped(build_config({"tp": 2}), Mesh(3, 6))
+    assert (mesh.tensor, mesh.data_size, mesh.data_rank) == (2, 3, 1)
+    with pytest.raises(ConfigError, match="3 ranks do not make whole groups of 2"):
+        piped(build_config({"tp": 2}), Mesh(0, 3))
+    for ranks, parts in ((8, 4), (6, 2), (3, 1)):
+        left = as_left(build_config({"tp": 4, "min_ranks": 2}), Mesh(0, ranks))
+        assert (left.tp, len(left.notes)) == (parts, parts != 4)
+    assert as_left(build_config({"tp": 4}), Mesh(0, 3)).tp == 4
+
+
+@pytest.mark.parametrize(
     ("flags", "ranks", "where"),
     [
         ({}, 3, None),

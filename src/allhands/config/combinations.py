@@ -60,6 +60,7 @@ def refuse_combinations(config: Any) -> None:
         raise ValueError(f"optimizer_config: unknown optimizer {', '.join(unknown)}")
     _refuse_rounds(c)
     _refuse_stages(c)
+    _refuse_divided_matrices(c)
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -89,6 +90,34 @@ def _refuse_stages(config: Any) -> None:
         raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
     if config.rank_weights not in (None, "equal"):
         raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
+
+
+def _refuse_divided_matrices(config: Any) -> None:
+    if config.tp == 1:
+        return
+    what = f"--tp {config.tp} divides the matrices of blocks"
+    for wrong, message in (
+        (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
+        (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
+        (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
+        (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
+        (config.fine_tune_type == "dora", f"{what}; DoRA needs whole ones: take --fine-tune-type lora"),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def require_divisors(config: Any, num_ranks: int) -> None:
+    """Refuse ranks that do not make up whole groups of ``--tp``.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if num_ranks % config.tp:
+        told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
+        what = f"{told} not make whole groups of {config.tp}"
+        hint = "take a number that divides that of the ranks"
+        raise ConfigError(what, where=f"--tp {config.tp}", hint=hint)
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:

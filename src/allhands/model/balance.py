@@ -33,6 +33,15 @@ def balance_experts(model: nn.Module, coefficient: float) -> int:
     return changed
 
 
+def balance_together(module: nn.Module, num_ranks: int) -> None:
+    """Let ``module``'s router, if it learns this loss, learn a part of it on each of so many ranks, whose gradients of
+    the router are added up.
+    """
+    if isinstance(gate := module.get("gate"), _Router):
+        chosen, coefficient = getattr(gate, "_balance")  # noqa: B009 - not a parameter of the module
+        object.__setattr__(gate, "_balance", (chosen, coefficient / num_ranks))
+
+
 class _Router(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         logits = super().__call__(x)

@@ -123,11 +123,16 @@ class SampleDropout(nn.Module):
         # A NumPy array, because MLX's would count among the model's parameters.
         digest = hashlib.sha256(name.encode()).digest()
         self._own = np.frombuffer(digest[:8], dtype="<u4")
+        self._part = (0, 1)
 
     @property
     def shared_keys(self) -> DropoutKeys:
         """The keys that all dropout layers of the model share."""
         return self._keys
+
+    def draw_part(self, part: int, count: int) -> None:
+        """Drop as the ``part``-th of so many equal parts of the features, where ranks have divided these."""
+        self._part = part, count
 
     def _extra_repr(self) -> str:
         return f"p={1 - self._kept / _LEVELS:.4g}"
@@ -136,7 +141,12 @@ class SampleDropout(nn.Module):
         if not self.training:
             return x
         keys, shape = self._keys.for_input(x, self._name)
-        kept = self._mask(keys, math.prod(shape) // len(keys)).reshape(shape)
+        part, count = self._part
+        *rows, features = shape
+        whole = (*rows, count * features)
+        kept = self._mask(keys, math.prod(whole) // len(keys)).reshape(whole)
+        if count > 1:
+            kept = kept[..., part * features : (part + 1) * features]
         return (kept * x) * (_LEVELS / self._kept)
 
     def _mask(self, keys: mx.array, features: int) -> mx.array:

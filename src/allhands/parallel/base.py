@@ -23,8 +23,9 @@ from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
-from allhands.io.regions import Flat
+from allhands.io.regions import Region, Shape
 from allhands.kernels.fused.flat_params import FlatParams
+from allhands.parallel.matrices import Matrices
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.registry import STRATEGIES
@@ -47,7 +48,7 @@ class Exchanging:
         inject_fault: called before each message, and before each exchange at the end of a round or during a step; it
             may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
-        sharding: the same for a strategy that divides its arrays.
+        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
     """
 
     communicator: Communicator
@@ -59,6 +60,7 @@ class Exchanging:
     inject_fault: Callable[[Literal["message", "round"]], object] = lambda point: None
     piping: Piping | None = None
     sharding: Sharding | None = None
+    matrices: Matrices | None = None
 
     @property
     def size(self) -> int:
@@ -83,7 +85,7 @@ class Strategy:
         keeps_own_optimizer: True if each rank has an optimizer state of its own.
         in_step: True if ranks exchange during their passes, of which all do the same number.
         last_norm: norm of the last update's mean gradient; NaN before the first update. The step sets it.
-        regions: shape of each trained array, and this rank's place in it, where each rank keeps a part of every array.
+        regions: shape of each trained array, and this rank's place in it, where ranks have divided it.
     """
 
     name: str
@@ -96,7 +98,7 @@ class Strategy:
     keeps_own_optimizer = False
     in_step = False
     last_norm: float = math.nan
-    regions: Mapping[str, tuple[tuple[int, ...], Flat]] = MappingProxyType({})
+    regions: Mapping[str, tuple[Shape, Region]] = MappingProxyType({})
 
     @property
     def in_round(self) -> bool:

@@ -215,6 +215,31 @@ class ShardedCosts:
         return Traffic(gathered=2 * weight_bytes, all_reduced=gradient_bytes)
 
 
+@dataclass(frozen=True)
+class TensorCosts:
+    """Costs of divided matrices: each rank has one of ``ranks`` parts of the blocks, and computes all rows.
+
+    Attributes:
+        hidden_bytes: bytes of the hidden states of a step; each block adds them up four times.
+        blocks: number of blocks.
+    """
+
+    hidden_bytes: int = 0
+    blocks: int = 0
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        """What is not in blocks is whole on each rank, and small beside them."""
+        parts = {
+            name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")
+        }
+        return replace(memory, **parts)
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        return Traffic(all_reduced=4 * self.blocks * self.hidden_bytes)
+
+
 class DividedOptimizerCosts:
     """Costs of a sharded optimizer: each rank has one of ``ranks`` parts of its state and of the updated arrays."""
 

@@ -16,6 +16,7 @@ from allhands.parallel.costs import (
     LocalCosts,
     PipelineCosts,
     ShardedCosts,
+    TensorCosts,
 )
 
 # Optimizers for which an array is no more than its numbers, so that any part of it can be updated by itself.
@@ -118,6 +119,14 @@ STRATEGIES = {
         "allhands.parallel.pipeline:pipeline",
         _not_in_stages,
         "--strategy pipeline",
+        divides_model=True,
+    ),
+    "tensor": Entry(
+        "matrices divided",
+        TensorCosts(),
+        "allhands.parallel.tensor:tensor",
+        _not_in_parts,
+        "--tp",
         divides_model=True,
     ),
     "local": Entry(

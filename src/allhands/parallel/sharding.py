@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.distributed.backend import Communicator, sum_scatter
-from allhands.io.regions import Flat
+from allhands.io.regions import Flat, Region, Shape
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.model.stages import Blocks, Stage, cut
 
@@ -201,7 +201,7 @@ class Sharding:
         return list({id(row): row for unit in self.units for row in unit.rows}.values())
 
     @property
-    def regions(self) -> dict[str, tuple[tuple[int, ...], Flat]]:
+    def regions(self) -> dict[str, tuple[Shape, Region]]:
         """Shape of each trained array and this rank's place in it, by name; only where it keeps any of it."""
         return {
             place.name: (place.shape, region) for row in self.rows if row.trained for place, region in row.regions()

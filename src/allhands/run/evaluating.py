@@ -13,7 +13,7 @@ from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.run.adapter_files import check_adapter
 from allhands.run.context import RunContext
-from allhands.run.piping import piped, piping_of, sums_together
+from allhands.run.piping import piped, piping_of, stops_together, sums_together
 from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
 
@@ -71,7 +71,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         batch_size=config.batch_size,
         num_batches=config.test_batches,
         cpu_native=ready.accelerator.cpu_native,
-        stop_requested=surroundings.stop_requested,
+        stop_requested=stops_together(ready.matrices, surroundings.stop_requested),
         beat=surroundings.beat,
         together=together,
     )

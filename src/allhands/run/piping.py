@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
 from allhands.checkpoints.resuming import Restored, restore_weights
-from allhands.config.combinations import is_sharded, require_shards, require_stages, unfit_stages
+from allhands.config.combinations import is_sharded, require_divisors, require_shards, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
-from allhands.io.regions import Flat
-from allhands.io.trees import flatten
+from allhands.io.regions import Flat, Region, Shape
+from allhands.io.trees import flatten, number
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.fsdp import FetchedSums
+from allhands.parallel.matrices import Matrices, divide
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
 from allhands.parallel.sharding import Sharding, shard
 from allhands.run.stage_costs import small_enough
+from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import SumsTogether
 
 
@@ -36,11 +40,19 @@ def divides(config: TrainConfig) -> bool:
     return config.strategy == "pipeline"
 
 
-def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages need, which ``--min-ranks`` allows.
+def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
+    """Return true if each rank reads a part of the model alone."""
+    return divides(config) or mesh.shard > 1 or mesh.tensor > 1
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model.
+
+def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """Return ``config`` for fewer ranks than its stages or parts need, which ``--min-ranks`` allows.
+
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Matrices
+    are divided into fewer parts.
     """
+    if config.tp > 1:
+        return _with_fewer_parts(config, mesh)
     problem = unfit_stages(config, mesh.size)
     if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
         return config
@@ -52,12 +64,24 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     return config.model_copy(update=changed).noted((*config.notes, told))
 
 
+def _with_fewer_parts(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config`` with as many parts of matrices as these ranks make up, if ``--min-ranks`` allows that."""
+    parts = math.gcd(mesh.size, config.tp)
+    if parts == config.tp or config.min_ranks is None or mesh.size < config.min_ranks:
+        return config
+    told = f"{mesh.size} ranks are left, not whole groups of {config.tp} (--tp): matrices are in {parts} parts now"
+    return config.model_copy(update={"tp": parts}).noted((*config.notes, told))
+
+
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide all arrays.
+    """Return the mesh with an axis of stages, or of ranks that divide all arrays or matrices.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
+    if config.tp > 1:
+        require_divisors(config, mesh.size)
+        return replace(mesh, data=mesh.size // config.tp, tensor=config.tp, weights=())
     if is_sharded(config) and mesh.size > 1:
         require_shards(config, mesh.size)
         together = config.dp_shard or mesh.size
@@ -101,6 +125,22 @@ def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, m
     return shard(model, together, copies, communicator, keeps=keeps)
 
 
+def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Matrices | None:
+    """Leave this rank with its part of the matrices of ``model``, where they are divided; called on all ranks together.
+
+    Raises:
+        ConfigError: the back-end has no groups of some ranks, or so many ranks cannot divide the model.
+        ModelError: the architecture cannot be divided.
+    """
+    if mesh.tensor == 1:
+        return None
+    assert communicator is not None
+    # Ranks with other rows exchange other shapes at the same time.
+    together = along(communicator, mesh, "tensor", alike=False)
+    copies = along(communicator, mesh, "data", alike=True)
+    return divide(model, together, copies)
+
+
 def sums_together(piping: Piping | None, sharding: Sharding | None, objective: Objective) -> SumsTogether | None:
     """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it has everything."""
     if sharding is not None:
@@ -108,30 +148,32 @@ def sums_together(piping: Piping | None, sharding: Sharding | None, objective: O
     return None if piping is None else PipedSums(piping, objective)
 
 
-def restored_part(
-    received: Restored | None,
-    model: nn.Module,
-    sharding: Sharding | None,
+def cut_together(sizing: Sizing, communicator: Communicator) -> Sizing:
+    """Return ``sizing`` with the smallest micro-batches of all ranks: those of a group compute the same ones."""
+    return replace(sizing, max_tokens=min(gather_json(communicator, sizing.max_tokens)))
+
+
+def stops_together(matrices: Matrices | None, stop_requested: Callable[[], int]) -> Callable[[], int]:
+    """Return ``stop_requested`` of any rank of the group, if ranks compute together; asked on all of them then."""
+    if matrices is None:
+        return stop_requested
+    group = matrices.tensor
+    return lambda: int(number(group.all_sum(mx.array(float(stop_requested())))))
+
+
+def parts_of(
+    restored: Restored,
+    whole: Mapping[str, tuple[Shape, mx.Dtype]],
+    regions: Mapping[str, Region],
     progress: Callable[[], None],
-    *,
-    in_stages: bool,
-) -> Restored | None:
-    """Return a checkpoint, or the part of it that this rank needs, and give the model its weights."""
-    if received is None:
-        return None
-    own = kept_of(received, model, progress) if in_stages else received
-    if sharding is not None:
-        own = parts_of(received, sharding, progress)
-    restore_weights(model if sharding is None else sharding.parts, own, progress)
-    return own
+) -> Restored:
+    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all ranks together.
 
-
-def parts_of(restored: Restored, sharding: Sharding, progress: Callable[[], None]) -> Restored:
-    """Return the part of a checkpoint that belongs to this rank's parts of arrays; called on all ranks together."""
-
-    shapes = [(name, array.shape, array.dtype) for name, array in trained_weights(sharding.model).items()]
-    require_same(restored.weights, shapes, restored.place)
-    whole = {name: shape for name, shape, _ in shapes}
+    Args:
+        whole: shape and type of every trained array, by name.
+        regions: this rank's place in each of which it has anything.
+    """
+    require_same(restored.weights, ((name, *facts) for name, facts in whole.items()), restored.place)
 
     def kept(stored: dict[str, StoredArrayReader], *, state: bool) -> dict[str, StoredArrayReader]:
         found: dict[str, StoredArrayReader] = {}
@@ -141,15 +183,33 @@ def parts_of(restored: Restored, sharding: Sharding, progress: Callable[[], None
                 found[name] = reader
                 continue
             # All ranks read all arrays in the same order: where rank 0 hands them out others' numbers pass by.
-            shape, region = sharding.regions.get(array, (whole[array], Flat(0, 0)))
+            region = regions.get(array, Flat(0, 0))
             numbers = reader.read(region)
             progress()
             if region.size:
-                found[name] = ReadArray(numbers.reshape(-1, 1) if len(shape) > 1 else numbers, reader.dtype)
+                in_range = isinstance(region, Flat) and len(whole[array][0]) > 1
+                found[name] = ReadArray(numbers.reshape(-1, 1) if in_range else numbers, reader.dtype)
         return found
 
     weights = kept(restored.weights, state=False)
     return replace(restored, weights=weights, optimizer=kept(restored.optimizer, state=True))
+
+
+def part_of_matrices(
+    restored: Restored, model: nn.Module, matrices: Matrices, progress: Callable[[], None]
+) -> Restored:
+    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices."""
+    here = {name: array.dtype for name, array in trained_weights(model).items()}
+    stored = {name: DTYPES[each.dtype] for name, each in restored.weights.items()}
+    # An array that another rank has alone is nowhere here.
+    whole = {name: (shape, here.get(name) or stored.get(name, mx.float32)) for name, shape in matrices.shapes.items()}
+    return parts_of(restored, whole, matrices.places, progress)
+
+
+def part_of_shards(restored: Restored, sharding: Sharding, progress: Callable[[], None]) -> Restored:
+    """:func:`parts_of` a checkpoint for a rank with a part of every array."""
+    whole = {name: (array.shape, array.dtype) for name, array in trained_weights(sharding.model).items()}
+    return parts_of(restored, whole, {name: region for name, (_, region) in sharding.regions.items()}, progress)
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:
@@ -181,3 +241,25 @@ def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) 
         return found
 
     return replace(restored, weights=kept(restored.weights), optimizer=kept(restored.optimizer))
+
+
+def put_back(
+    received: Restored | None,
+    model: nn.Module,
+    division: Sharding | Matrices | None,
+    progress: Callable[[], None],
+    *,
+    in_stages: bool,
+) -> Restored | None:
+    """Return a checkpoint, or the part of it that this rank needs, whose weights the model has now."""
+    if received is None:
+        return None
+    own, trained = received, model
+    if in_stages:
+        own = kept_of(received, model, progress)
+    elif isinstance(division, Matrices):
+        own = part_of_matrices(received, model, division, progress)
+    elif division is not None:
+        own, trained = part_of_shards(received, division, progress), division.parts
+    restore_weights(trained, own, progress)
+    return own

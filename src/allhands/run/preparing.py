@@ -63,6 +63,7 @@ from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
+from allhands.parallel.matrices import Matrices, compute_together
 from allhands.parallel.sharding import Sharding
 from allhands.run.context import RunContext
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
@@ -72,7 +73,7 @@ from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divides, restored_part, sharded
+from allhands.run.piping import divided, divides, has_parts, put_back, sharded
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -97,6 +98,7 @@ class LoadedRun:
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
         sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them all.
+        matrices: this rank's part of the blocks' matrices, likewise.
     """
 
     config: TrainConfig
@@ -115,6 +117,7 @@ class LoadedRun:
     stages: tuple[Stage, ...] = ()
     split: tuple[int, ...] = ()
     sharding: Sharding | None = None
+    matrices: Matrices | None = None
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """Return the facts that an adapter records beside the options: trained blocks, model, date in its data, end
@@ -156,7 +159,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
-    in_stages, in_parts = divides(config), divides(config) or mesh.shard > 1
+    in_stages, in_parts = divides(config), has_parts(config, mesh)
     if in_parts:
         _start_from(start, model, config)
     notes += _checkpoint_notes(checkpoint, opened)
@@ -169,11 +172,13 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
             stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
             notes += told
     with _busy(surroundings):
+        matrices = divided(model, communicator, mesh)
         if mesh.shard == 1:
             read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if not in_parts:
         _start_from(start, model, config)
+    compute_together(matrices)
     if checkpoint is not None:
         kernels = kernels.check_resumed(checkpoint.state)
     if communicator is None:
@@ -184,12 +189,12 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
         sharding = sharded(config, model, communicator, mesh)
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = restored_part(received, model, sharding, surroundings.busy, in_stages=in_stages)
+    restored = put_back(received, model, sharding or matrices, surroundings.busy, in_stages=in_stages)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
-    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, sharding)
+    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, sharding, matrices)
 
 
 def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[str]:
@@ -309,10 +314,10 @@ def _loaded(
     config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
 ) -> LoadedModel:
     """The model, which may be read later where ranks divide it; ``compared``: its fingerprint will be asked for."""
-    divided = divides(config) or mesh.shard > 1
-    if not divided:
+    in_parts = has_parts(config, mesh)
+    if not in_parts:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
-    how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": divided}
+    how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": in_parts}
     loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     if compared:
         _ = loaded.fingerprint  # reads all weights
@@ -332,7 +337,7 @@ def _passes_checked(
     """Apply the passes, with the check of the gradient around that on one rank of a host; adds to ``notes``."""
     # A part of a model has no loss by itself.
     mesh = surroundings.mesh
-    leads = mesh.local_rank == 0 and not divides(config) and mesh.shard == 1
+    leads = mesh.local_rank == 0 and not has_parts(config, mesh)
     check = start_check(config, loaded, accelerator, kernels, data, surroundings.say) if leads else None
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)

@@ -50,7 +50,15 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of, sums_together
+from allhands.run.piping import (
+    as_left,
+    cut_together,
+    micro_batch_tokens,
+    piped,
+    piping_of,
+    stops_together,
+    sums_together,
+)
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
 from allhands.run.samples import Sampler
 from allhands.run.state import LoopState
@@ -185,6 +193,8 @@ class _RankRun:
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
+        if ready.matrices is not None:
+            sizing = cut_together(sizing, ready.communicator)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -318,6 +328,7 @@ class _RankRun:
             rounds=rounds_of(config),
             piping=self._piping,
             sharding=self.ready.sharding,
+            matrices=self.ready.matrices,
             codec=self._codec,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -327,7 +338,8 @@ class _RankRun:
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
-        if options.codec is None and not options.rounds.delay and not (options.piping or options.sharding):
+        divided = options.piping or options.sharding or options.matrices
+        if options.codec is None and not options.rounds.delay and not divided:
             communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
         return make_step(self.ready.loaded.model, optimizer, communicator, options)
 
@@ -460,7 +472,7 @@ class _RankRun:
             cpu_native=self.ready.accelerator.cpu_native,
             objective=self.objective,
             weights=weights,
-            stop_requested=self.surroundings.stop_requested,
+            stop_requested=stops_together(self.ready.matrices, self.surroundings.stop_requested),
             beat=self.surroundings.beat,
             together=sums_together(self._piping, self.ready.sharding, self.objective),
         )

@@ -30,6 +30,8 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     where = f"--strategy {name}"
     if is_sharded(config):
         name = "fsdp"
+    if config.tp > 1:
+        name, where = "tensor", f"--tp {config.tp}"
     if config.sync_every > 1:
         name, where, hint = (
             "local",

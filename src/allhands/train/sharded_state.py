@@ -52,13 +52,13 @@ def sharded_state(
     return found
 
 
-def _in_regions(tree: Any, regions: Mapping[str, tuple[tuple[int, ...], Flat]]) -> dict[str, OwnedSlice]:
+def _in_regions(tree: Any, regions: Mapping[str, tuple[Shape, Region]]) -> dict[str, OwnedSlice]:
     """The arrays of a tree of weights, or of an optimizer's state, of which this rank may have parts."""
     found = owned_tree(tree)
     for name, each in found.items():
         part = regions.get(name) or regions.get(name.rpartition(".")[0])
         if part is not None and each.get().size == part[1].size:
-            found[name] = owned(each.get().reshape(-1), *part)
+            found[name] = owned(each.get().reshape(part[1].shape), *part)
     return found
 
 

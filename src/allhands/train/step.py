@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
 from allhands.parallel.gradient import Computing
+from allhands.parallel.matrices import Matrices
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.rounds import Rounds
@@ -44,7 +45,7 @@ class StepOptions:
         strategy: its name.
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
-        sharding: the same for a strategy that divides its arrays.
+        sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
@@ -63,6 +64,7 @@ class StepOptions:
     rounds: Rounds = field(default_factory=Rounds)
     piping: Piping | None = None
     sharding: Sharding | None = None
+    matrices: Matrices | None = None
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -79,8 +81,9 @@ def make_step(
     """Return the step that trains ``model`` by ``optimizer`` on these ranks."""
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
-    how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping, options.sharding)
-    exchanging = Exchanging(communicator, *how)
+    parts: Any = {"piping": options.piping, "sharding": options.sharding, "matrices": options.matrices}
+    how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
+    exchanging = Exchanging(communicator, *how, **parts)
     strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts

@@ -1,0 +1,297 @@
+"""Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv 1909.08053).
+
+Attention is divided by heads, a feed-forward block by its inner features, and each expert of a mixture likewise. What
+comes first is divided by outputs (by columns, in the paper's words), the last projection by inputs (by rows). So a
+module needs two sums over the ranks: of its output in the forward pass, and of the gradient of its input in the
+backward pass. They are put around whole modules, so that all ranks have one order of them.
+
+Inside such a module an array is either divided, or whole on all ranks. Each rank then has a part of its gradient: norms
+of heads, routers, and the halves of adapters that are not divided. Outside of the modules all ranks compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+from allhands.distributed.backend import Communicator
+from allhands.distributed.collectives import replicated, summed
+from allhands.errors import ConfigError, ModelError
+from allhands.io.regions import Box, Flat, Region, Shape, everything
+from allhands.io.trees import flatten
+from allhands.kernels.instances import mix_in
+from allhands.kernels.known import name_of
+from allhands.model.balance import balance_together
+from allhands.model.dropout import SampleDropout
+from allhands.model.stages import kind_of
+
+_ADAPTED = (LoRALinear, LoRASwitchLinear)
+_LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The way in which a module is divided; names of layers that a module does not have are left out.
+
+    Attributes:
+        columns: linear layers whose outputs are divided; ``rows``: those whose inputs are.
+        counts: numbers of heads, of which each rank has an equal part.
+        arrays: arrays of the module itself with a number for each head.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    counts: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ()
+
+
+_HEADS, _INTO = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_FEED_FORWARD = _Cut(_INTO, ("down_proj",))
+
+
+def _mixture(*parts: str) -> _Cut:
+    """The cut of a mixture of experts, each of which is divided, as shared ones are."""
+    return _Cut(
+        tuple(f"{part}.{layer}" for part in parts for layer in _INTO), tuple(f"{part}.down_proj" for part in parts)
+    )
+
+
+# Modules of mlx_lm.models whose source was read: nothing in them mixes heads, inner features or experts but the last
+# projection, and what follows that is linear.
+_CUTS: Mapping[str, _Cut] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("llama.Attention", "qwen2.Attention", "qwen3.Attention", "qwen3_moe.Attention"),
+            _Cut(_HEADS, ("o_proj",), ("n_heads", "n_kv_heads")),
+        ),
+        "mixtral.MixtralAttention": _Cut(_HEADS, ("o_proj",), ("num_heads", "num_key_value_heads")),
+        "gpt_oss.AttentionBlock": _Cut(_HEADS, ("o_proj",), ("num_attention_heads", "num_key_value_heads"), ("sinks",)),
+        "deepseek_v2.DeepseekV2Attention": _Cut(("q_proj", "q_b_proj", "kv_b_proj"), ("o_proj",), ("num_heads",)),
+        **dict.fromkeys(
+            ("llama.MLP", "qwen2.MLP", "qwen3.MLP", "qwen3_moe.MLP", "deepseek_v2.DeepseekV2MLP"), _FEED_FORWARD
+        ),
+        "qwen3_moe.Qwen3MoeSparseMoeBlock": _mixture("switch_mlp"),
+        "mixtral.MixtralSparseMoeBlock": _mixture("switch_mlp"),
+        "gpt_oss.MLPBlock": _mixture("experts"),
+        "deepseek_v2.DeepseekV2MoE": _mixture("switch_mlp", "shared_experts"),
+    }
+)
+# Of mlx_lm.models: every block is attention and feed-forward part, both of the modules above. mistral is llama's.
+CAN_BE_DIVIDED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2"})
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """This rank's part of a model whose blocks' matrices are divided.
+
+    Attributes:
+        tensor: the ranks that have divided them, and compute the same rows.
+        data: the ranks that have the same parts, for other rows.
+        shapes: shape of each trained array of the whole model, by name.
+        parts: this rank's place in those of them that are divided, and an empty one where another rank has the array.
+        partial: whole arrays of whose gradients each rank has a part.
+        modules: those that are computed together.
+        by_rows: adapters of layers whose inputs are divided.
+    """
+
+    tensor: Communicator
+    data: Communicator
+    shapes: Mapping[str, Shape]
+    parts: Mapping[str, Region]
+    partial: frozenset[str]
+    modules: tuple[nn.Module, ...]
+    by_rows: tuple[nn.Module, ...]
+
+    @property
+    def regions(self) -> dict[str, tuple[Shape, Region]]:
+        """Shape of each divided array and this rank's place in it, by name."""
+        return {name: (self.shapes[name], part) for name, part in self.parts.items() if part.size}
+
+    @property
+    def places(self) -> dict[str, Region]:
+        """This rank's place in every trained array, by name."""
+        return {name: self.parts.get(name, everything(shape)) for name, shape in self.shapes.items()}
+
+    def is_whole(self, name: str) -> bool:
+        """Return true if all ranks have all of an array."""
+        return name not in self.parts
+
+
+def divide(model: nn.Module, tensor: Communicator, data: Communicator) -> Matrices:
+    """Leave this rank with its part of the blocks' matrices, which are read for it one by one.
+
+    The model computes what it should once :func:`compute_together` has been called.
+
+    Raises:
+        ModelError: the architecture cannot be divided.
+        ConfigError: this number of ranks cannot divide it.
+    """
+    found = list(_modules_of(model))
+    for path, module, cut in found:
+        _check(path, module, cut, tensor.size)
+    trained = {name: tuple(array.shape) for name, array in flatten(model.trainable_parameters())}
+    slicer = _Slicer(tensor.rank, tensor.size)
+    for path, module, cut in found:
+        slicer.divide(path, module, cut)
+    within = tuple(f"{path}." for path, _, _ in found)
+    partial = frozenset(name for name in trained if name.startswith(within) and name not in slicer.parts)
+    parts = {name: part for name, part in slicer.parts.items() if name in trained}
+    modules = tuple(module for _, module, _ in found)
+    return Matrices(tensor, data, trained, parts, partial, modules, tuple(slicer.by_rows))
+
+
+def compute_together(matrices: Matrices | None) -> None:
+    """Let ranks add up what their parts of each module compute, if there are any; after all other forms of modules."""
+    if matrices is None:
+        return
+    tensor = matrices.tensor
+    for module in matrices.modules:
+        mix_in(module, _Together, _tensor=tensor)
+        balance_together(module, tensor.size)
+    for layer in matrices.by_rows:
+        dropout: Any = layer["dropout"]
+        if isinstance(dropout, SampleDropout):
+            dropout.draw_part(tensor.rank, tensor.size)
+
+
+class _Together:
+    """A module of which each rank has a part, whose outputs are added up."""
+
+    _tensor: Communicator
+
+    def __call__(self, x: mx.array, *args: Any, **more: Any) -> mx.array:
+        # One sum in the backward pass, too: of what all layers that x goes to find of its gradient.
+        whole: Any = super()
+        return summed(self._tensor, whole.__call__(replicated(self._tensor, x), *args, **more))
+
+
+def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
+    """Name and module of all attention and feed-forward parts of the blocks, each with its cut.
+
+    Raises:
+        ModelError: one is of an unknown kind.
+    """
+    kind = kind_of(model)
+    if kind not in CAN_BE_DIVIDED:
+        raise ModelError(
+            f"the matrices of models of the kind {kind} cannot be divided",
+            where="--tp",
+            hint=f"leave it out, or take a model of one of these kinds: {', '.join(sorted(CAN_BE_DIVIDED))}",
+        )
+    blocks: Any = model
+    known = {id(module): path for path, module in model.named_modules()}
+    for block in blocks.layers:
+        parts = [each for each in block.children().values() if isinstance(each, nn.Module) and name_of(each)]
+        for part in parts:
+            if (cut := _CUTS.get(name_of(part))) is None:
+                raise ModelError(f"{known[id(part)]} cannot be divided: {name_of(part)}", where="--tp", hint=_WITHOUT)
+            yield known[id(part)], part, cut
+
+
+def _layers_of(path: str, module: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The layers of a module, without those that it does not have."""
+    for name in names:
+        found = module
+        for key in name.split("."):
+            found = None if found is None else found.get(key)
+        if found is not None:
+            yield f"{path}.{name}", found
+
+
+def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
+    """Refuse what so many ranks cannot divide.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    where = f"--tp {ranks}"
+    for count in cut.counts:
+        if (heads := getattr(module, count)) % ranks:
+            raise ConfigError(f"{path} has {heads} heads ({count})", where=where, hint=_DIVISOR)
+    for name, layer in _layers_of(path, module, (*cut.columns, *cut.rows)):
+        if not isinstance(_base(layer), _LAYERS):
+            raise ConfigError(f"{name} is a {type(layer).__name__}, which is not divided", where=where, hint=_WITHOUT)
+    for name, layer in _layers_of(path, module, cut.columns):
+        outputs = _base(layer).weight.shape[-2]
+        if outputs % ranks:
+            raise ConfigError(f"{name} has {outputs} outputs", where=where, hint=_DIVISOR)
+    for name, layer in _layers_of(path, module, cut.rows):
+        base = _base(layer)
+        group = int(base.group_size) if "scales" in base else 1
+        inputs = base.scales.shape[-1] * group if "scales" in base else base.weight.shape[-1]
+        if inputs % (ranks * group):
+            told = f" in groups of {group}" if group > 1 else ""
+            raise ConfigError(f"{name} has {inputs} inputs{told}", where=where, hint=_DIVISOR)
+
+
+def _base(layer: Any) -> Any:
+    return layer["linear"] if isinstance(layer, _ADAPTED) else layer
+
+
+class _Slicer:
+    """Takes one rank's part of modules.
+
+    Attributes:
+        parts: its place in each divided array, by name.
+        by_rows: adapters of layers whose inputs are divided.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.parts: dict[str, Region] = {}
+        self.by_rows: list[nn.Module] = []
+
+    def divide(self, path: str, module: Any, cut: _Cut) -> None:
+        for name, layer in _layers_of(path, module, cut.columns):
+            self._by_outputs(name, layer)
+        for name, layer in _layers_of(path, module, cut.rows):
+            self._by_inputs(name, layer)
+        for key in cut.arrays:
+            self._take(path, module, key, 0)
+        for count in cut.counts:
+            setattr(module, count, getattr(module, count) // self._size)
+
+    def _by_outputs(self, name: str, layer: Any) -> None:
+        if isinstance(layer, _ADAPTED):
+            self._take(name, layer, "lora_b", -1 if isinstance(layer, LoRALinear) else -2)
+            name, layer = f"{name}.linear", layer["linear"]
+        for key in ("weight", "scales", "biases"):
+            self._take(name, layer, key, -2)
+        self._take(name, layer, "bias", -1)
+
+    def _by_inputs(self, name: str, layer: Any) -> None:
+        if isinstance(layer, _ADAPTED):
+            self._take(name, layer, "lora_a", 0 if isinstance(layer, LoRALinear) else -1)
+            self.by_rows.append(layer)
+            name, layer = f"{name}.linear", layer["linear"]
+        for key in ("weight", "scales", "biases"):
+            self._take(name, layer, key, -1)
+        if isinstance(bias := layer.get("bias"), mx.array):
+            # It is added once: by the first rank.
+            self.parts[f"{name}.bias"] = Flat(0, 0) if self._rank else everything(bias.shape)
+            if self._rank:
+                del layer["bias"]
+
+    def _take(self, name: str, module: Any, key: str, axis: int) -> None:
+        array = module.get(key)
+        if not isinstance(array, mx.array):
+            return
+        shape, axis = list(array.shape), axis % array.ndim
+        each, start = shape[axis] // self._size, [0] * array.ndim
+        start[axis], shape[axis] = self._rank * each, each
+        region = Box(tuple(start), tuple(shape))
+        index = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+        module[key] = mx.contiguous(array[index])
+        mx.eval(module[key])
+        self.parts[f"{name}.{key}"] = region
+
+
+_DIVISOR = "take a number of ranks that divides it, or leave --tp out"
+_WITHOUT = "leave it out"
