@@ -394,10 +394,12 @@ FULL: dict[str, Any] = {
         TrainConfig.model_validate(FULL),
         TrainConfig.model_validate({"packing": True, "isolate_documents": True, "strategy": "zero1"}),
         TrainConfig.model_validate({"strategy": "pipeline", "pp": 2, "pp_schedule": "zb", "pp_split": "20,12"}),
+        TrainConfig.model_validate({"strategy": "fsdp", "dp_shard": 2, "reshard": "off"}),
+        TrainConfig.model_validate({"num_ranks": 4, "cp": 2}),
         demo_config(Path("out dir"), "m", 1, 1, 60, 0),
         demo_config(Path("out"), "m", 2, 4, 9, 3),
     ],
-    ids=["defaults", "everything", "packing", "stages", "demo on one", "demo on two"],
+    ids=["defaults", "everything", "packing", "stages", "shards", "pieces of rows", "demo on one", "demo on two"],
 )
 def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> None:
     _, flags = parse(arguments(config))
@@ -410,7 +412,7 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 def test_the_round_trip_covers_every_field_but_two() -> None:
     # iters excludes epochs, hosts a hostfile, sync_every a strategy; config names a file; packing without mask_prompt,
     # and a strategy, with what belongs to it, have cases of their own.
-    stages = {"strategy", "pp", "pp_schedule", "pp_split"}
+    stages = {"strategy", "pp", "pp_schedule", "pp_split", "dp_shard", "reshard", "cp"}
     missing = {"iters", "config", "packing", "isolate_documents", "hosts", *stages}
     assert set(TrainConfig.model_fields) - set(FULL) == missing
 

@@ -28,7 +28,7 @@ NO_PATHS = {
     *("allowed_origins", "dtype", "gguf_path", "upload_repo", "to", "message", "split", "split_by", "dedupe"),
     *("documents", "hub_split", "hub_config", "column", "valid", "test", "system", "try_text", "special", "text_key"),
     *("text", "shape", "tokens", "only", "delete", "transport", "tasks", "train_on", "strategy"),
-    *("pp_split", "pp_schedule"),
+    *("pp_split", "pp_schedule", "reshard"),
     *("prompt_feature", "completion_feature", "chat_feature", "text_feature", "instruction_feature", "input_feature"),
     *("output_feature", "history_feature", "system_feature", "tools_feature", "chosen_feature", "rejected_feature"),
     "label_feature",

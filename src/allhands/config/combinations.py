@@ -60,6 +60,7 @@ def refuse_combinations(config: Any) -> None:
         raise ValueError(f"optimizer_config: unknown optimizer {', '.join(unknown)}")
     _refuse_rounds(c)
     _refuse_stages(c)
+    _refuse_context(c)
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -89,6 +90,47 @@ def _refuse_stages(config: Any) -> None:
         raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
     if config.rank_weights not in (None, "equal"):
         raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
+
+
+def _refuse_context(config: Any) -> None:
+    if config.cp == 1:
+        return
+    given = f"--cp {config.cp}"
+    for wrong, message in (
+        (
+            config.strategy not in ("auto", "data", "zero1"),
+            f"{given} divides rows among ranks that each have the whole model: not with --strategy {config.strategy}; "
+            "take data or zero1, or leave one of the two out",
+        ),
+        (
+            config.sync_every > 1 or config.sync_delay,
+            f"{given} needs ranks with the same weights: not with --sync-every or --sync-delay; leave one of them out",
+        ),
+        (
+            config.rank_weights not in (None, "equal"),
+            f"{given} divides rows into equal parts: not with --rank-weights; leave one of the two out",
+        ),
+        (
+            getattr(config, "router_aux_loss", 0),
+            f"--router-aux-loss looks at all tokens of a micro-batch, of which {given} leaves a rank some: leave one "
+            "of the two out",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def require_context(config: Any, num_ranks: int) -> None:
+    """Refuse ranks that do not make up whole groups of ``--cp``.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if num_ranks % config.cp:
+        ranks = "1 rank does" if num_ranks == 1 else f"{num_ranks} ranks do"
+        what = f"{ranks} not make whole groups of {config.cp}"
+        hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
+        raise ConfigError(what, where=f"--cp {config.cp}", hint=hint)
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from allhands.io.trees import flatten
 from allhands.kernels import known, native_arrays, native_experts, native_products
+from allhands.kernels.context import ContextRow
 from allhands.kernels.documents import DocumentRow
 from allhands.kernels.fastmath import FastMlp, gated, with_vjp
 from allhands.kernels.instances import give_form, mix_in
@@ -173,16 +174,18 @@ def attention(
     turns: tuple[Array, Array],
     scale: float,
     *,
+    before: int = 0,
     starts: Array | None = None,
     frozen: bool = False,
 ) -> mx.array:
     """Causal attention with rotary embedding, of float32.
 
     Args:
-        q: (B, T, heads * D).
+        q: (B, T - before, heads * D).
         k: (B, T, fewer heads * D), as ``v``.
         turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
-        starts: (B, T) int32, the first place that each sees, where that is not the row's first.
+        before: number of the place of the first query.
+        starts: (B, T - before) int32, the first place that each sees, where that is not the row's first.
         frozen: whether no gradient is wanted.
 
     Returns:
@@ -190,7 +193,7 @@ def attention(
     """
     width = 2 * turns[0].shape[1]
     wide = _filled_up(width)
-    sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, wide)
+    sizes = (ctypes.c_int * 6)(*k.shape[:2], q.shape[2] // width, k.shape[2] // width, wide, before)
     cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
 
     def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
@@ -248,7 +251,7 @@ class NativeAttention:
     """A known attention block with :func:`attention`."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        row = cache if isinstance(cache, DocumentRow) and not cache.windowed else None
+        row = cache if isinstance(cache, DocumentRow | ContextRow) and not cache.windowed else None
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -258,9 +261,27 @@ class NativeAttention:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if sizes.normed:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        frozen = forward_only(self)
+        if isinstance(row, ContextRow):
+            turns = _turns(self, row.length, sizes.width)
+            return self.o_proj(_attention_across(row, (q, k, v), turns, self.scale, frozen=frozen))
         turns = _turns(self, x.shape[1], sizes.width)
         starts = row.starts if row else None
-        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
+        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=frozen))
+
+
+def _attention_across(
+    row: ContextRow, own: tuple[mx.array, mx.array, mx.array], turns: tuple[Array, Array], scale: float, *, frozen: bool
+) -> mx.array:
+    """:func:`attention` of a rank's two pieces of each row: (2 B, P, heads * D) each."""
+    keys, values = row.joined(own[1], own[2])
+    found: list[mx.array] = []
+    for queries, places in zip(mx.split(own[0], 2), row.places, strict=True):
+        seen = slice(0, places.stop)
+        starts = None if row.starts is None else np.ascontiguousarray(row.starts[:, places.start : places.stop])
+        how: Any = {"before": places.start, "starts": starts, "frozen": frozen}
+        found.append(attention(queries, keys[:, seen], values[:, seen], turns, scale, **how))
+    return mx.concatenate(found)
 
 
 def _normed(norm: Any, x: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.capabilities import can
 from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
@@ -48,6 +48,7 @@ class Exchanging:
             may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays.
+        context: the ranks that have the same rows, of which each computes its own token positions.
     """
 
     communicator: Communicator
@@ -59,6 +60,7 @@ class Exchanging:
     inject_fault: Callable[[Literal["message", "round"]], object] = lambda point: None
     piping: Piping | None = None
     sharding: Sharding | None = None
+    context: Communicator = field(default_factory=SingleProcess)
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
 from allhands.checkpoints.resuming import Restored
-from allhands.config.combinations import is_sharded, require_shards, require_stages, unfit_stages
+from allhands.config.combinations import is_sharded, require_context, require_shards, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
@@ -37,10 +38,15 @@ def divides(config: TrainConfig) -> bool:
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages need, which ``--min-ranks`` allows.
+    """Return ``config`` for fewer ranks than its stages or groups need, which ``--min-ranks`` allows.
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model.
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Rows are
+    divided among as many ranks as make whole groups.
     """
+    if mesh.size % config.cp and config.min_ranks is not None and mesh.size >= config.min_ranks:
+        left = math.gcd(mesh.size, config.cp) if mesh.size > config.cp else mesh.size
+        note = f"--cp is {left} in place of {config.cp}, for the ranks that are left"
+        return config.model_copy(update={"cp": left}).noted((*config.notes, note))
     problem = unfit_stages(config, mesh.size)
     if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
         return config
@@ -53,7 +59,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide all arrays.
+    """Return the mesh with an axis of stages, of ranks that divide all arrays, or of ranks that divide rows.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
@@ -62,6 +68,9 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
         require_shards(config, mesh.size)
         together = config.dp_shard or mesh.size
         return replace(mesh, data=mesh.size // together, shard=together)
+    if config.cp > 1:
+        require_context(config, mesh.size)
+        return replace(mesh, data=mesh.size // config.cp, context=config.cp, weights=())
     if not divides(config):
         return mesh
     require_stages(config, mesh.size)

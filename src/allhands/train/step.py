@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, sent_bytes
+from allhands.distributed.backend import Communicator, SingleProcess, sent_bytes
 from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
@@ -45,6 +45,7 @@ class StepOptions:
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays.
+        context: the ranks that have the same rows, of which each computes its own token positions.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
@@ -63,6 +64,7 @@ class StepOptions:
     rounds: Rounds = field(default_factory=Rounds)
     piping: Piping | None = None
     sharding: Sharding | None = None
+    context: Communicator = field(default_factory=SingleProcess)
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -80,8 +82,10 @@ def make_step(
     native, heartbeat = options.cpu_native, options.heartbeat
     rounds, inject = options.rounds, options.rules.inject_fault
     how = (options.bucket_bytes, native, heartbeat, options.codec, rounds, inject, options.piping, options.sharding)
-    exchanging = Exchanging(communicator, *how)
-    strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
+    exchanging = Exchanging(communicator, *how, context=options.context)
+    # Gradients and what ranks exchange within a pass would be on two streams, in an order of their own on each rank.
+    overlap = False if options.context.size > 1 else options.overlap
+    strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts
     updater = make_updater(trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
