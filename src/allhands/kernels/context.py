@@ -26,18 +26,19 @@ class ContextRow:
 
     Attributes:
         offset: (2 B,) position of the first token of each piece.
+        rows: B.
         length: tokens of a whole row, with padding.
         places: positions of the first and of the second piece.
         windowed: true once a layer has asked for a mask that is narrower than the row.
     """
 
     # No dictionary of attributes: recomputation would take it apart for its arrays.
-    __slots__ = ("_documents", "_group", "_rows", "length", "offset", "places", "windowed")
+    __slots__ = ("_documents", "_group", "length", "offset", "places", "rows", "windowed")
 
     def __init__(self, group: Communicator, rows: int, piece: int, documents: mx.array | None) -> None:
         """``rows`` B of 2 N pieces with ``piece`` P tokens; ``documents``: (B, 2 N P) number of each place's."""
         numbers = Pieces(group.rank, group.size).numbers
-        self._group, self._rows = group, rows
+        self._group, self.rows = group, rows
         self._documents = None if documents is None else DocumentRow(documents)
         self.length = 2 * group.size * piece
         self.places = tuple(range(number * piece, (number + 1) * piece) for number in numbers)
@@ -59,11 +60,11 @@ class ContextRow:
             self.windowed = True
             visible = visible & (distance < window_size)
         piece = own.shape[1]
-        visible = mx.broadcast_to(visible[:, None], (2, self._rows, piece, self.length))
+        visible = mx.broadcast_to(visible[:, None], (2, self.rows, piece, self.length))
         if self._documents is not None:
             numbers = self._documents.numbers
             visible = visible & (numbers[:, own].swapaxes(0, 1)[..., None] == numbers[:, None, :])
-        return visible.reshape(2 * self._rows, 1, piece, self.length)
+        return visible.reshape(2 * self.rows, 1, piece, self.length)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """(2 B, heads, P, D) -> (2 B, heads, 2 N P, D): the keys and values of whole rows, for each of their pieces."""
@@ -76,36 +77,44 @@ class ContextRow:
 
         They travel together. The gradient is this rank's part of the sum over ranks.
         """
-        widths, group = (keys.shape[-1], values.shape[-1]), self._group
 
-        def forward(*own: mx.array) -> tuple[mx.array, ...]:
-            everyone = group.all_gather(mx.concatenate(list(own), axis=-1))
-            return tuple(map(mx.contiguous, _apart(self._in_order(everyone), widths)))
+        def forward(*own: mx.array) -> list[mx.array]:
+            return self.joined_of(own)
 
-        def backward(_primals: Any, cotangents: Sequence[mx.array], _outputs: Any) -> tuple[mx.array, ...]:
-            mine = sum_scatter(group, self._by_rank(mx.concatenate(list(cotangents), axis=-1)))
-            return tuple(map(mx.contiguous, _apart(mine, widths)))
+        def backward(_primals: Any, cotangents: Sequence[mx.array], _outputs: Any) -> list[mx.array]:
+            return self.own_of(cotangents)
 
         function: Any = mx.custom_function(forward)
         function.vjp(backward)
-        return function(keys, values)
+        first, second = function(keys, values)
+        return first, second
+
+    def joined_of(self, own: Sequence[mx.array]) -> list[mx.array]:
+        """Return the arrays of :meth:`joined`, not to be differentiated."""
+        everyone = self._group.all_gather(mx.concatenate(list(own), axis=-1))
+        return _apart(self._in_order(everyone), own[0].shape[-1])
+
+    def own_of(self, whole: Sequence[mx.array]) -> list[mx.array]:
+        """Return this rank's part of the sum over ranks of arrays like :meth:`joined_of`."""
+        mine = sum_scatter(self._group, self._by_rank(mx.concatenate(list(whole), axis=-1)))
+        return _apart(mine, whole[0].shape[-1])
 
     def _in_order(self, everyone: mx.array) -> mx.array:
         """(N 2 B, P, ...) -> (B, 2 N P, ...)."""
-        pieces = everyone.reshape(-1, 2, self._rows, *everyone.shape[1:])
+        pieces = everyone.reshape(-1, 2, self.rows, *everyone.shape[1:])
         ordered = mx.concatenate([pieces[:, 0], pieces[::-1, 1]])
-        return ordered.swapaxes(0, 1).reshape(self._rows, self.length, *everyone.shape[2:])
+        return ordered.swapaxes(0, 1).reshape(self.rows, self.length, *everyone.shape[2:])
 
     def _by_rank(self, whole: mx.array) -> mx.array:
         """(B, 2 N P, ...) -> (N 2 B, P, ...)."""
         size, piece = self._group.size, len(self.places[0])
-        ordered = whole.reshape(self._rows, 2 * size, piece, *whole.shape[2:]).swapaxes(0, 1)
+        ordered = whole.reshape(self.rows, 2 * size, piece, *whole.shape[2:]).swapaxes(0, 1)
         pieces = mx.stack([ordered[:size], ordered[size:][::-1]], axis=1)
         return mx.contiguous(pieces.reshape(-1, *pieces.shape[3:]))
 
 
-def _apart(joined: mx.array, widths: tuple[int, int]) -> tuple[mx.array, mx.array]:
-    return joined[..., : widths[0]], joined[..., widths[0] :]
+def _apart(joined: mx.array, width: int) -> list[mx.array]:
+    return [mx.contiguous(joined[..., :width]), mx.contiguous(joined[..., width:])]
 
 
 def caches_across(num_layers: int, tokens: mx.array, documents: mx.array | None, group: Communicator) -> list[Any]:

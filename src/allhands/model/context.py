@@ -16,7 +16,10 @@ from allhands.model.stages import kind_of
 # Modules of mlx_lm.models; `tests/parity/test_context.py` compares every one of them.
 CAN_DIVIDE_ROWS = frozenset(
     """
-    gemma3_text llama mixtral phi3 qwen2 qwen3 qwen3_moe smollm3
+    Klear afmoe apertus bailing_moe cohere cohere2 deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone
+    exaone4 exaone_moe gemma gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe
+    helium hunyuan_v1_dense internlm2 llama mellum mimo minicpm mixtral nemotron olmo2 olmo3 olmoe phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
     """.split()  # noqa: SIM905
 )
 
