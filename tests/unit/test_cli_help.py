@@ -122,6 +122,7 @@ OPTIONS = {
     ".cli.options",
     ".config.combinations",
     ".config.problems",
+    ".config.nested",
     ".config.schema",
     ".config.values",
     ".io.strict_json",

@@ -61,6 +61,7 @@ def refuse_combinations(config: Any) -> None:
     _refuse_rounds(c)
     _refuse_stages(c)
     _refuse_divided_matrices(c)
+    _refuse_context(c)
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -101,23 +102,52 @@ def _refuse_divided_matrices(config: Any) -> None:
         (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
         (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
         (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
+        (config.cp > 1, f"{what}, --cp {config.cp} rows among ranks that have them all: leave one of the two out"),
         (config.fine_tune_type == "dora", f"{what}; DoRA needs whole ones: take --fine-tune-type lora"),
     ):
         if wrong:
             raise ValueError(message)
 
 
-def require_divisors(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up whole groups of ``--tp``.
+def _refuse_context(config: Any) -> None:
+    if config.cp == 1:
+        return
+    given = f"--cp {config.cp}"
+    for wrong, message in (
+        (
+            config.strategy not in ("auto", "data", "zero1"),
+            f"{given} divides rows among ranks that each have the whole model: not with --strategy {config.strategy}; "
+            "take data or zero1, or leave one of the two out",
+        ),
+        (
+            config.sync_every > 1 or config.sync_delay,
+            f"{given} needs ranks with the same weights: not with --sync-every or --sync-delay; leave one of them out",
+        ),
+        (
+            config.rank_weights not in (None, "equal"),
+            f"{given} divides rows into equal parts: not with --rank-weights; leave one of the two out",
+        ),
+        (
+            getattr(config, "router_aux_loss", 0),
+            f"--router-aux-loss looks at all tokens of a micro-batch, of which {given} leaves a rank some: leave one "
+            "of the two out",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
+
+
+def require_groups(config: Any, num_ranks: int) -> None:
+    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp`` or ``--dp-shard``.
 
     Raises:
         ConfigError: they do not.
     """
-    if num_ranks % config.tp:
-        told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
-        what = f"{told} not make whole groups of {config.tp}"
-        hint = "take a number that divides that of the ranks"
-        raise ConfigError(what, where=f"--tp {config.tp}", hint=hint)
+    for flag, size in (("--tp", config.tp), ("--cp", config.cp), ("--dp-shard", config.dp_shard or 1)):
+        if num_ranks % size:
+            told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
+            hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
+            raise ConfigError(f"{told} not make whole groups of {size}", where=f"{flag} {size}", hint=hint)
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
@@ -139,18 +169,6 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
     what = f"these stages are not those of {stages} ranks"
     return ConfigError(what, where=f"--pp-split {config.pp_split}", hint=hint)
-
-
-def require_shards(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up whole groups of ``--dp-shard``.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    if config.dp_shard is not None and num_ranks % config.dp_shard:
-        what = f"{num_ranks} ranks do not make whole groups of {config.dp_shard}"
-        hint = "take a number that divides that of the ranks, or leave it out: then all ranks share one model"
-        raise ConfigError(what, where=f"--dp-shard {config.dp_shard}", hint=hint)
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

@@ -70,7 +70,7 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
         alike = mesh.pipe == 1 or "pipe" in axes
     if not alike:
         raise ConfigError(
-            f"the {backend} back-end has no groups of some ranks, as unlike stages need along {' x '.join(axes)}",
+            f"the {backend} back-end has no groups of some ranks, which unlike ones need along {' x '.join(axes)}",
             where=f"--backend {backend}",
             hint="use --backend mpi, or nccl on NVIDIA GPUs, or put all ranks on one axis",
         )

@@ -30,6 +30,11 @@ class DocumentRow:
         self.windowed = False
 
     @property
+    def numbers(self) -> mx.array:
+        """(B, T) int32, the number of the document of each place."""
+        return self._documents
+
+    @property
     def starts(self) -> NDArray[np.int32]:
         """(B, T), where the document of each place begins: each is in one piece."""
         if self._starts is None:

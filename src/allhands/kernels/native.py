@@ -8,7 +8,8 @@ cannot be compiled, and their gradients need values, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import numpy as np
 
 from allhands.io.trees import flatten
 from allhands.kernels import known, native_arrays, native_experts, native_products
+from allhands.kernels.context import ContextRow
 from allhands.kernels.documents import DocumentRow
 from allhands.kernels.fastmath import FastMlp, gated, with_vjp
 from allhands.kernels.instances import give_form, mix_in
@@ -173,45 +175,127 @@ def attention(
     turns: tuple[Array, Array],
     scale: float,
     *,
+    before: int = 0,
     starts: Array | None = None,
     frozen: bool = False,
 ) -> mx.array:
     """Causal attention with rotary embedding, of float32.
 
     Args:
-        q: (B, T, heads * D).
+        q: (B, T - before, heads * D).
         k: (B, T, fewer heads * D), as ``v``.
         turns: (T, D / 2) cosines and sines for the pairs (i, i + D / 2) of a head's features.
-        starts: (B, T) int32, the first place that each sees, where that is not the row's first.
+        before: number of the place of the first query.
+        starts: (B, T - before) int32, the first place that each sees, where that is not the row's first.
         frozen: whether no gradient is wanted.
 
     Returns:
         Like ``q``.
     """
-    width = 2 * turns[0].shape[1]
-    wide = _filled_up(width)
-    sizes = (ctypes.c_int * 5)(*q.shape[:2], q.shape[2] // width, k.shape[2] // width, wide)
-    cosines, sines = (np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in turns)
-
-    def run(inputs: Sequence[Array | None], outputs: Sequence[Array | None]) -> None:
-        call_checked(
-            "allhands_attention", pointers(inputs), pointers(outputs), ctypes.c_float(scale), sizes, at(starts)
-        )
+    computed = _Attention(turns, scale, before, starts)
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        views = [_widened(floats(each), width) for each in (q, k, v)]
         out, room = new(*q.shape)
-        _narrowed([room], width, lambda rooms: run([*views, cosines, sines, None], [*rooms, None, None, None]))
+        computed.forward([floats(each) for each in (q, k, v)], room)
         return out
 
     def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-        views = [_widened(floats(each), width) for each in (*primals, cotangent)]
         made = [new(*primal.shape) for primal in primals]
-        rooms = [room for _, room in made]
-        _narrowed(rooms, width, lambda rooms: run([*views[:3], cosines, sines, views[3]], [None, *rooms]))
+        computed.backward([floats(each) for each in (*primals, cotangent)], [room for _, room in made])
         return tuple(array for array, _ in made)
 
     return forward(q, k, v) if frozen else with_vjp(forward, backward)(q, k, v)
+
+
+def attention_across(
+    row: ContextRow,
+    own: tuple[mx.array, mx.array, mx.array],
+    turns: tuple[Array, Array],
+    scale: float,
+    *,
+    frozen: bool = False,
+) -> mx.array:
+    """:func:`attention` of a rank's two pieces of each row, which see the keys and values of all ranks.
+
+    Args:
+        own: q, k and v of (2 B, P, heads * D), the first pieces of all rows before the second ones.
+        turns: for the places of whole rows.
+
+    Returns:
+        Like q.
+    """
+    whole: list[Array] = []
+
+    def pieces() -> Iterator[tuple[slice, slice, _Attention]]:
+        for number, places in enumerate(row.places):
+            starts = None if row.starts is None else row.starts[:, places.start : places.stop]
+            computed = _Attention(turns, scale, places.start, None if starts is None else np.ascontiguousarray(starts))
+            yield slice(number * row.rows, (number + 1) * row.rows), slice(0, places.stop), computed
+
+    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        # Of copies, for which MLX keeps nothing while it differentiates.
+        joined = row.joined_of([mx.array(floats(each)) for each in (k, v)])
+        mx.eval(joined)
+        whole[:] = map(floats, joined)
+        (out, room), queries = new(*q.shape), floats(q)
+        for rows, seen, computed in pieces():
+            computed.forward([queries[rows], *(np.ascontiguousarray(each[:, seen]) for each in whole)], room[rows])
+        return out
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        queries, towards = floats(primals[0]), floats(cotangent)
+        array, room = new(*queries.shape)
+        sums = [np.zeros_like(each) for each in whole]
+        for rows, seen, computed in pieces():
+            keys, values = (np.ascontiguousarray(each[:, seen]) for each in whole)
+            made = [np.empty_like(keys), np.empty_like(values)]
+            computed.backward([queries[rows], keys, values, towards[rows]], [room[rows], *made])
+            for total, new_part in zip(sums, made, strict=True):
+                total[:, seen] += new_part
+        mine = row.own_of([mx.array(total) for total in sums])
+        mx.eval(mine)
+        return array, *mine
+
+    return forward(*own) if frozen else with_vjp(forward, backward)(*own)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The native code with what :func:`attention` is called with beside q, k and v."""
+
+    turns: tuple[Array, Array]
+    scale: float
+    before: int
+    starts: Array | None
+
+    def forward(self, inputs: Sequence[Array], out: Array) -> None:
+        """``inputs``: q, k and v."""
+        width, wide = self._widths
+        views = [_widened(each, width) for each in inputs]
+        tables = self._tables(width, wide)
+        _narrowed([out], width, lambda rooms: self._run([*views, *tables, None], [*rooms, None, None, None], wide))
+
+    def backward(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        """``inputs``: q, k, v and the cotangent; ``outputs``: the gradients in the first three."""
+        width, wide = self._widths
+        *views, cotangent = (_widened(each, width) for each in inputs)
+        tables = self._tables(width, wide)
+        _narrowed(outputs, width, lambda rooms: self._run([*views, *tables, cotangent], [None, *rooms], wide))
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        width = 2 * self.turns[0].shape[1]
+        return width, _filled_up(width)
+
+    def _tables(self, width: int, wide: int) -> list[Array]:
+        return [np.pad(each, ((0, 0), (0, (wide - width) // 2))) if wide > width else each for each in self.turns]
+
+    def _run(self, inputs: Sequence[Any], outputs: Sequence[Array | None], wide: int) -> None:
+        q, k = inputs[:2]
+        heads, kv_heads = (each[0, 0].size // wide for each in (q, k))
+        sizes = (ctypes.c_int * 6)(*k.shape[:2], heads, kv_heads, wide, self.before)
+        scale = ctypes.c_float(self.scale)
+        call_checked("allhands_attention", pointers(inputs), pointers(outputs), scale, sizes, at(self.starts))
 
 
 def _filled_up(width: int) -> int:
@@ -248,7 +332,7 @@ class NativeAttention:
     """A known attention block with :func:`attention`."""
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        row = cache if isinstance(cache, DocumentRow) and not cache.windowed else None
+        row = cache if isinstance(cache, DocumentRow | ContextRow) and not cache.windowed else None
         causal = cache is None and isinstance(mask, str) and mask == "causal"
         if x.dtype != mx.float32 or not (row or causal):
             return super().__call__(x, mask, cache)  # type: ignore[misc]
@@ -258,9 +342,13 @@ class NativeAttention:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if sizes.normed:
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        frozen = forward_only(self)
+        if isinstance(row, ContextRow):
+            turns = _turns(self, row.length, sizes.width)
+            return self.o_proj(attention_across(row, (q, k, v), turns, self.scale, frozen=frozen))
         turns = _turns(self, x.shape[1], sizes.width)
         starts = row.starts if row else None
-        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=forward_only(self)))
+        return self.o_proj(attention(q, k, v, turns, self.scale, starts=starts, frozen=frozen))
 
 
 def _normed(norm: Any, x: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from numpy.typing import NDArray
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator
 
 # (*arrays of a micro-batch) -> () float32 loss sum, followed by the objective's further sums if it has any.
 SumsFunction = Callable[..., tuple[mx.array, ...]]
@@ -31,8 +32,16 @@ class Objective(Protocol):
     @property
     def further(self) -> tuple[str, ...]: ...
 
+    def across(self, group: Communicator) -> Objective:
+        """Return the objective of a rank of ``group``: all have the same rows, and each its own token positions."""
+        ...
+
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
         """Return the arrays of ``batch`` that a forward pass takes."""
+        ...
+
+    def places(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return those of (B, T, ...) values of a batch's places that belong to the tokens of :meth:`values`."""
         ...
 
     def counts(self, batch: MicroBatch) -> Mapping[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allhands.data.loader import MicroBatch
+from allhands.data.pieces import Pieces
+from allhands.distributed.backend import Communicator
 from allhands.io.trees import flatten, unflatten
 from allhands.kernels import native
+from allhands.kernels.context import caches_across
 from allhands.kernels.documents import caches_for
 from allhands.kernels.fused.ops import rows_at
 from allhands.kernels.packed import PackedProduct
@@ -28,6 +31,18 @@ from allhands.objectives.cross_entropy import (
 
 # (inputs, positions, targets[, documents]) -> loss sum.
 LossFunction = Callable[..., mx.array]
+# (number of blocks, inputs, *documents) -> further arguments of a model.
+Caches = Callable[..., dict[str, Any]]
+
+
+def _kept_apart(num_layers: int, _inputs: mx.array, *documents: mx.array) -> dict[str, Any]:
+    """Further arguments of a model for rows of several documents; none where there are no numbers of documents."""
+    return {"cache": caches_for(num_layers, documents[0])} if documents else {}
+
+
+def _across_ranks(group: Communicator, num_layers: int, inputs: mx.array, *documents: mx.array) -> dict[str, Any]:
+    """Further arguments of a model for this rank's pieces of rows."""
+    return {"cache": caches_across(num_layers, inputs, documents[0] if documents else None, group)}
 
 
 class CausalLM:
@@ -35,23 +50,38 @@ class CausalLM:
 
     further: tuple[str, ...] = ()
 
+    def __init__(self, group: Communicator | None = None) -> None:
+        """``group``: the ranks that have the same rows, of which each computes its own token positions."""
+        self._pieces = None if group is None else Pieces(group.rank, group.size)
+        self._caches: Caches = _kept_apart if group is None else partial(_across_ranks, group)
+
+    def across(self, group: Communicator) -> CausalLM:
+        return self if group.size == 1 else CausalLM(group)
+
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
-        return batch_values(batch)
+        return batch_values(self._own(batch))
 
     def counts(self, batch: MicroBatch) -> dict[str, int]:
-        return {"targets": batch.num_targets, "tokens": batch.num_tokens}
+        own = self._own(batch)
+        return {"targets": own.num_targets, "tokens": own.num_tokens}
+
+    def places(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values if self._pieces is None else self._pieces.of(values)
+
+    def _own(self, batch: MicroBatch) -> MicroBatch:
+        return batch if self._pieces is None else self._pieces.of_batch(batch)
 
     def sums(self, model: Any, *, cpu_native: bool, with_grad: bool = True) -> SumsFunction:
-        loss = make_loss(model, cpu_native=cpu_native, with_grad=with_grad)
+        loss = make_loss(model, cpu_native=cpu_native, with_grad=with_grad, caches=self._caches)
         return lambda *arrays: (loss(*arrays),)
 
     def model_inputs(self, num_layers: int, *arrays: mx.array) -> tuple[mx.array, dict[str, Any]]:
         inputs, _, _, *documents = arrays
-        return inputs, _kept_apart(num_layers, documents)
+        return inputs, self._caches(num_layers, inputs, *documents)
 
     def cpu_gradient(self, model: Any) -> GradFunction | None:
         parts = split(model)
-        return None if parts is None else partial(_eager_gradient, model, parts)
+        return None if parts is None else partial(_eager_gradient, model, parts, self._caches)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {}
@@ -66,7 +96,7 @@ def batch_values(batch: MicroBatch) -> tuple[NDArray[Any], ...]:
     return values if batch.documents is None else (*values, batch.documents)
 
 
-def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFunction:
+def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True, caches: Caches = _kept_apart) -> LossFunction:
     """Return the summed cross-entropy of ``model`` at the trained places.
 
     Uses the chunked loss over hidden states where the model can be split, the plain one over logits otherwise.
@@ -74,31 +104,27 @@ def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True) -> LossFu
     """
     parts = split(model)
     if parts is None:
-        return partial(_plain_loss, model)
-    return partial(_eager_loss, parts) if cpu_native else partial(_split_loss, parts, with_grad)
+        return partial(_plain_loss, model, caches)
+    return partial(_eager_loss, parts, caches) if cpu_native else partial(_split_loss, parts, caches, with_grad)
 
 
-def _plain_loss(model: Any, *batch: mx.array) -> mx.array:
+def _plain_loss(model: Any, caches: Caches, *batch: mx.array) -> mx.array:
     inputs, positions, targets, *documents = batch
-    more = _kept_apart(len(model.layers), documents) if documents else {}  # not every model tells its layers
+    known = documents or caches is not _kept_apart  # not every model tells its layers
+    more = caches(len(model.layers), inputs, *documents) if known else {}
     logits = model(inputs, **more)
     return cross_entropy_sum(logits.reshape(-1, logits.shape[-1])[positions], targets)
 
 
-def _kept_apart(num_layers: int, documents: Sequence[mx.array]) -> dict[str, Any]:
-    """Further arguments of a model for rows of several documents; none where there are no numbers of documents."""
-    return {"cache": caches_for(num_layers, documents[0])} if documents else {}
-
-
-def _rows(parts: SplitModel, *batch: mx.array) -> mx.array:
+def _rows(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array:
     """(N, D) hidden states at the trained places."""
     inputs, positions, targets, *documents = batch
-    hidden = parts.body(inputs, **_kept_apart(parts.num_layers, documents))
+    hidden = parts.body(inputs, **caches(parts.num_layers, inputs, *documents))
     return rows_at(hidden.reshape(-1, hidden.shape[-1]), positions, targets)
 
 
-def _split_loss(parts: SplitModel, with_grad: bool, *batch: mx.array) -> mx.array:
-    rows, targets = _rows(parts, *batch), batch[2]
+def _split_loss(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.array) -> mx.array:
+    rows, targets = _rows(parts, caches, *batch), batch[2]
     trained, selection = parts.head_is_trained, parts.selection
     if isinstance(head := parts.head_product(), PackedProduct):  # of a model that computes when it is called
         how: Any = {"train_weight": False, "selection": selection}
@@ -109,13 +135,13 @@ def _split_loss(parts: SplitModel, with_grad: bool, *batch: mx.array) -> mx.arra
     return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
 
 
-def _eager_loss(parts: SplitModel, *batch: mx.array) -> mx.array:
-    rows, weight = _rows(parts, *batch).astype(mx.float32), parts.head_product()
+def _eager_loss(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array:
+    rows, weight = _rows(parts, caches, *batch).astype(mx.float32), parts.head_product()
     how: Any = {"train_weight": False, "with_grad": False, "selection": parts.selection}
     return eager_linear_cross_entropy(rows, weight, batch[2], **how)[0]
 
 
-def _eager_gradient(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tuple[mx.array, Any]:
+def _eager_gradient(model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array) -> tuple[mx.array, Any]:
     """Forward through the body, loss and its gradient at the head, then backward through the body.
 
     The backward graph is built before the head's gradient is known, with a buffer in its place that is
@@ -123,12 +149,12 @@ def _eager_gradient(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tu
     the activations of frozen layers too, would be kept.
     """
     if native.available():
-        return _gradient_at_once(model, parts, *batch)
+        return _gradient_at_once(model, parts, caches, *batch)
     trained = dict(flatten(model.trainable_parameters()))
 
     def body(*arrays: mx.array) -> mx.array:
         model.update(unflatten(zip(trained, arrays, strict=True)))
-        return _rows(parts, *batch)
+        return _rows(parts, caches, *batch)
 
     weight = parts.head_weight().astype(mx.float32)
     grad_rows = mx.zeros((len(batch[1]), weight.shape[-1]))
@@ -147,7 +173,7 @@ def _eager_gradient(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tu
     return loss, unflatten(result.items())
 
 
-def _gradient_at_once(model: nn.Module, parts: SplitModel, *batch: mx.array) -> tuple[mx.array, Any]:
+def _gradient_at_once(model: nn.Module, parts: SplitModel, caches: Caches, *batch: mx.array) -> tuple[mx.array, Any]:
     """Compute :func:`_eager_gradient` where operations are not lazy, also in the backward pass."""
     trained = dict(flatten(model.trainable_parameters()))
     head = parts.head_product()
@@ -155,7 +181,7 @@ def _gradient_at_once(model: nn.Module, parts: SplitModel, *batch: mx.array) -> 
     def loss(*arrays: mx.array) -> mx.array:
         model.update(unflatten(zip(trained, arrays, strict=True)))
         # In which a CPU computes anyway; NumPy knows no other.
-        rows = _rows(parts, *batch).astype(mx.float32)
+        rows = _rows(parts, caches, *batch).astype(mx.float32)
         train_weight = parts.head_is_trained
         # Where it is not trained, the values alone count.
         weight = parts.head_weight().astype(mx.float32) if train_weight else None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.capabilities import can
 from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
@@ -49,6 +49,7 @@ class Exchanging:
             may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        context: the ranks that have the same rows, of which each computes its own token positions.
     """
 
     communicator: Communicator
@@ -61,6 +62,7 @@ class Exchanging:
     piping: Piping | None = None
     sharding: Sharding | None = None
     matrices: Matrices | None = None
+    context: Communicator = field(default_factory=SingleProcess)
 
     @property
     def size(self) -> int:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, SingleProcess, moved_to
+from allhands.distributed.backend import Communicator, MlxGroup, moved_to
 from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
@@ -205,7 +205,7 @@ class DataParallel(Strategy):
         return Times(handed_out.compute_s + time.perf_counter() - started, handed_out.comm_s)
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
-        return passes.one_by_one(), SingleProcess()
+        return passes.one_by_one(), self._exchanging.context
 
     def forget(self) -> None:
         self.ahead = None

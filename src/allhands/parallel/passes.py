@@ -66,7 +66,8 @@ class Passes:
         values = self.objective.values(batch)
         dropout = self.computing.dropout
         if dropout is not None:
-            values = (dropout.values(batch.examples, batch.inputs.shape[1], batch.iteration), *values)
+            keys = dropout.values(batch.examples, batch.inputs.shape[1], batch.iteration)
+            values = (self.objective.places(keys), *values)
         return self._to_arrays(values)
 
     def note(self, batch: MicroBatch) -> None:

@@ -13,6 +13,7 @@ from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.run.adapter_files import check_adapter
 from allhands.run.context import RunContext
+from allhands.run.contexts import agreed, context_of
 from allhands.run.piping import piped, piping_of, stops_together, sums_together
 from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
@@ -62,18 +63,21 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
         raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
     together = sums_together(piping, ready.sharding, CAUSAL_LM)
+    context = context_of(ready.communicator, surroundings.mesh)
     evaluator = Evaluator(
         ready.loaded.model,
         windows,
         ready.communicator,
         surroundings.mesh,
-        ready.accelerator.sizing(config.micro_batch_tokens, compiled=False),
+        agreed(ready.accelerator.sizing(config.micro_batch_tokens, compiled=False), context),
         batch_size=config.batch_size,
         num_batches=config.test_batches,
         cpu_native=ready.accelerator.cpu_native,
         stop_requested=stops_together(ready.matrices, surroundings.stop_requested),
         beat=surroundings.beat,
+        objective=CAUSAL_LM.across(context),
         together=together,
+        context=context,
     )
     try:
         loss, num_tokens, _ = evaluator()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
 from allhands.checkpoints.resuming import Restored, restore_weights
-from allhands.config.combinations import is_sharded, require_divisors, require_shards, require_stages, unfit_stages
+from allhands.config.combinations import is_sharded, require_groups, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
@@ -46,15 +46,17 @@ def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """Return ``config`` for fewer ranks than its stages or parts need, which ``--min-ranks`` allows.
+    """Return ``config`` for fewer ranks than its stages or groups need, which ``--min-ranks`` allows.
 
-    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Matrices
-    are divided into fewer parts.
+    All remaining ranks are one pipeline, and its blocks are divided again; a single rank has the whole model. Groups of
+    ranks are as large as makes whole ones.
     """
-    if config.tp > 1:
-        return _with_fewer_parts(config, mesh)
+    if config.min_ranks is None or mesh.size < config.min_ranks:
+        return config
+    if config.strategy != "pipeline":
+        return _in_smaller_groups(config, mesh)
     problem = unfit_stages(config, mesh.size)
-    if problem is None or config.min_ranks is None or mesh.size < config.min_ranks:
+    if problem is None:
         return config
     changed: dict[str, Any] = {"pp": None, "pp_split": "auto"}
     told = f"{problem.message} ({problem.where}): those that are left are one pipeline, whose blocks are divided anew"
@@ -64,26 +66,31 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     return config.model_copy(update=changed).noted((*config.notes, told))
 
 
-def _with_fewer_parts(config: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """``config`` with as many parts of matrices as these ranks make up, if ``--min-ranks`` allows that."""
-    parts = math.gcd(mesh.size, config.tp)
-    if parts == config.tp or config.min_ranks is None or mesh.size < config.min_ranks:
+def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """``config`` with groups of ranks of which so many make up whole ones."""
+    changed: dict[str, Any] = {}
+    for option in ("tp", "cp", "dp_shard"):
+        size = getattr(config, option) or 1
+        if (left := math.gcd(mesh.size, size)) != size:
+            changed[option] = (None if left == 1 else left) if option == "dp_shard" else left
+    if not changed:
         return config
-    told = f"{mesh.size} ranks are left, not whole groups of {config.tp} (--tp): matrices are in {parts} parts now"
-    return config.model_copy(update={"tp": parts}).noted((*config.notes, told))
+    told = ", ".join(f"--{option.replace('_', '-')} is {left or 'left out'} now" for option, left in changed.items())
+    return config.model_copy(update=changed).noted((*config.notes, f"{mesh.size} ranks are left: {told}"))
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide all arrays or matrices.
+    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices or rows.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
+    require_groups(config, mesh.size)
     if config.tp > 1:
-        require_divisors(config, mesh.size)
         return replace(mesh, data=mesh.size // config.tp, tensor=config.tp, weights=())
+    if config.cp > 1:
+        return replace(mesh, data=mesh.size // config.cp, context=config.cp, weights=())
     if is_sharded(config) and mesh.size > 1:
-        require_shards(config, mesh.size)
         together = config.dp_shard or mesh.size
         return replace(mesh, data=mesh.size // together, shard=together)
     if not divides(config):

@@ -48,6 +48,7 @@ from allhands.model.adapters import (
     unfit,
     untrained,
 )
+from allhands.model.context import check_rows
 from allhands.model.dropout import DropoutKeys, dropout_keys_of
 from allhands.model.fresh import fitted, new_model
 from allhands.model.load import (
@@ -160,6 +161,8 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
     in_stages, in_parts = divides(config), has_parts(config, mesh)
+    if mesh.context > 1:
+        check_rows(model)
     if in_parts:
         _start_from(start, model, config)
     notes += _checkpoint_notes(checkpoint, opened)

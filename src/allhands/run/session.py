@@ -18,6 +18,7 @@ from allhands.data.loader import Loader, MicroBatch
 from allhands.data.order import GlobalOrder
 from allhands.data.prefetch import Prefetcher
 from allhands.data.tokens import Windows
+from allhands.distributed.backend import Communicator
 from allhands.distributed.codecs import Codec
 from allhands.distributed.hierarchy import by_computer
 from allhands.distributed.mesh import Mesh
@@ -44,6 +45,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
 from allhands.run.context import RunContext
+from allhands.run.contexts import agreed, context_of
 from allhands.run.datasets import size_notes, without_effect
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
@@ -195,6 +197,7 @@ class _RankRun:
             self.outputs.say(notes)
         if ready.matrices is not None:
             sizing = cut_together(sizing, ready.communicator)
+        sizing = agreed(sizing, self._context)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -261,7 +264,8 @@ class _RankRun:
         """The function by which the model writes, on all ranks that compute together with rank 0."""
         config = self.config
         sharding = self.ready.sharding
-        if not (config.sample_prompts and (self.mesh.data_rank == 0 or sharding is not None)):
+        together = self.mesh.data_rank == 0 and self.mesh.coordinates().context == 0
+        if not (config.sample_prompts and (together or sharding is not None)):
             return lambda step, iteration: []
         model = self.ready.loaded.model if self._piping is None else PipedModel(self._piping)
         return Sampler(
@@ -334,7 +338,8 @@ class _RankRun:
             dropout=self.ready.dropout,
             non_finite=config.non_finite,
             packed=config.packing,
-            objective=self.objective,
+            objective=self._objective,
+            context=self._context,
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
@@ -342,6 +347,15 @@ class _RankRun:
         if options.codec is None and not options.rounds.delay and not divided:
             communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
         return make_step(self.ready.loaded.model, optimizer, communicator, options)
+
+    @cached_property
+    def _context(self) -> Communicator:
+        return context_of(self.ready.communicator, self.mesh)
+
+    @cached_property
+    def _objective(self) -> Objective:
+        """The objective of this rank's part of the rows."""
+        return self.objective.across(self._context)
 
     @cached_property
     def _piping(self) -> Piping | None:
@@ -372,7 +386,9 @@ class _RankRun:
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         on_cpu = device.accelerator.cpu_native
-        expected = expected_bytes(self.config, self.ready.loaded, largest, device, self.ready.stages)
+        tokens, micro_batches = largest
+        own = -(-tokens // self.mesh.context), micro_batches
+        expected = expected_bytes(self.config, self.ready.loaded, own, device, self.ready.stages)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not on_cpu)
@@ -466,15 +482,16 @@ class _RankRun:
             windows,
             self.ready.communicator,
             self.mesh,
-            self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False),
+            agreed(self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False), self._context),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             cpu_native=self.ready.accelerator.cpu_native,
-            objective=self.objective,
+            objective=self._objective,
             weights=weights,
             stop_requested=stops_together(self.ready.matrices, self.surroundings.stop_requested),
             beat=self.surroundings.beat,
             together=sums_together(self._piping, self.ready.sharding, self.objective),
+            context=self._context,
         )
 
     def _test(self, step: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from allhands.data.loader import collate, cut_share
 from allhands.data.order import Shuffle, divide
 from allhands.data.tokens import Windows
-from allhands.distributed.backend import Communicator
+from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import sum_over_ranks
@@ -65,6 +65,7 @@ class Evaluator:
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
         beat: called with "validate" and the number of completed steps before each forward pass.
         together: computes the sums if each rank has a part of the model.
+        context: the ranks that have the same rows, of which each computes its own token positions.
     """
 
     model: nn.Module
@@ -81,11 +82,14 @@ class Evaluator:
     stop_requested: Callable[[], int] = lambda: 0
     beat: Callable[[str, int], None] = lambda phase, step: None
     together: SumsTogether | None = None
+    context: Communicator = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
         self._shares = (
-            self.communicator if self.together else along(self.communicator, self.mesh, "data", "shard", alike=True)
+            self.communicator
+            if self.together
+            else along(self.communicator, self.mesh, "data", "shard", "context", alike=True)
         )
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._sums = self.together or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
@@ -116,7 +120,7 @@ class Evaluator:
         for part, length in self._parts:
             self.beat("validate", step)
             batch = collate(self.windows, part, length)
-            if stop := bool(self.stop_requested()):
+            if stop := self._stops():
                 break
             before = sums
             found = self._sums(*self._arrays(objective.values(batch)))
@@ -145,6 +149,11 @@ class Evaluator:
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
+
+    def _stops(self) -> bool:
+        """True if this rank was asked to stop, or one that computes the same rows with it."""
+        stop = bool(self.stop_requested())
+        return stop if self.context.size == 1 else bool(number(self.context.all_sum(mx.array(float(stop)))))
 
     def _divide(self, weights: tuple[float, ...]) -> None:
         """Cut this rank's share by the ranks' speeds, if it is not cut by these already."""

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, sent_bytes
+from allhands.distributed.backend import Communicator, SingleProcess, sent_bytes
 from allhands.distributed.codecs import Codec
 from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.distributed.shards import Shards
@@ -46,6 +46,7 @@ class StepOptions:
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        context: the ranks that have the same rows, of which each computes its own token positions.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
         overlap: exchange gradients while others are computed; default: with NCCL.
@@ -65,6 +66,7 @@ class StepOptions:
     piping: Piping | None = None
     sharding: Sharding | None = None
     matrices: Matrices | None = None
+    context: Communicator = field(default_factory=SingleProcess)
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
     overlap: bool | None = None
@@ -83,8 +85,10 @@ def make_step(
     rounds, inject = options.rounds, options.rules.inject_fault
     parts: Any = {"piping": options.piping, "sharding": options.sharding, "matrices": options.matrices}
     how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
-    exchanging = Exchanging(communicator, *how, **parts)
-    strategy = make_strategy(options.strategy, exchanging, overlap=options.overlap)
+    exchanging = Exchanging(communicator, *how, **parts, context=options.context)
+    # Gradients and what ranks exchange within a pass would be on two streams, in an order of their own on each rank.
+    overlap = False if options.context.size > 1 else options.overlap
+    strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts
     updater = make_updater(trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)

@@ -159,13 +159,14 @@ void allhands_gated_back(const float *gate, const float *up, const float *cotang
 // --- causal attention with rotary embedding --------------------------------------------------------------------------
 
 typedef struct {
-    const float *q, *k, *v, *cosines, *sines, *cotangent; // (B, T, heads * D), (T, D / 2)
+    const float *q, *k, *v, *cosines, *sines, *cotangent; // (B, T, heads * D), (T, D / 2); q: (B, T - before, ...)
     float *out, *in_q, *in_k, *in_v;
     float *scratch;
     size_t per_thread; // of scratch, in floats
     float scale;
     int length, heads, kv_heads, width; // T and D
-    const int *starts;                  // (B, T): the first place that each sees; NULL if all see the first one
+    int before;                         // places whose queries others compute: those of q are the places after them
+    const int *starts; // (B, T - before): the first place that each sees; NULL if all see the first one
 } Attention;
 
 // c (+)= a b for (m, k), (k, n) of any strides in a; n is a multiple of WIDTH.
@@ -283,7 +284,7 @@ static void across(const float *from, ptrdiff_t row, int length, int width, floa
 
 // Probabilities of `rows` places from `first` on; their turned and scaled queries are left in the room.
 static void probabilities(const Attention *a, const Room *r, const float *q, int batch, int first, int rows, int count) {
-    const int *starts = a->starts ? a->starts + (ptrdiff_t)batch * a->length : NULL;
+    const int *starts = a->starts ? a->starts + (ptrdiff_t)batch * (a->length - a->before) - a->before : NULL;
     ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
     for (int i = 0; i < rows; i++)
         turn(a, first + i, 1.0f, a->scale, q + (first + i) * row, r->queries + i * a->width);
@@ -299,6 +300,12 @@ static void turn_keys(const Attention *a, const Room *r, const float *k) {
     across(r->keys, a->width, a->length, a->width, r->keys_across, r->across);
 }
 
+// Where the queries of a head would begin if they were those of all places: what is before them is not looked at.
+static ptrdiff_t start_of(const Attention *a, int batch, int head) {
+    ptrdiff_t row = (ptrdiff_t)a->heads * a->width;
+    return ((ptrdiff_t)batch * (a->length - a->before) - a->before) * row + head * a->width;
+}
+
 static void attend(void *argument, int part, int thread) {
     const Attention *a = argument;
     const Room r = room_of(a, thread);
@@ -307,8 +314,8 @@ static void attend(void *argument, int part, int thread) {
     ptrdiff_t kv_start = batch * a->length * kv_row + kv * a->width;
     turn_keys(a, &r, a->k + kv_start);
     for (int h = kv * group; h < (kv + 1) * group; h++) {
-        ptrdiff_t start = batch * a->length * row + h * a->width;
-        for (int first = 0; first < a->length; first += ROWS) {
+        ptrdiff_t start = start_of(a, batch, h);
+        for (int first = a->before; first < a->length; first += ROWS) {
             int rows = least(ROWS, a->length - first), seen = first + rows;
             probabilities(a, &r, a->q + start, batch, first, rows, padded(seen));
             product(rows, a->width, seen, r.scores, r.across, 1, a->v + kv_start, kv_row, a->out + start + first * row,
@@ -341,7 +348,7 @@ static void attend_back(void *argument, int part, int thread) {
     const Attention *a = argument;
     const Room r = room_of(a, thread);
     int batch = part / a->kv_heads, kv = part % a->kv_heads, group = a->heads / a->kv_heads;
-    ptrdiff_t kv_row = (ptrdiff_t)a->kv_heads * a->width, row = (ptrdiff_t)a->heads * a->width;
+    ptrdiff_t kv_row = (ptrdiff_t)a->kv_heads * a->width;
     ptrdiff_t kv_start = batch * a->length * kv_row + kv * a->width;
     size_t bytes = (size_t)a->length * (size_t)a->width * sizeof(float);
     turn_keys(a, &r, a->k + kv_start);
@@ -349,22 +356,23 @@ static void attend_back(void *argument, int part, int thread) {
     memset(r.in_keys, 0, bytes);
     memset(r.in_values, 0, bytes);
     for (int h = kv * group; h < (kv + 1) * group; h++)
-        for (int first = 0; first < a->length; first += ROWS)
-            block_back(a, &r, batch * a->length * row + h * a->width, batch, first);
+        for (int first = a->before; first < a->length; first += ROWS)
+            block_back(a, &r, start_of(a, batch, h), batch, first);
     for (int t = 0; t < a->length; t++) {
         turn(a, t, -1.0f, 1.0f, r.in_keys + (ptrdiff_t)t * a->width, a->in_k + kv_start + t * kv_row);
         memcpy(a->in_v + kv_start + t * kv_row, r.in_values + (ptrdiff_t)t * a->width, (size_t)a->width * sizeof(float));
     }
 }
 
-// `sizes`: batch, length, heads, heads of keys and values, width of a head (a multiple of WIDTH). With a cotangent the
-// gradients in q, k and v are written, else `out`. `starts`: as in Attention. 0 if there is no memory for it.
-int allhands_attention(const float *const inputs[6], float *const outputs[4], float scale, const int sizes[5],
+// `sizes`: batch, length, heads, heads of keys and values, width of a head (a multiple of WIDTH), `before`. With a
+// cotangent the gradients in q, k and v are written, else `out`. `before` and `starts`: as in Attention. 0 if there is
+// no memory for it.
+int allhands_attention(const float *const inputs[6], float *const outputs[4], float scale, const int sizes[6],
                        const int *starts) {
     Attention a = {.q = inputs[0], .k = inputs[1], .v = inputs[2], .cosines = inputs[3], .sines = inputs[4],
                    .cotangent = inputs[5], .out = outputs[0], .in_q = outputs[1], .in_k = outputs[2],
                    .in_v = outputs[3], .scale = scale, .length = sizes[1], .heads = sizes[2], .kv_heads = sizes[3],
-                   .width = sizes[4], .starts = starts};
+                   .width = sizes[4], .before = sizes[5], .starts = starts};
     a.per_thread = room_floats(&a);
     a.scratch = aligned_alloc(64, a.per_thread * sizeof(float) * (size_t)pool_threads());
     if (a.scratch == NULL)

@@ -1,0 +1,74 @@
+"""Pieces of rows: the token positions that a rank of a context group computes.
+
+With N ranks a row is cut into 2 N pieces of one length, the last ones padded. Rank r has the pieces r and 2 N - 1 - r:
+one near the row's head and one near its tail, so that causal attention, in which a place looks at all before it, costs
+every rank the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from allhands.data.arrays import Array
+from allhands.data.loader import MicroBatch, pad_targets
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The two pieces of each row that rank ``rank`` of ``size`` has."""
+
+    rank: int
+    size: int
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The numbers of this rank's pieces in a row."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def length(self, width: int) -> int:
+        """Return the length of a piece of rows of this width."""
+        return -(-width // (2 * self.size))
+
+    def filled_up(self, values: Array, fill: int = 0) -> Array:
+        """(B, T, ...) -> (B, pieces * their length, ...), with ``fill`` in the new places."""
+        width = values.shape[1]
+        missing = 2 * self.size * self.length(width) - width
+        return np.pad(values, [(0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)], constant_values=fill)
+
+    def of(self, values: Array) -> Array:
+        """(B, T, ...) -> (2 B, P, ...): this rank's pieces of each row, the first one's of all rows before the
+        second's.
+        """
+        length = self.length(values.shape[1])
+        whole = self.filled_up(values)
+        return np.concatenate([whole[:, number * length : (number + 1) * length] for number in self.numbers])
+
+    def of_batch(self, batch: MicroBatch) -> MicroBatch:
+        """Return this rank's pieces of ``batch`` as rows of their own; the tokens are counted once in the group.
+
+        Document numbers are those of whole rows, filled up: a place looks at others' places, too.
+        """
+        rows, width = batch.inputs.shape
+        length = self.length(width)
+        row, place = np.divmod(batch.positions, width)
+        number, place = np.divmod(place, length)
+        first, second = self.numbers
+        own = ((number == first) | (number == second)) & (batch.targets >= 0)
+        positions = ((number == second) * rows + row) * length + place
+        found = replace(
+            batch,
+            inputs=self.of(batch.inputs),
+            positions=positions[own].astype(np.int32),
+            targets=batch.targets[own],
+            num_tokens=self._share(batch.num_tokens),
+            examples=np.tile(batch.examples, 2),
+            documents=None if batch.documents is None else self.filled_up(batch.documents, -1),
+        )
+        if not len(found.targets):  # a loss has at least one place, which may count nothing
+            found = replace(found, positions=np.zeros(1, np.int32), targets=np.full(1, -1, np.int32))
+        return pad_targets(found) if (batch.targets < 0).any() else found
+
+    def _share(self, count: int) -> int:
+        return count * (self.rank + 1) // self.size - count * self.rank // self.size

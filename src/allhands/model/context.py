@@ -1,0 +1,40 @@
+"""Architectures whose rows may be divided over ranks by token positions.
+
+A rank computes pieces of rows as if they were rows, and what passes between positions goes through the cache of
+:mod:`allhands.kernels.context`. So a block may mix positions in attention alone, and only by what that cache gives.
+Only architectures that have been compared with mlx_lm's own in one process are divided: :data:`CAN_DIVIDE_ROWS`.
+"""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from allhands.errors import ModelError
+from allhands.kernels.known import follows_length, sees_ahead
+from allhands.model.stages import kind_of
+
+# Modules of mlx_lm.models; `tests/parity/test_context.py` compares every one of them.
+CAN_DIVIDE_ROWS = frozenset(
+    """
+    Klear afmoe apertus bailing_moe cohere cohere2 deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone
+    exaone4 exaone_moe gemma gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe
+    helium hunyuan_v1_dense internlm2 llama mellum mimo minicpm mixtral nemotron olmo2 olmo3 olmoe phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """.split()  # noqa: SIM905
+)
+
+
+def check_rows(model: nn.Module) -> None:
+    """Refuse an architecture that has not been compared with itself over divided rows.
+
+    Raises:
+        ModelError: it has not.
+    """
+    kind = kind_of(model)
+    if kind in CAN_DIVIDE_ROWS and not follows_length(model) and sees_ahead(model) is None:
+        return
+    raise ModelError(
+        f"rows of models of the kind {kind}, or with such rotations, cannot be divided by token positions",
+        where="--cp",
+        hint=f"leave it out, or take a model of one of these kinds: {', '.join(sorted(CAN_DIVIDE_ROWS))}",
+    )

@@ -1,0 +1,33 @@
+"""The ranks that divide rows by token positions, and what they have to agree on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.groups import along
+from allhands.distributed.handout import gather_json
+from allhands.distributed.mesh import Mesh
+from allhands.runtime.sizing import Sizing
+
+
+def context_of(communicator: Communicator, mesh: Mesh) -> Communicator:
+    """Return the ranks that have this one's rows; called on all ranks together.
+
+    Raises:
+        ConfigError: the back-end has no groups of some ranks.
+    """
+    # Groups have rows of their own, of other lengths and at other times.
+    return SingleProcess() if mesh.context == 1 else along(communicator, mesh, "context", alike=False)
+
+
+def agreed(sizing: Sizing, context: Communicator) -> Sizing:
+    """Return the sizing by which all ranks of ``context`` cut their rows alike; called on all of them together.
+
+    Memory and processors may differ: micro-batches are as small as the least of them needs.
+    """
+    if context.size == 1:
+        return sizing
+    told = gather_json(context, [sizing.max_tokens, sizing.overhead_tokens, sizing.few_shapes, sizing.ladder])
+    most, overhead, few, ladder = min(told)
+    return replace(sizing, max_tokens=most, overhead_tokens=overhead, few_shapes=few, ladder=tuple(ladder))
