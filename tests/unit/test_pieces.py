@@ -8,8 +8,11 @@ import pytest
 from allhands.config.schema import build_config
 from allhands.data.loader import MicroBatch, pad_targets
 from allhands.data.pieces import Pieces
+from allhands.distributed.backend import SingleProcess
+from allhands.distributed.groups import GroupWithinWorld
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
+from allhands.objectives.causal_lm import CausalLM
 from allhands.run.piping import as_left, piped
 
 
@@ -59,6 +62,15 @@ def test_ranks_that_make_no_whole_group_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         piped(build_config({"cp": 2}), Mesh(0, 3))
     assert caught.value.where == "--cp 2"
+
+
+def test_an_objective_of_others_is_not_divided() -> None:
+    class Another(CausalLM):
+        further = ("more",)
+
+    assert isinstance(Another().across(SingleProcess()), Another)
+    with pytest.raises(ConfigError, match="Another"):
+        Another().across(GroupWithinWorld(SingleProcess(), ((0, 1),)))
 
 
 @pytest.mark.parametrize("more", [{"strategy": "fsdp"}, {"sync_delay": 1}, {"rank_weights": "[2, 1]"}])
