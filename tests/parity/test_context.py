@@ -101,7 +101,8 @@ def alone(place: Path) -> Path:
     "more",
     [
         ("-n", "2", *RING, "--cp", "2"),
-        ("-n", "2", *RING, "--cp", "2", "--compile", "on", "--strategy", "zero1"),
+        # Compilers begin with nothing in a test.
+        pytest.param(("-n", "2", *RING, "--cp", "2", "--compile", "on", "--strategy", "zero1"), marks=pytest.mark.long),
         ("-n", "4", *MPI, "--cp", "2", "--micro-batch-tokens", "256"),
     ],
     ids=["ring", "in a graph", "two groups"],

@@ -119,6 +119,26 @@ def test_attention_that_does_not_cross_documents(width: int) -> None:
     assert_same(lambda q, k, v: native.attention(q, k, v, turns, scale, starts=row.starts), plain, inputs)
 
 
+@pytest.mark.parametrize("width", [32, 24])
+@pytest.mark.parametrize("before", [1, 37, 80])
+def test_attention_of_later_places(before: int, width: int) -> None:
+    mx.random.seed(3)
+    length, heads, kv_heads = 93, 4, 2
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(width // 2) / (width // 2))[None]
+    turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    starts = np.minimum(np.arange(length, dtype=np.int32) // 20 * 20, 60)[None].repeat(2, axis=0)
+    own = np.ascontiguousarray(starts[:, before:])
+
+    def whole(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        q = mx.concatenate([mx.zeros((2, before, q.shape[-1])), q], axis=1)
+        return native.attention(q, k, v, turns, 0.2, starts=starts)[:, before:]
+
+    inputs = tuple(
+        random(2, count, size * width) for count, size in ((length - before, heads), *[(length, kv_heads)] * 2)
+    )
+    assert_same(lambda q, k, v: native.attention(q, k, v, turns, 0.2, before=before, starts=own), whole, inputs)
+
+
 def test_a_model_keeps_documents_apart_without_a_mask() -> None:
     mx.random.seed(9)
     tokens, numbers = mx.random.randint(0, 101, (2, 40)), mx.array([[0] * 11 + [1] * 29, [2] * 40])

@@ -172,11 +172,12 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
 
 
 def require_stages(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up the pipelines that are asked for.
+    """Refuse ranks that do not make up the pipelines, or the groups that divide rows, that are asked for.
 
     Raises:
-        ConfigError: see :func:`unfit_stages`.
+        ConfigError: see :func:`unfit_stages` and :func:`require_groups`.
     """
+    require_groups(config, num_ranks)
     if problem := unfit_stages(config, num_ranks):
         raise problem
 

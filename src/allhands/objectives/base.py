@@ -33,7 +33,11 @@ class Objective(Protocol):
     def further(self) -> tuple[str, ...]: ...
 
     def across(self, group: Communicator) -> Objective:
-        """Return the objective of a rank of ``group``: all have the same rows, and each its own token positions."""
+        """Return the objective of a rank of ``group``: all have the same rows, and each its own token positions.
+
+        Raises:
+            ConfigError: it cannot be divided like that.
+        """
         ...
 
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from allhands.data.loader import MicroBatch
 from allhands.data.pieces import Pieces
 from allhands.distributed.backend import Communicator
+from allhands.errors import ConfigError
 from allhands.io.trees import flatten, unflatten
 from allhands.kernels import native
 from allhands.kernels.context import caches_across
@@ -56,7 +57,12 @@ class CausalLM:
         self._caches: Caches = _kept_apart if group is None else partial(_across_ranks, group)
 
     def across(self, group: Communicator) -> CausalLM:
-        return self if group.size == 1 else CausalLM(group)
+        if group.size == 1:
+            return self
+        if type(self) is not CausalLM:  # its sums may call the model without the cache that divides rows
+            what = f"the objective {type(self).__name__} is not known to compute pieces of rows"
+            raise ConfigError(what, where="--cp", hint="leave it out, or take the loss of the next token")
+        return CausalLM(group)
 
     def values(self, batch: MicroBatch) -> tuple[NDArray[Any], ...]:
         return batch_values(self._own(batch))

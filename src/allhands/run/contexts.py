@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mlx.nn as nn
+
 from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
+from allhands.model.context import check_rows
 from allhands.runtime.sizing import Sizing
 
 
@@ -19,6 +22,16 @@ def context_of(communicator: Communicator, mesh: Mesh) -> Communicator:
     """
     # Groups have rows of their own, of other lengths and at other times.
     return SingleProcess() if mesh.context == 1 else along(communicator, mesh, "context", alike=False)
+
+
+def check_context(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model whose rows cannot be divided, where they are to be.
+
+    Raises:
+        ModelError: see :func:`check_rows`.
+    """
+    if mesh.context > 1:
+        check_rows(model)
 
 
 def agreed(sizing: Sizing, context: Communicator) -> Sizing:

@@ -48,7 +48,6 @@ from allhands.model.adapters import (
     unfit,
     untrained,
 )
-from allhands.model.context import check_rows
 from allhands.model.dropout import DropoutKeys, dropout_keys_of
 from allhands.model.fresh import fitted, new_model
 from allhands.model.load import (
@@ -67,6 +66,7 @@ from allhands.model.weight_files import require_files
 from allhands.parallel.matrices import Matrices, compute_together
 from allhands.parallel.sharding import Sharding
 from allhands.run.context import RunContext
+from allhands.run.contexts import check_context
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
 from allhands.run.dividing import DividedModel, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
@@ -161,8 +161,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
     in_stages, in_parts = divides(config), has_parts(config, mesh)
-    if mesh.context > 1:
-        check_rows(model)
+    check_context(model, mesh)
     if in_parts:
         _start_from(start, model, config)
     notes += _checkpoint_notes(checkpoint, opened)

@@ -26,12 +26,7 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
-    name, hint = config.strategy, f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
-    where = f"--strategy {name}"
-    if is_sharded(config):
-        name = "fsdp"
-    if config.tp > 1:
-        name, where = "tensor", f"--tp {config.tp}"
+    (name, where), hint = _asked_for(config), f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
     if config.sync_every > 1:
         name, where, hint = (
             "local",
@@ -51,6 +46,13 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     if problem := STRATEGIES[name].unfit(wanted):
         raise ConfigError(problem, where=where, hint=hint)
     return name
+
+
+def _asked_for(config: TrainConfig) -> tuple[str, str]:
+    """The strategy that was asked for, and the flag that did."""
+    if config.tp > 1:
+        return "tensor", f"--tp {config.tp}"
+    return "fsdp" if is_sharded(config) else config.strategy, f"--strategy {config.strategy}"
 
 
 def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:
