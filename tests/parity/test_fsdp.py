@@ -38,7 +38,8 @@ def alone(place: Path) -> Path:
     [
         ("-n", "2", "--backend", "ring"),
         ("-n", "2", "--backend", "mpi", "--reshard", "off"),
-        ("-n", "3", "--backend", "ring", "--compile", "on"),
+        # Kernels may have to be built, for a minute.
+        pytest.param(("-n", "3", "--backend", "ring", "--compile", "on"), marks=pytest.mark.long),
         ("-n", "4", "--backend", "mpi", "--dp-shard", "2"),
         ("-n", "4", "--backend", "ring", "--dp-shard", "2"),
         ("-n", "3", "--backend", "ring", "--rank-weights", "[1, 2, 4]", "--micro-batch-tokens", "96"),
@@ -57,7 +58,7 @@ def test_ranks_with_a_part_of_every_array_train_as_one_process(place: Path, alon
         ("model", ("--num-layers", "2")),
         ("untied", ("--fine-tune-type", "full", "--grad-accumulation-steps", "2", "--batch-size", "3")),
         ("quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
-        ("quantised", ("--fine-tune-type", "dora", "--compile", "on")),
+        pytest.param("quantised", ("--fine-tune-type", "dora", "--compile", "on"), marks=pytest.mark.long),
         ("model", ("--packing", "--isolate-documents", "--max-seq-length", "64")),
         ("model", ("--optimizer", "adamw", "--learning-rate", "0.001", "--grad-checkpoint")),
     ],
