@@ -10,14 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from architectures import architecture, every
 from context_ranks import model_of
 from ring_ranks import run_ring
 from tiny import write_chat_data, write_model
-from tokenizers import Tokenizer
-from trained import arrays, assert_same, told, train
+from trained import assert_same, told, train, write_poisoned
 
 from allhands.errors import ModelError
 from allhands.model.context import CAN_DIVIDE_ROWS, check_rows
@@ -141,17 +139,7 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
 
 
 def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(place: Path) -> None:
-    """Whatever holds one letter is poisoned by the frozen table of tokens."""
-    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
-    token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
-    weights["model.embed_tokens.weight"][token] = float("nan")
-    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
-    write_chat_data(place / "with-z")
-    file = place / "with-z" / "train.jsonl"
-    lines = file.read_text().splitlines()
-    for number in (4, 11):
-        lines[number] = lines[number].replace('"content": "', '"content": "z', 1)
-    file.write_text("\n".join(lines) + "\n")
+    write_poisoned(place)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--sample-prompts", '["hello"]')
     seen: list[Any] = []
     for ranks, parts in (("1", ()), ("2", (*RING, "--cp", "2"))):

@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
-from tokenizers import Tokenizer
-from trained import arrays, assert_same, told, train
+from trained import arrays, assert_same, assert_same_samples, told, train, write_poisoned
 
 SHARDED = ("--strategy", "fsdp")
 pytestmark = pytest.mark.slow
@@ -91,13 +90,7 @@ def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
 
 
 def test_samples_are_those_of_one_process(place: Path) -> None:
-    texts: list[list[str]] = []
-    for name, more in (("samples-1", ()), ("samples-2", ("-n", "2", "--backend", "ring", *SHARDED))):
-        train(place, name, "--sample-prompts", '["hello", "you"]', "--sample-tokens", "12", *more)
-        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
-        texts.append([line["text"] for line in lines if line["event"] == "sampled"])
-    assert texts[0] == texts[1]
-    assert len(texts[0]) >= 2
+    assert_same_samples(place, ("-n", "2", "--backend", "ring", *SHARDED))
 
 
 @pytest.mark.parametrize(
@@ -115,17 +108,7 @@ def test_what_cannot_be_sharded_is_refused(place: Path, more: tuple[str, ...], w
 
 
 def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
-    """Whatever holds one letter is poisoned by the frozen table of tokens."""
-    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
-    token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
-    weights["model.embed_tokens.weight"][token] = float("nan")
-    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
-    write_chat_data(place / "with-z")
-    file = place / "with-z" / "train.jsonl"
-    lines = file.read_text().splitlines()
-    for number in (4, 11):
-        lines[number] = lines[number].replace('"content": "', '"content": "z', 1)
-    file.write_text("\n".join(lines) + "\n")
+    write_poisoned(place)
     more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
     found: list[Any] = []
     for ranks in ("1", "2", "3"):

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny import run_allhands
+from tiny import run_allhands, write_chat_data, write_model
+from tokenizers import Tokenizer
 
 OPTIONS = (
     "--train --iters 4 --batch-size 8 --num-layers -1 --steps-per-report 1 --val-batches -1 --steps-per-eval 2 "
@@ -29,7 +30,7 @@ def train(place: Path, name: str, *more: str, code: int = 0, model: str = "model
     return done.stderr
 
 
-def told(run: Path, event: str, *keys: str) -> list[float]:
+def told(run: Path, event: str, *keys: str) -> list[Any]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines if line["event"] == event for key in keys]
 
@@ -47,3 +48,27 @@ def assert_same(one: Path, other: Path, rel: float = 2e-5) -> None:
     for key, array in expected.items():
         apart = mx.linalg.norm(found[key] - array) / mx.maximum(mx.linalg.norm(array), 1e-6)
         assert apart.item() < 10 * rel, key
+
+
+def write_poisoned(place: Path) -> None:
+    """A model, ``poisoned``, whose frozen table poisons what holds a z: examples 5 and 12 of the chats ``with-z``."""
+    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
+    token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_chat_data(place / "with-z")
+    file = place / "with-z" / "train.jsonl"
+    lines = file.read_text().splitlines()
+    for number in (4, 11):
+        lines[number] = lines[number].replace('"content": "', '"content": "z', 1)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def assert_same_samples(place: Path, divided: tuple[str, ...]) -> None:
+    """Train with samples, as one process and as ``divided`` ranks, and compare what was written."""
+    texts: list[list[Any]] = []
+    for name, more in (("samples-1", ()), ("samples-2", divided)):
+        train(place, name, "--sample-prompts", '["hello", "you"]', "--sample-tokens", "12", *more)
+        texts.append(told(place / name, "sampled", "text"))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) >= 2

@@ -153,7 +153,7 @@ def kept_as(directory: Path, file: Path) -> Path | None:
 
 def _leave_branch(directory: Path, restored: Restored) -> list[str]:
     """Set aside what lies beyond the checkpoint: a restart would take it for the latest of this run."""
-    step = int(restored.state["step"])
+    step = restored.step
     later = [found for found in survey(directory, verify=False) if found.checkpoint and found.checkpoint.step > step]
     if not later:
         return []
@@ -254,7 +254,7 @@ def _error_of(action: Callable[[], None], directory: Path) -> AllhandsError | No
 
 def _has_kept(directory: Path, restored: Restored) -> bool:
     """True if this rank wrote the checkpoint itself: then it was given, or wrote, what was before it."""
-    kept = checkpoint_path(directory, int(restored.state["step"]))
+    kept = checkpoint_path(directory, restored.step)
     try:
         found = [one.checkpoint for one in survey(directory, verify=False) if one.path == kept and one.error is None]
     except CheckpointError:  # it cannot be read

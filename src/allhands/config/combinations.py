@@ -93,27 +93,32 @@ def _refuse_stages(config: Any) -> None:
         raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
 
 
+def _refuse_where(*cases: tuple[Any, str]) -> None:
+    """Refuse the first case that is true."""
+    for wrong, message in cases:
+        if wrong:
+            raise ValueError(message)
+
+
 def _refuse_divided_matrices(config: Any) -> None:
     if config.tp == 1:
         return
     what = f"--tp {config.tp} divides the matrices of blocks"
-    for wrong, message in (
+    _refuse_where(
         (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
         (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
         (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
         (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
         (config.cp > 1, f"{what}, --cp {config.cp} rows among ranks that have them all: leave one of the two out"),
         (config.fine_tune_type == "dora", f"{what}; DoRA needs whole ones: take --fine-tune-type lora"),
-    ):
-        if wrong:
-            raise ValueError(message)
+    )
 
 
 def _refuse_context(config: Any) -> None:
     if config.cp == 1:
         return
     given = f"--cp {config.cp}"
-    for wrong, message in (
+    _refuse_where(
         (
             config.strategy not in ("auto", "data", "zero1"),
             f"{given} divides rows among ranks that each have the whole model: not with --strategy {config.strategy}; "
@@ -132,9 +137,7 @@ def _refuse_context(config: Any) -> None:
             f"--router-aux-loss looks at all tokens of a micro-batch, of which {given} leaves a rank some: leave one "
             "of the two out",
         ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    )
 
 
 def require_groups(config: Any, num_ranks: int) -> None:

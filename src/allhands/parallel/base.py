@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,11 +17,11 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, SingleProcess
+from allhands.distributed.backend import Communicator, MlxGroup, SingleProcess, moved_to
 from allhands.distributed.capabilities import can
 from allhands.distributed.codecs import Codec
 from allhands.distributed.packed import Left
-from allhands.distributed.reduce import BUCKET_BYTES
+from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.distributed.shards import Shards
 from allhands.io.regions import Region, Shape
 from allhands.kernels.fused.flat_params import FlatParams
@@ -31,7 +31,7 @@ from allhands.parallel.piping import Piping
 from allhands.parallel.registry import STRATEGIES
 from allhands.parallel.rounds import Rounds
 from allhands.parallel.sharding import Sharding
-from allhands.parallel.sums import Gradients, Reduced, Times
+from allhands.parallel.sums import Gradients, Named, Reduced, Times, places_of_all
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,30 @@ class Exchanging:
     @property
     def size(self) -> int:
         return self.communicator.size
+
+    def apart(self) -> tuple[Exchanging, Any]:
+        """Return the same over a stream of its own, beside computations, and that stream, on which all groups exchange.
+
+        NCCL's groups already have one; ``None``: one process.
+        """
+        if not isinstance(self.communicator, MlxGroup):
+            return self, None
+        stream = self.communicator.stream or mx.new_stream(mx.cpu)
+        return replace(self, communicator=moved_to(self.communicator, stream)), stream
+
+    def reduced(
+        self, grads: list[Named], numbers: Sequence[float | mx.array], squares: mx.array, extra: Sequence[float]
+    ) -> Reduced:
+        """Return summed gradients with the sums of all other numbers over ranks, computed.
+
+        Args:
+            squares: sum of squares of those of ``grads`` that this rank counts; over all ranks each is counted once.
+        """
+        every = [*numbers, squares, *places_of_all(extra, self.communicator)]
+        _, totals = sum_over_ranks(self.communicator, [], every)
+        mx.eval([array for _, array in grads], totals)
+        self.heartbeat("update")
+        return Reduced(grads, totals, totals[len(numbers)], num_gathered=self.size * len(extra))
 
 
 Expected = Callable[[Reduced, bool, float], Any]

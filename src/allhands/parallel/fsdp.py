@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, moved_to, on_stream
+from allhands.distributed.backend import Communicator, on_stream
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.trees import flatten
@@ -29,7 +29,7 @@ from allhands.parallel.gradient import Computing
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sharding import DividedRow, Sharding, Unit
-from allhands.parallel.sums import Gradients, Reduced, places_of_all
+from allhands.parallel.sums import Gradients, Reduced
 
 
 def fully_sharded(exchanging: Exchanging, overlap: bool) -> FullySharded:
@@ -61,12 +61,9 @@ class FullySharded(Strategy):
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.sharding is not None
-        # What is fetched travels while blocks are computed; NCCL's groups already have a stream of their own.
-        communicator, stream = exchanging.communicator, None
-        if isinstance(communicator, MlxGroup):
-            stream = communicator.stream or mx.new_stream(mx.cpu)
-        self.communicator = moved_to(communicator, stream)
-        self._exchanging = replace(exchanging, communicator=self.communicator)
+        # Fetched weights travel while blocks are computed.
+        self._exchanging, stream = exchanging.apart()
+        self.communicator = self._exchanging.communicator
         self._sharding = exchanging.sharding.moved(lambda group: on_stream(group, stream))
         self.left: list[Left] = []
         self._compute: list[StageCompute] = []
@@ -158,23 +155,11 @@ class FullySharded(Strategy):
         exchanging.heartbeat("reduce")
         arrays = [gradient for _, gradient in mine.grads]
         if data.size > 1:
-            arrays = self._over_copies(mine)
+            arrays, _ = sum_over_ranks(data, arrays, bucket_bytes=exchanging.bucket_bytes)
+            mx.eval(arrays)
         squares = sum_of_squares(arrays) if data.rank == 0 else mx.zeros(())
-        every = [*numbers, squares, *places_of_all(extra, exchanging.communicator)]
-        _, totals = sum_over_ranks(exchanging.communicator, [], every)
-        mx.eval(arrays, totals)
-        exchanging.heartbeat("update")
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        gathered = exchanging.communicator.size * len(extra)
-        return Reduced(named, totals, totals[len(numbers)], num_gathered=gathered)
-
-    def _over_copies(self, mine: Gradients) -> list[mx.array]:
-        """Add up this rank's parts over the copies of the model."""
-        arrays, _ = sum_over_ranks(
-            self._sharding.data, [each for _, each in mine.grads], bucket_bytes=self._exchanging.bucket_bytes
-        )
-        mx.eval(arrays)
-        return arrays
+        return exchanging.reduced(named, numbers, squares, extra)
 
 
 def computes(sharding: Sharding, objective: Objective, computing: Computing) -> list[StageCompute]:

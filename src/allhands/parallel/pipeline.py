@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_json
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
@@ -29,7 +29,7 @@ from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.schedules import make_schedule
-from allhands.parallel.sums import Gradients, Named, Reduced, places_of_all
+from allhands.parallel.sums import Gradients, Named, Reduced
 
 
 def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
@@ -45,13 +45,9 @@ class Pipeline(Strategy):
 
     def __init__(self, exchanging: Exchanging) -> None:
         assert exchanging.piping is not None
-        # Messages have a stream of their own, over which all groups exchange, and travel while passes are computed.
-        # NCCL's groups already have one.
-        communicator, stream = exchanging.communicator, None
-        if isinstance(communicator, MlxGroup):
-            stream = communicator.stream or mx.new_stream(mx.cpu)
-        self.communicator = moved_to(communicator, stream)
-        self._exchanging = replace(exchanging, communicator=self.communicator)
+        # Messages travel while passes are computed.
+        self._exchanging, _ = exchanging.apart()
+        self.communicator = self._exchanging.communicator
         self._piping = exchanging.piping
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
@@ -136,13 +132,8 @@ class Pipeline(Strategy):
         # Every number of the model once: the table of the first stage, one copy's.
         counted = piping.data.rank == 0
         squares = sum_of_squares(self._without_table(arrays, mine.grads)) if counted else mx.zeros(())
-        every = [*numbers, squares, *places_of_all(extra, exchanging.communicator)]
-        _, totals = sum_over_ranks(exchanging.communicator, [], every)
-        mx.eval(arrays, totals)
-        exchanging.heartbeat("update")
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        gathered = exchanging.communicator.size * len(extra)
-        return Reduced(named, totals, totals[len(numbers)], num_gathered=gathered)
+        return exchanging.reduced(named, numbers, squares, extra)
 
     def _is_table(self, name: str) -> bool:
         return name.startswith(f"{self._piping.stages[0].shared}.")

@@ -24,7 +24,7 @@ from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Expected, Strategy
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
-from allhands.parallel.sums import Gradients, Named, Reduced, places_of_all
+from allhands.parallel.sums import Gradients, Named, Reduced
 
 # Adapters begin with zeros, through which no gradient goes back in the first step.
 _CHECKED_STEPS = 2
@@ -78,12 +78,7 @@ class TensorParallel(Strategy):
             arrays, _ = sum_over_ranks(matrices.data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)
         grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        every = [*numbers, self._squares(self._named(grads)), *places_of_all(extra, exchanging.communicator)]
-        _, totals = sum_over_ranks(exchanging.communicator, [], every)
-        mx.eval(arrays, totals)
-        exchanging.heartbeat("update")
-        gathered = exchanging.communicator.size * len(extra)
-        return Reduced(grads, totals, totals[len(numbers)], num_gathered=gathered)
+        return exchanging.reduced(grads, numbers, self._squares(self._named(grads)), extra)
 
     def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
         return passes.one_by_one(), self._matrices.tensor

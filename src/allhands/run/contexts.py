@@ -1,4 +1,4 @@
-"""The ranks that divide rows by token positions, and what they have to agree on."""
+"""The ranks that compute the same rows together, and what they have to agree on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.model.context import check_rows
+from allhands.parallel.matrices import Matrices
 from allhands.runtime.sizing import Sizing
 
 
@@ -34,13 +35,18 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
         check_rows(model)
 
 
-def agreed(sizing: Sizing, context: Communicator) -> Sizing:
-    """Return the sizing by which all ranks of ``context`` cut their rows alike; called on all of them together.
+def same_rows(matrices: Matrices | None, context: Communicator) -> Communicator:
+    """Return the ranks that compute the same rows as this one: with parts of matrices, or other token positions."""
+    return context if matrices is None else matrices.tensor
+
+
+def agreed(sizing: Sizing, group: Communicator) -> Sizing:
+    """Return the sizing by which all ranks of ``group`` cut their rows alike; called on all of them together.
 
     Memory and processors may differ: micro-batches are as small as the least of them needs.
     """
-    if context.size == 1:
+    if group.size == 1:
         return sizing
-    told = gather_json(context, [sizing.max_tokens, sizing.overhead_tokens, sizing.few_shapes, sizing.ladder])
+    told = gather_json(group, [sizing.max_tokens, sizing.overhead_tokens, sizing.few_shapes, sizing.ladder])
     most, overhead, few, ladder = min(told)
     return replace(sizing, max_tokens=most, overhead_tokens=overhead, few_shapes=few, ladder=tuple(ladder))

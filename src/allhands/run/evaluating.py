@@ -13,8 +13,8 @@ from allhands.model.beyond import limits_told, use_of
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.run.adapter_files import check_adapter
 from allhands.run.context import RunContext
-from allhands.run.contexts import agreed, context_of
-from allhands.run.piping import piped, piping_of, stops_together, sums_together
+from allhands.run.contexts import agreed, context_of, same_rows
+from allhands.run.piping import piped, piping_of, sums_together
 from allhands.run.preparing import prepare
 from allhands.train.evaluation import Evaluator
 
@@ -64,20 +64,21 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
     together = sums_together(piping, ready.sharding, CAUSAL_LM)
     context = context_of(ready.communicator, surroundings.mesh)
+    group = same_rows(ready.matrices, context)
     evaluator = Evaluator(
         ready.loaded.model,
         windows,
         ready.communicator,
         surroundings.mesh,
-        agreed(ready.accelerator.sizing(config.micro_batch_tokens, compiled=False), context),
+        agreed(ready.accelerator.sizing(config.micro_batch_tokens, compiled=False), group),
         batch_size=config.batch_size,
         num_batches=config.test_batches,
         cpu_native=ready.accelerator.cpu_native,
-        stop_requested=stops_together(ready.matrices, surroundings.stop_requested),
+        stop_requested=surroundings.stop_requested,
         beat=surroundings.beat,
         objective=CAUSAL_LM.across(context),
         together=together,
-        context=context,
+        same_rows=group,
     )
     try:
         loss, num_tokens, _ = evaluator()

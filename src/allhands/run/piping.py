@@ -21,7 +21,7 @@ from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.io.regions import Flat, Region, Shape
-from allhands.io.trees import flatten, number
+from allhands.io.trees import flatten
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
@@ -31,7 +31,6 @@ from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
 from allhands.parallel.sharding import Sharding, shard
 from allhands.run.stage_costs import small_enough
-from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import SumsTogether
 
 
@@ -153,19 +152,6 @@ def sums_together(piping: Piping | None, sharding: Sharding | None, objective: O
     if sharding is not None:
         return FetchedSums(sharding, objective)
     return None if piping is None else PipedSums(piping, objective)
-
-
-def cut_together(sizing: Sizing, communicator: Communicator) -> Sizing:
-    """Return ``sizing`` with the smallest micro-batches of all ranks: those of a group compute the same ones."""
-    return replace(sizing, max_tokens=min(gather_json(communicator, sizing.max_tokens)))
-
-
-def stops_together(matrices: Matrices | None, stop_requested: Callable[[], int]) -> Callable[[], int]:
-    """Return ``stop_requested`` of any rank of the group, if ranks compute together; asked on all of them then."""
-    if matrices is None:
-        return stop_requested
-    group = matrices.tensor
-    return lambda: int(number(group.all_sum(mx.array(float(stop_requested())))))
 
 
 def parts_of(

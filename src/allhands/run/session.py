@@ -45,7 +45,7 @@ from allhands.parallel.rounds import rounds_of
 from allhands.parallel.shares import Balance
 from allhands.run.balancing import SHARES, cut_alike, make_balance, require_timed
 from allhands.run.context import RunContext
-from allhands.run.contexts import agreed, context_of
+from allhands.run.contexts import agreed, context_of, same_rows
 from allhands.run.datasets import size_notes, without_effect
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
@@ -54,11 +54,9 @@ from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
 from allhands.run.piping import (
     as_left,
-    cut_together,
     micro_batch_tokens,
     piped,
     piping_of,
-    stops_together,
     sums_together,
 )
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
@@ -195,9 +193,7 @@ class _RankRun:
         if tokens is None and self.mesh.size > 1:
             sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
             self.outputs.say(notes)
-        if ready.matrices is not None:
-            sizing = cut_together(sizing, ready.communicator)
-        sizing = agreed(sizing, self._context)
+        sizing = agreed(sizing, self._same_rows)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
         self.outputs.say(told)
         weights = balance.weights(state.iteration)
@@ -352,6 +348,10 @@ class _RankRun:
     def _context(self) -> Communicator:
         return context_of(self.ready.communicator, self.mesh)
 
+    @property
+    def _same_rows(self) -> Communicator:
+        return same_rows(self.ready.matrices, self._context)
+
     @cached_property
     def _objective(self) -> Objective:
         """The objective of this rank's part of the rows."""
@@ -482,16 +482,16 @@ class _RankRun:
             windows,
             self.ready.communicator,
             self.mesh,
-            agreed(self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False), self._context),
+            agreed(self.ready.accelerator.sizing(self.config.micro_batch_tokens, compiled=False), self._same_rows),
             batch_size=self.config.batch_size,
             num_batches=num_batches,
             cpu_native=self.ready.accelerator.cpu_native,
             objective=self._objective,
             weights=weights,
-            stop_requested=stops_together(self.ready.matrices, self.surroundings.stop_requested),
+            stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
             together=sums_together(self._piping, self.ready.sharding, self.objective),
-            context=self._context,
+            same_rows=self._same_rows,
         )
 
     def _test(self, step: int) -> float:

@@ -65,7 +65,7 @@ class Evaluator:
         stop_requested: returns whether this rank was asked to stop; all ranks then stop.
         beat: called with "validate" and the number of completed steps before each forward pass.
         together: computes the sums if each rank has a part of the model.
-        context: the ranks that have the same rows, of which each computes its own token positions.
+        same_rows: the ranks that compute the same rows together; all of them stop if one is asked to.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Evaluator:
     stop_requested: Callable[[], int] = lambda: 0
     beat: Callable[[str, int], None] = lambda phase, step: None
     together: SumsTogether | None = None
-    context: Communicator = field(default_factory=SingleProcess)
+    same_rows: Communicator = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
@@ -153,7 +153,7 @@ class Evaluator:
     def _stops(self) -> bool:
         """True if this rank was asked to stop, or one that computes the same rows with it."""
         stop = bool(self.stop_requested())
-        return stop if self.context.size == 1 else bool(number(self.context.all_sum(mx.array(float(stop)))))
+        return stop if self.same_rows.size == 1 else bool(number(self.same_rows.all_sum(mx.array(float(stop)))))
 
     def _divide(self, weights: tuple[float, ...]) -> None:
         """Cut this rank's share by the ranks' speeds, if it is not cut by these already."""
