@@ -45,7 +45,6 @@ ADAPTERS = {"rank": 8, "scale": 2.0, "dropout": 0.0}
 RANKS = (2, 3, pytest.param(4, marks=pytest.mark.long))
 # On each rank, none at all on one, for `average_gradients`.
 TOKENS = {2: [7, 300], 3: [0, 41, 5], 4: [1, 900, 0, 30]}
-SHARED = {2: {"tensor": 2}, 3: {"pipe": 3}, 4: {"data": 2, "tensor": 2}}  # rows in common
 _needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="Open MPI is not installed")
 
 
@@ -226,9 +225,6 @@ def together(
     weights = [ranks - 1.0, *[1.0] * (ranks - 2), 0.01][:ranks]
     flags = _flags(model, data, root / "uneven", {**FEW_SAMPLES, "rank_weights": weights})
     tasks.append({"kind": "finetune", "flags": flags})
-    shared = {**FEW_SAMPLES, "sample_prompts": ["Why"], "sample_tokens": 3}
-    flags = _flags(model, data, root / "shared", shared)
-    tasks.append({"kind": "finetune", "flags": flags, "axes": SHARED[ranks]})
     tasks.append({"kind": "mean_of_means", "flags": _flags(model, data, root / "means", FEW_SAMPLES)})
     for dtype in ("float32", "bfloat16"):
         for reduction in ("mean", "sum"):
@@ -306,19 +302,6 @@ def test_a_resumed_run_goes_on_with_its_shares(moving: tuple[int, Path]) -> None
     assert one.losses == [report["loss"] for report in sorted(run.reports, key=lambda report: report["step"])]
     assert len({report["sent_bytes"] for report in one.reports + run.reports}) == 1
     assert distance(one.weights, run.weights) == 0.0
-
-
-def test_ranks_of_one_data_coordinate_have_the_same_rows(alone: dict[str, Run], together: tuple[int, Path]) -> None:
-    """Each computes all of them here: their sums are as many times as large, and so are the counts."""
-    ranks, root = together
-    one, run = alone["few"], read_run(root / "shared")
-    np.testing.assert_allclose(one.losses, run.losses, rtol=0, atol=LOSS_TOLERANCE)
-    assert_same_weights(one.weights, run.weights)
-    copies = ranks // SHARED[ranks].get("data", 1)
-    for mine, theirs in zip(one.reports, run.reports, strict=True):
-        assert copies * mine["trained_tokens"] == theirs["trained_tokens"]
-    # Those that compute together with rank 0 let the model write, before the first step and after the last.
-    assert (root / "shared" / "metrics.jsonl").read_text().count('"Why"') == 2
 
 
 @pytest.mark.parametrize(

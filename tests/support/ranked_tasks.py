@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,17 @@ from allhands.runtime.sizing import Sizing
 from allhands.train.step import TrainStep
 
 
-def finetune(
-    config: TrainConfig, communicator: Communicator | None = None, axes: Mapping[str, int] | None = None
-) -> Path:
-    """Train as one rank of ``communicator`` (alone without one), in a mesh of such ``axes``; the run's directory."""
+def finetune(config: TrainConfig, communicator: Communicator | None = None) -> Path:
+    """Train as one rank of ``communicator`` (alone without one); the run's directory."""
     if communicator is None:
         return run_finetune(config, RunContext()).adapter_path
     rank, size = communicator.rank, communicator.size
-    mesh = Mesh(rank, size, rank, size, tuple(config.given_weights or ()), **(axes or {}))
+    mesh = Mesh(rank, size, rank, size, tuple(config.given_weights or ()))
     return run_finetune(config, RunContext(mesh=mesh, connect=lambda: communicator)).adapter_path
 
 
-def _finetune(communicator: Communicator, flags: dict[str, Any], axes: dict[str, int] | None = None) -> None:
-    finetune(build_config(flags), communicator, axes)
+def _finetune(communicator: Communicator, flags: dict[str, Any]) -> None:
+    finetune(build_config(flags), communicator)
 
 
 class Beside:

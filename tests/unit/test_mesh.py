@@ -143,7 +143,7 @@ class Shifted(nn.Module):
         return mx.sin(inputs[..., None] * mx.arange(1, 41) * 0.1)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"context": 4}, {"shard": 2, "expert": 2}])
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"pipe": 4}, {"shard": 2, "expert": 2}])
 def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str, int]) -> None:
     def evaluated(communicator: Any, mesh: Mesh, stops: int = -1) -> tuple[float, int]:
         asked = {"batch_size": 7, "num_batches": 4, "stop_requested": lambda: int(mesh.rank == stops)}

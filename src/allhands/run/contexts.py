@@ -12,6 +12,7 @@ from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.model.context import check_rows
 from allhands.parallel.matrices import Matrices
+from allhands.parallel.piping import Piping
 from allhands.runtime.sizing import Sizing
 
 
@@ -35,9 +36,11 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
         check_rows(model)
 
 
-def same_rows(matrices: Matrices | None, context: Communicator) -> Communicator:
-    """Return the ranks that compute the same rows as this one: with parts of matrices, or other token positions."""
-    return context if matrices is None else matrices.tensor
+def same_rows(matrices: Matrices | None, piping: Piping | None, context: Communicator) -> Communicator:
+    """Return the ranks that compute the same rows as this one: other blocks, parts of matrices, or token positions."""
+    if matrices is not None:
+        return matrices.tensor
+    return context if piping is None else piping.pipe
 
 
 def agreed(sizing: Sizing, group: Communicator) -> Sizing:

@@ -350,7 +350,7 @@ class _RankRun:
 
     @property
     def _same_rows(self) -> Communicator:
-        return same_rows(self.ready.matrices, self._context)
+        return same_rows(self.ready.matrices, self._piping, self._context)
 
     @cached_property
     def _objective(self) -> Objective:

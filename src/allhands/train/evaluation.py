@@ -29,6 +29,8 @@ from allhands.runtime.faults import inject_fault
 from allhands.runtime.sizing import Sizing
 from allhands.train.result import own_numbers, totals_of
 
+_PASSES_PER_STAGE = 8  # of an evaluation by a pipeline, between two questions whether to stop
+
 
 class MeanLoss(NamedTuple):
     """Mean loss per trained token, number of these tokens, and the objective's further metrics by name."""
@@ -117,10 +119,10 @@ class Evaluator:
         self.beat("validate", step)
         inject_fault("validate", step, self.communicator.rank)
         self._divide(self.mesh.weights if self.weights is None else self.weights())
-        for part, length in self._parts:
+        for place, (part, length) in enumerate(self._parts):
             self.beat("validate", step)
             batch = collate(self.windows, part, length)
-            if stop := self._stops():
+            if stop := self._stops(place):
                 break
             before = sums
             found = self._sums(*self._arrays(objective.values(batch)))
@@ -150,10 +152,14 @@ class Evaluator:
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
 
-    def _stops(self) -> bool:
+    def _stops(self, part: int) -> bool:
         """True if this rank was asked to stop, or one that computes the same rows with it."""
-        stop = bool(self.stop_requested())
-        return stop if self.same_rows.size == 1 else bool(number(self.same_rows.all_sum(mx.array(float(stop)))))
+        if self.same_rows.size == 1:
+            return bool(self.stop_requested())
+        # The stages of a pipeline wait for each other when they ask: the more often, the less do they compute at once.
+        if self.together is not None and part % (_PASSES_PER_STAGE * self.same_rows.size):
+            return False
+        return bool(number(self.same_rows.all_sum(mx.array(float(bool(self.stop_requested()))))))
 
     def _divide(self, weights: tuple[float, ...]) -> None:
         """Cut this rank's share by the ranks' speeds, if it is not cut by these already."""

@@ -1,0 +1,92 @@
+"""Ranks that divide the work, and die in every phase of a step: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from faulty import ITERS, Bench, Result
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+WAYS = {
+    "pipeline": ("--strategy", "pipeline"),
+    "fsdp": ("--strategy", "fsdp"),
+    "tensor": ("--tp", "2"),
+    "context": ("--cp", "2"),
+}
+HAVE_MESSAGES = ("pipeline", "fsdp")
+
+
+class Way(NamedTuple):
+    """A way of dividing, and what it gives where nothing happens."""
+
+    name: str
+    flags: tuple[str, ...]
+    bench: Bench
+    undisturbed: Result
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Way:
+    name, flags = request.param, WAYS[request.param]
+    bench = Bench(tmp_path_factory.mktemp(name))
+    with bench.trial("undisturbed") as trial:
+        trial.run(*flags, ranks=2)
+        assert trial.steps() == list(range(1, ITERS + 1))
+        return Way(name, flags, bench, trial.result())
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_die_in_every_phase(way: Way) -> None:
+    """Before a batch, between messages, before sums and the update, in a validation and in a save."""
+    between = "message" if way.name in HAVE_MESSAGES else "reduce"
+    with way.bench.trial("disturbed") as trial:
+        trial.plan(
+            {"rank": 1, "step": 3, "kind": "kill"},
+            {"rank": 0, "step": 7, "kind": "kill", "at": between},
+            {"rank": 1, "step": 11, "kind": "exit", "code": 7, "at": between},
+            {"rank": 0, "step": 14, "kind": "kill", "at": "reduce"},
+            {"rank": 1, "step": 16, "kind": "raise", "at": "update"},
+            {"rank": 1, "step": 20, "kind": "kill", "at": "validate"},
+            {"rank": 0, "step": 25, "kind": "kill", "at": "save", "write": 3},
+        )
+        job = trial.start(*way.flags, ranks=2)
+        assert job.finish(280) == 0, (job.out, job.err)
+        assert [fault.index for fault in trial.fired()] == list(range(7))
+        assert len(trial.events("restarting")) == 7
+        assert trial.result() == way.undisturbed
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_stands_still_in_an_exchange_is_found(way: Way) -> None:
+    between = "message" if way.name in HAVE_MESSAGES else "reduce"
+    with way.bench.trial("stopped") as trial:
+        trial.plan({"rank": 1, "step": 8, "kind": "stop", "at": between})
+        job = trial.start(*way.flags, "--hang-timeout-s", "5", ranks=2)
+        assert job.finish(200) == 0, (job.out, job.err)
+        assert len(trial.events("restarting")) == 1
+        assert trial.result() == way.undisturbed
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_asked_to_stop_in_a_validation_leaves_it_with_the_others(way: Way) -> None:
+    with way.bench.trial("asked") as trial:
+        trial.plan({"rank": 1, "step": 8, "kind": "term", "at": "validate"})
+        job = trial.start(*way.flags, ranks=2)
+        assert job.finish(60) == 143, (job.out, job.err)
+        assert max(trial.steps()) < ITERS
+        trial.run(*way.flags, "--resume", ranks=2)
+        assert trial.result() == way.undisturbed
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks_alike(way: Way) -> None:
+    with way.bench.trial("nan") as trial:
+        trial.plan({"rank": 1, "step": 4, "kind": "nan"})
+        job = trial.start(*way.flags, ranks=2)
+        assert job.finish(120) == 6, (job.out, job.err)
+        assert trial.steps() == [1, 2, 3, 4]
+    with way.bench.trial("nan-left-out") as trial:
+        trial.plan({"rank": 1, "step": 4, "kind": "nan"})
+        job = trial.start(*way.flags, "--non-finite", "skip", ranks=2)
+        assert job.finish(120) == 0, (job.out, job.err)
