@@ -14,8 +14,10 @@ WAYS = {
     "fsdp": ("--strategy", "fsdp"),
     "tensor": ("--tp", "2"),
     "context": ("--cp", "2"),
+    "pipe x shard": ("--backend", "mpi", "--strategy", "pipeline", "--dp-shard", "2"),
+    "shard x tensor": ("--backend", "mpi", "--strategy", "fsdp", "--tp", "2"),
 }
-HAVE_MESSAGES = ("pipeline", "fsdp")
+HAVE_MESSAGES = ("pipeline", "fsdp", "pipe x shard", "shard x tensor")
 
 
 class Way(NamedTuple):
@@ -25,16 +27,18 @@ class Way(NamedTuple):
     flags: tuple[str, ...]
     bench: Bench
     undisturbed: Result
+    ranks: int
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Way:
     name, flags = request.param, WAYS[request.param]
     bench = Bench(tmp_path_factory.mktemp(name))
+    ranks = 4 if " x " in name else 2
     with bench.trial("undisturbed") as trial:
-        trial.run(*flags, ranks=2)
+        trial.run(*flags, ranks=ranks)
         assert trial.steps() == list(range(1, ITERS + 1))
-        return Way(name, flags, bench, trial.result())
+        return Way(name, flags, bench, trial.result(), ranks)
 
 
 @pytest.mark.timeout(300)
@@ -51,7 +55,7 @@ def test_ranks_that_die_in_every_phase(way: Way) -> None:
             {"rank": 1, "step": 20, "kind": "kill", "at": "validate"},
             {"rank": 0, "step": 25, "kind": "kill", "at": "save", "write": 3},
         )
-        job = trial.start(*way.flags, ranks=2)
+        job = trial.start(*way.flags, ranks=way.ranks)
         assert job.finish(280) == 0, (job.out, job.err)
         assert [fault.index for fault in trial.fired()] == list(range(7))
         assert len(trial.events("restarting")) == 7
@@ -63,7 +67,7 @@ def test_a_rank_that_stands_still_in_an_exchange_is_found(way: Way) -> None:
     between = "message" if way.name in HAVE_MESSAGES else "reduce"
     with way.bench.trial("stopped") as trial:
         trial.plan({"rank": 1, "step": 8, "kind": "stop", "at": between})
-        job = trial.start(*way.flags, "--hang-timeout-s", "5", ranks=2)
+        job = trial.start(*way.flags, "--hang-timeout-s", "5", ranks=way.ranks)
         assert job.finish(200) == 0, (job.out, job.err)
         assert len(trial.events("restarting")) == 1
         assert trial.result() == way.undisturbed
@@ -73,20 +77,20 @@ def test_a_rank_that_stands_still_in_an_exchange_is_found(way: Way) -> None:
 def test_a_rank_that_is_asked_to_stop_in_a_validation_leaves_it_with_the_others(way: Way) -> None:
     with way.bench.trial("asked") as trial:
         trial.plan({"rank": 1, "step": 8, "kind": "term", "at": "validate"})
-        job = trial.start(*way.flags, ranks=2)
+        job = trial.start(*way.flags, ranks=way.ranks)
         assert job.finish(60) == 143, (job.out, job.err)
         assert max(trial.steps()) < ITERS
-        trial.run(*way.flags, "--resume", ranks=2)
+        trial.run(*way.flags, "--resume", ranks=way.ranks)
         assert trial.result() == way.undisturbed
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_alike(way: Way) -> None:
     with way.bench.trial("nan") as trial:
         trial.plan({"rank": 1, "step": 4, "kind": "nan"})
-        job = trial.start(*way.flags, ranks=2)
+        job = trial.start(*way.flags, ranks=way.ranks)
         assert job.finish(120) == 6, (job.out, job.err)
         assert trial.steps() == [1, 2, 3, 4]
     with way.bench.trial("nan-left-out") as trial:
         trial.plan({"rank": 1, "step": 4, "kind": "nan"})
-        job = trial.start(*way.flags, "--non-finite", "skip", ranks=2)
+        job = trial.start(*way.flags, "--non-finite", "skip", ranks=way.ranks)
         assert job.finish(120) == 0, (job.out, job.err)

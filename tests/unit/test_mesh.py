@@ -143,7 +143,7 @@ class Shifted(nn.Module):
         return mx.sin(inputs[..., None] * mx.arange(1, 41) * 0.1)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"pipe": 4}, {"shard": 2, "expert": 2}])
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 4}, {"tensor": 4}, {"shard": 2, "expert": 2}])
 def test_an_evaluation_counts_each_row_once_and_stops_everywhere(sizes: dict[str, int]) -> None:
     def evaluated(communicator: Any, mesh: Mesh, stops: int = -1) -> tuple[float, int]:
         asked = {"batch_size": 7, "num_batches": 4, "stop_requested": lambda: int(mesh.rank == stops)}
@@ -226,7 +226,7 @@ def test_messages_of_a_pipeline_travel_where_its_groups_exchange(monkeypatch: py
     world, pipe = MlxGroup(_Group(), "ring"), MlxGroup(_Group(), "ring")
     before = world.stream
     stages: Any = ()
-    strategy = pipeline(Exchanging(world, piping=Piping(stages, pipe, SingleProcess())), overlap=False)
+    strategy = pipeline(Exchanging(world, piping=Piping(stages, pipe, SingleProcess(), pipe)), overlap=False)
     moved = strategy.communicator
     assert isinstance(moved, MlxGroup)
     assert pipe.exchange.take(pipe.stream) == moved.exchange.take(moved.stream) != mx.default_stream(mx.cpu)

@@ -77,20 +77,32 @@ def is_sharded(config: Any) -> bool:
 
 
 def _refuse_stages(config: Any) -> None:
-    if config.strategy != "pipeline":
+    piped = config.strategy == "pipeline"
+    if not piped:
         _refuse_given(config, ("pp", "pp_schedule", "pp_split"), "--strategy pipeline: add it")
     if not is_sharded(config):
-        _refuse_given(config, ("reshard", "dp_shard"), "--strategy fsdp: add it")
-    if config.strategy == "zero2" and config.reshard == "on":
-        raise ValueError("--strategy zero2 keeps fetched weights, and --reshard on does not: take --strategy fsdp")
-    if is_sharded(config) and config.compress != "none":
-        raise ValueError("--compress packs sums of gradients, of which --strategy fsdp makes parts: leave one out")
-    if config.strategy != "pipeline":
-        return
-    if config.compress != "none":
-        raise ValueError("--compress packs gradients, which do not travel with --strategy pipeline: leave one out")
-    if config.rank_weights not in (None, "equal"):
-        raise ValueError("--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks")
+        if not piped:
+            _refuse_given(config, ("dp_shard",), "--strategy fsdp or pipeline: add one")
+        if config.dp_shard is None:
+            _refuse_given(config, ("reshard",), "--strategy fsdp, or --strategy pipeline with --dp-shard: add one")
+    _refuse_where(
+        (
+            config.strategy == "zero2" and config.reshard == "on",
+            "--strategy zero2 keeps fetched weights, and --reshard on does not: take --strategy fsdp",
+        ),
+        (
+            is_sharded(config) and config.compress != "none",
+            "--compress packs sums of gradients, of which --strategy fsdp makes parts: leave one out",
+        ),
+        (
+            piped and config.compress != "none",
+            "--compress packs gradients, which do not travel with --strategy pipeline: leave one out",
+        ),
+        (
+            piped and config.rank_weights not in (None, "equal"),
+            "--rank-weights divides a batch; with --strategy pipeline --pp-split divides the blocks",
+        ),
+    )
 
 
 def _refuse_where(*cases: tuple[Any, str]) -> None:
@@ -105,7 +117,7 @@ def _refuse_divided_matrices(config: Any) -> None:
         return
     what = f"--tp {config.tp} divides the matrices of blocks"
     _refuse_where(
-        (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
+        (config.strategy == "zero1", f"{what}: not with --strategy {config.strategy}"),
         (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
         (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
         (config.rank_weights not in (None, "equal"), f"{what}, by equal parts: not with --rank-weights"),
@@ -146,11 +158,16 @@ def require_groups(config: Any, num_ranks: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    for flag, size in (("--tp", config.tp), ("--cp", config.cp), ("--dp-shard", config.dp_shard or 1)):
+    given: list[str] = []
+    size = 1
+    for flag, own in (("--tp", config.tp), ("--cp", config.cp), ("--dp-shard", config.dp_shard or 1)):
+        size *= own
+        if own > 1:
+            given.append(f"{flag} {own}")
         if num_ranks % size:
             told = f"{num_ranks} ranks do" if num_ranks > 1 else "one rank does"
             hint = "take a number that divides that of the ranks: those beyond it divide the rows of a batch"
-            raise ConfigError(f"{told} not make whole groups of {size}", where=f"{flag} {size}", hint=hint)
+            raise ConfigError(f"{told} not make whole groups of {size}", where=" ".join(given), hint=hint)
 
 
 def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
@@ -159,19 +176,28 @@ def unfit_stages(config: Any, num_ranks: int) -> ConfigError | None:
     """
     if config.strategy != "pipeline":
         return None
-    stages, interleaved = config.pp or num_ranks, config.pp_schedule == "interleaved"
+    beside = config.tp * (config.dp_shard or 1)
+    stages, interleaved = config.pp or num_ranks // beside, config.pp_schedule == "interleaved"
     if num_ranks == 1:
         what, where = "a pipeline needs several ranks, and there is one", "--strategy pipeline"
         return ConfigError(what, where=where, hint="add a second computer (--hosts), or -n 2 to try it on this one")
-    if num_ranks % stages:
-        what = f"{num_ranks} ranks do not make whole pipelines of {stages}"
-        return ConfigError(what, where=f"--pp {stages}", hint="take a number of stages that divides that of the ranks")
+    if stages < 2 or num_ranks % (stages * beside):
+        return _not_whole(config, num_ranks, max(stages, 2), beside)
     each, rest = divmod(len(config.pp_split.split(",")), stages)
     if config.pp_split == "auto" or (not rest and (each > 1 if interleaved else each == 1)):
         return None
     hint = f"give {2 * stages if interleaved else stages} numbers{', two for each rank' * interleaved}, or auto"
-    what = f"these stages are not those of {stages} ranks"
+    what = f"these stages are not those of {stages * beside} ranks"
     return ConfigError(what, where=f"--pp-split {config.pp_split}", hint=hint)
+
+
+def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigError:
+    """The error where ranks do not make up pipelines; ``beside``: ranks that divide what each stage has."""
+    given = {"--pp": config.pp, "--tp": config.tp if config.tp > 1 else None, "--dp-shard": config.dp_shard}
+    where = " ".join(f"{flag} {value}" for flag, value in given.items() if value) or "--strategy pipeline"
+    each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
+    what = f"{num_ranks} ranks do not make whole pipelines of {each}"
+    return ConfigError(what, where=where, hint="take a number of stages that divides that of the ranks")
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

@@ -174,9 +174,12 @@ class TrainConfig(Strict):
     )
     reshard: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="With --strategy fsdp: on fetches weights again for the backward pass; off keeps them (zero2).",
+        description="With --strategy fsdp: on fetches weights again for the backward pass; off keeps them for a step, "
+        "as auto does in a pipeline.",
     )
-    dp_shard: int | None = Field(None, ge=2, description="With --strategy fsdp: ranks that share one model. [all]")
+    dp_shard: int | None = Field(
+        None, ge=2, description="With --strategy fsdp or pipeline: ranks that divide each array. [fsdp: all]"
+    )
     tp: int = Field(1, ge=1, description="Ranks that divide the matrices of each block, and compute the same rows.")
     cp: int = Field(1, ge=1, description="Ranks that divide each row by token positions; for long rows.")
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -209,6 +209,12 @@ class Stage:
             return False
         within = {id(array) for block in self._layers for _, array in flatten(block.trainable_parameters())}
         return any(id(array) not in within for _, array in flatten(self.model.trainable_parameters()))
+
+    def by_block(self) -> list[Stage]:
+        """Return the stage as stages of one block each."""
+        outlines: list[nn.Module] = list(map(_Outline, self._layers))
+        parts = (Blocks(at, at + 1, self.blocks.count) for at in self.blocks.places)
+        return [replace(self, blocks=part, _view=_view(part, self._layers, outlines)) for part in parts]
 
     def type_of_hidden(self) -> mx.Dtype | None:
         """Return the type of the embedding's rows; ``None`` where another stage has the embedding."""

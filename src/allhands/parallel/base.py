@@ -96,6 +96,23 @@ class Exchanging:
 Expected = Callable[[Reduced, bool, float], Any]
 
 
+@dataclass(frozen=True)
+class OneByOne:
+    """The passes of examples alone.
+
+    Attributes:
+        gradient: gives loss sum and gradients of a micro-batch of one example; each rank of ``together`` has its part
+            of the gradients. Where ranks compute rows of their own but do so together (:attr:`Strategy.in_step`), it
+            takes ``None`` for a rank that has no more.
+        together: the ranks that compute each example together, and all have to ask for it.
+        share: number of this rank's share of the rows among those of ``together``; others may have the same.
+    """
+
+    gradient: Callable[..., tuple[mx.array, Any]]
+    together: Communicator
+    share: int = 0
+
+
 class Strategy:
     """One way of dividing the work of a step.
 
@@ -207,12 +224,8 @@ class Strategy:
         mx.eval(arrays)
         return handed_out
 
-    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
-        """Return the loss sum and the gradients of examples alone, and the ranks that compute each of them together.
-
-        All of these have to ask for the same ones; each has its own part of the gradients. Where ranks compute rows of
-        their own but do so together (:attr:`in_step`), the function takes ``None`` for a rank that has no more.
-        """
+    def one_by_one(self, passes: Passes) -> OneByOne:
+        """Return the passes of examples alone."""
         raise NotImplementedError
 
     def forget(self) -> None:

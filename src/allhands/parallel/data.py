@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, MlxGroup, moved_to
+from allhands.distributed.backend import MlxGroup, moved_to
 from allhands.distributed.packed import Left, Packing
 from allhands.distributed.reduce import (
     Lookups,
@@ -34,7 +34,7 @@ from allhands.distributed.shards import Shards
 from allhands.io.trees import flatten
 from allhands.io.trees import numbers as values_of
 from allhands.kernels.fused.flat_params import FlatParams
-from allhands.parallel.base import Exchanging, Expected, Strategy
+from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.lookups import TravellingLookups, with_lookups
 from allhands.parallel.norms import squares_of, sum_of_squares
 from allhands.parallel.passes import Computed, Passes
@@ -204,8 +204,8 @@ class DataParallel(Strategy):
         # On one rank this includes the passes themselves.
         return Times(handed_out.compute_s + time.perf_counter() - started, handed_out.comm_s)
 
-    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
-        return passes.one_by_one(), self._exchanging.context
+    def one_by_one(self, passes: Passes) -> OneByOne:
+        return OneByOne(passes.one_by_one(), self._exchanging.context)
 
     def forget(self) -> None:
         self.ahead = None

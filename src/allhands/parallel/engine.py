@@ -78,17 +78,17 @@ class Messages:
     def here(self, array: mx.array) -> mx.array:
         """``array``, once it has come. The host waits: a GPU that waits for another computer may be taken for dead."""
         self._heartbeat("reduce")
-        self._wait_for([array])
+        self.wait_for([array])
         self._heartbeat("compute")
         return array
 
     def finish(self) -> None:
         """Wait until everything has been taken by its receiver."""
         self._heartbeat("reduce")
-        self._wait_for(self._sent)
+        self.wait_for(self._sent)
         self._sent.clear()
 
-    def _wait_for(self, arrays: list[mx.array]) -> None:
+    def wait_for(self, arrays: list[mx.array]) -> None:
         began = time.perf_counter()
         mx.eval(arrays)
         self.waited_s += time.perf_counter() - began
@@ -184,6 +184,14 @@ class StageCompute:
         if not self._goes_on:
             return outputs, None, gradients
         return outputs, gradients[0] if received is not None else None, gradients[1:]
+
+    def keep(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+        """:meth:`forward` where :meth:`begin` follows, which may go on from what was computed."""
+        return self.forward(received, arguments)
+
+    def idle(self, *, backward: bool) -> list[mx.array]:
+        """Take part in what other ranks exchange for a micro-batch that this rank has not; its gradients are zeros."""
+        return []
 
     def _outputs(self, received: mx.array, *arguments: mx.array) -> list[mx.array]:
         return self._computed(received if received.size else None, arguments)
@@ -290,13 +298,25 @@ class Engine:
         (mx.eval if self.cpu_native else mx.async_eval)(*arrays)
 
     def run(
-        self, schedule: Schedule, rank: int, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
+        self,
+        schedule: Schedule,
+        rank: int,
+        micro_batches: Sequence[MicroBatch | None],
+        note: Callable[[MicroBatch], None],
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
-        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's weights."""
+        """One step's sums, zeros but on the last stage's rank, and the gradients of each stage's weights.
+
+        Args:
+            micro_batches: ``None`` for one of other pipelines, with whose ranks this one exchanges within passes.
+        """
         step = _Step(self, schedule, micro_batches)
         for action in schedule.ranks[rank]:
+            batch = micro_batches[action.micro_batch]
+            if batch is None:
+                step.stand_by(action)
+                continue
             if action.kind == "forward":
-                note(micro_batches[action.micro_batch])
+                note(batch)
             step.take(action)
         self.messages.finish()
         return step.sums, step.gradients
@@ -305,7 +325,7 @@ class Engine:
 class _Step:
     """A step as it is taken."""
 
-    def __init__(self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, engine: Engine, schedule: Schedule, micro_batches: Sequence[MicroBatch | None]) -> None:
         self._engine, self._schedule, self._batches = engine, schedule, micro_batches
         self._messages: Messages = engine.messages
         self._passing: dict[tuple[int, int], _Passing] = {}
@@ -320,13 +340,28 @@ class _Step:
         """Do one thing of the list."""
         getattr(self, f"_{action.kind}")(action)
 
+    def stand_by(self, action: Action) -> None:
+        """Do the part of one thing of the list that is left without a micro-batch."""
+        compute = self._engine.compute.get(action.stage)
+        if compute is None:
+            return
+        if action.kind == "forward" and not (compute.stage.blocks.is_last and self._engine.cpu_native):
+            compute.idle(backward=False)
+        elif action.kind in ("backward", "inputs"):
+            self._add(action.stage, compute.idle(backward=True))
+
+    def _batch(self, number: int) -> MicroBatch:
+        batch = self._batches[number]
+        assert batch is not None
+        return batch
+
     def _peer(self, stage: int) -> int:
         return stage % len(self._schedule.ranks)
 
     def _hidden(self, stage: int, batch: int) -> tuple[tuple[int, ...], mx.Dtype]:
         """Shape and type of what travels between stages."""
         compute = self._engine.compute[stage].stage
-        return (*self._batches[batch].inputs.shape, compute.features), compute.dtype
+        return (*self._batch(batch).inputs.shape, compute.features), compute.dtype
 
     def _send(self, action: Action) -> None:
         self._messages.send(self._to_send.pop((action.stage, action.micro_batch, action.to)), action.peer)
@@ -346,11 +381,11 @@ class _Step:
         stage, batch = place = action.stage, action.micro_batch
         compute = self._engine.compute[stage]
         last = compute.stage.blocks.is_last
-        passing = _Passing(self._engine.arguments(self._batches[batch]))
+        passing = _Passing(self._engine.arguments(self._batch(batch)))
         if stage:
             passing.received = self._messages.here(self._came.pop(place))
         if stage < self._engine.first_trained:
-            outputs = self._engine.first_outputs(self._batches[batch]) if stage == 0 else None
+            outputs = self._engine.first_outputs(self._batch(batch)) if stage == 0 else None
             if outputs is None:
                 outputs = compute.forward(passing.received, passing.arguments)
                 self._engine.hand_out(outputs)  # no further than messages are on their way
@@ -362,7 +397,7 @@ class _Step:
         if self._engine.cpu_native:
             if last:  # whose backward pass is next, and computes it
                 return
-            outputs = compute.forward(passing.received, passing.arguments)
+            outputs = compute.keep(passing.received, passing.arguments)
         else:
             outputs, passing.of_input, passing.of_weights = compute.begin(
                 passing.received, passing.cotangent, passing.arguments
@@ -396,8 +431,12 @@ class _Step:
 
     def _weights(self, action: Action) -> None:
         """Add up the gradients of the weights."""
-        new = self._passing.pop((action.stage, action.micro_batch)).of_weights
-        before = self.gradients.get(action.stage)
+        self._add(action.stage, self._passing.pop((action.stage, action.micro_batch)).of_weights)
+
+    def _add(self, stage: int, new: list[mx.array]) -> None:
+        if not new:
+            return
+        before = self.gradients.get(stage)
         # Contiguous, because a transposed gradient makes the optimizer's pass several times slower.
         total = (
             [mx.contiguous(each) for each in new]
@@ -405,7 +444,7 @@ class _Step:
             else [a + b for a, b in zip(before, new, strict=True)]
         )
         del new, before
-        self.gradients[action.stage] = total
+        self.gradients[stage] = total
         self._engine.hand_out(total, self.sums)
         if self._handed_out is not None:
             mx.eval(self._handed_out)

@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, on_stream
+from allhands.distributed.backend import on_stream
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
+from allhands.io.regions import Box, Region, Shape
 from allhands.io.trees import flatten
+from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
-from allhands.parallel.base import Exchanging, Expected, Strategy
+from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute
 from allhands.parallel.gradient import Computing
+from allhands.parallel.matrices import Matrices
+from allhands.parallel.named import with_changed
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
-from allhands.parallel.sharding import DividedRow, Sharding, Unit
+from allhands.parallel.sharding import Sharding, Unit, first_trained
 from allhands.parallel.sums import Gradients, Reduced
+from allhands.parallel.tensor import WholeArrays
 
 
 def fully_sharded(exchanging: Exchanging, overlap: bool) -> FullySharded:
@@ -37,19 +42,116 @@ def fully_sharded(exchanging: Exchanging, overlap: bool) -> FullySharded:
     return FullySharded(exchanging)
 
 
-@dataclass
-class _Sums:
-    """The sums of a step: ``sums`` of the objective, and this rank's part of the gradients by row."""
+class FetchedStage(StageCompute):
+    """The passes of some blocks whose arrays are fetched for one block at a time.
 
-    sums: list[mx.array] = field(default_factory=list[mx.array])
-    parts: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
+    The inputs of blocks are kept from the forward pass to the backward pass, which computes each block once more.
 
-    def add_sums(self, new: Sequence[mx.array]) -> None:
-        self.sums = [a + b for a, b in zip(self.sums, new, strict=True)] if self.sums else list(new)
+    Args:
+        stage: ``units`` are its blocks.
+        wait: called with arrays that other ranks send.
+        goes_on: whether the gradient of what the stage receives is wanted.
+        pushes: called before gradients are added up over ranks.
 
-    def add_part(self, row: DividedRow, new: mx.array) -> None:
-        before = self.parts.get(id(row))
-        self.parts[id(row)] = new if before is None else before + new
+    Attributes:
+        rows: those that are trained, in the order of their gradients.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        objective: Objective,
+        computing: Computing,
+        *,
+        wait: Callable[[list[mx.array]], None] = mx.eval,
+        goes_on: bool = False,
+        pushes: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.stage = stage
+        self._units = units
+        self._sharding, self._wait, self._pushes = sharding, wait, pushes
+        self._goes_on = goes_on
+        self._first = 0 if goes_on else first_trained(units)
+        # Not compiled: a function for each block would take as long to trace as many steps.
+        how = replace(computing, compiled=False)
+        self._compute = [
+            StageCompute(unit.stage, objective, how, unit, goes_on=place > self._first or goes_on)
+            for place, unit in enumerate(self._units)
+        ]
+        self._kept: dict[int, dict[int, mx.array]] = {}
+        self.rows = list({id(row): row for unit in units for row in unit.trained_rows}.values())
+
+    def trained(self) -> list[mx.array]:
+        """Return this rank's parts of the trained rows."""
+        return [row.part(self._sharding.parts) for row in self.rows]
+
+    def forward(self, received: mx.array | None, arguments: tuple[mx.array, ...] | None) -> list[mx.array]:
+        """See :meth:`StageCompute.forward`; without ``arguments`` this rank only takes part in what others exchange."""
+        return self._through(self._units, received, arguments)[0]
+
+    def keep(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+        """:meth:`forward`, which :meth:`begin` of the same arguments goes on from."""
+        outputs, self._kept[id(arguments)] = self._through(self._units, received, arguments)
+        return outputs
+
+    def begin(
+        self, received: mx.array | None, cotangent: mx.array | None, arguments: tuple[mx.array, ...] | None
+    ) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
+        """See :meth:`StageCompute.begin`; everything is computed, and of the gradients it is this rank's parts."""
+        last = len(self._units) - 1
+        outputs: list[mx.array] = []
+        if self.stage.blocks.is_last:
+            hidden, inputs = self._through(self._units[:-1], received, arguments)
+            inputs |= dict.fromkeys((last,), hidden[0]) if hidden else {}
+            del hidden
+        else:
+            inputs = {} if arguments is None else self._kept.pop(id(arguments))
+        parts: dict[int, mx.array] = {}
+        backwards = self._sharding.fetched(self._units[self._first :][::-1], self._wait)
+        for place, unit in zip(range(last, self._first - 1, -1), backwards, strict=True):
+            gradients: list[mx.array] | None = None
+            if arguments is not None:
+                found, cotangent, gradients = self._compute[place].begin(inputs.pop(place, None), cotangent, arguments)
+                mx.eval(found, gradients, [] if cotangent is None else cotangent)
+                outputs = found if place == last else outputs
+            self._push(unit, gradients, parts)
+        return outputs, cotangent, [parts[id(row)] for row in self.rows]
+
+    def idle(self, *, backward: bool) -> list[mx.array]:
+        if backward:
+            return self.begin(None, None, None)[2]
+        self.forward(None, None)
+        return []
+
+    def named(self, gradients: Sequence[mx.array]) -> dict[str, mx.array]:
+        """Return this rank's parts of the gradients by the names of the arrays."""
+        return {name: array for row, part in zip(self.rows, gradients, strict=True) for name, array in row.named(part)}
+
+    def _through(
+        self, units: Sequence[Unit], received: mx.array | None, arguments: tuple[mx.array, ...] | None
+    ) -> tuple[list[mx.array], dict[int, mx.array]]:
+        """What ``units`` make of an input, and the inputs of those that have a backward pass."""
+        outputs, inputs = [] if received is None else [received], dict[int, mx.array]()
+        for place, _ in enumerate(self._sharding.fetched(units, self._wait)):
+            if arguments is None:
+                continue
+            if outputs and place >= self._first:
+                inputs[place] = outputs[0]
+            outputs = self._compute[place].forward(outputs[0] if outputs else None, arguments)
+            mx.eval(outputs)
+        return outputs, inputs
+
+    def _push(self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]) -> None:
+        rest = gradients
+        for row in unit.trained_rows:
+            own = None
+            if rest is not None:
+                own, rest = rest[: len(row.places)], rest[len(row.places) :]
+            self._pushes()
+            new, before = self._sharding.push(row, own), parts.get(id(row))
+            parts[id(row)] = new if before is None else before + new
 
 
 class FullySharded(Strategy):
@@ -65,74 +167,48 @@ class FullySharded(Strategy):
         self._exchanging, stream = exchanging.apart()
         self.communicator = self._exchanging.communicator
         self._sharding = exchanging.sharding.moved(lambda group: on_stream(group, stream))
+        self._whole = WholeArrays(exchanging.matrices, self._exchanging)
         self.left: list[Left] = []
-        self._compute: list[StageCompute] = []
+        self._compute: FetchedStage | None = None
         self._waited_s = 0.0
-        self.regions = self._sharding.regions
+        self.regions = regions_within(self._sharding, exchanging.matrices)
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
-        self._compute = computes(self._sharding, passes.objective, passes.computing)
+        self._compute = whole_model(
+            self._sharding,
+            passes.objective,
+            passes.computing,
+            wait=self._wait,
+            pushes=lambda: self._exchanging.inject_fault("message"),
+        )
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        before, objective, found = self._waited_s, passes.objective, _Sums()
+        assert self._compute is not None
+        before, objective = self._waited_s, passes.objective
+        sums: list[mx.array] = []
+        found: list[mx.array] = []
         counts = {"targets": 0, "tokens": 0}
         left = list(micro_batches)
         while self._sharding.anyone(bool(left)):
-            batch = left.pop(0) if left else None
-            if batch is not None:
+            arguments = None
+            if left:
+                batch = left.pop(0)
                 passes.note(batch)
                 counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
-            self._pass(passes, batch, found)
+                arguments = passes.arguments(batch)
+            outputs, _, new = self._compute.begin(None, None, arguments)
+            found = [a + b for a, b in zip(found, new, strict=True)] if found else new
+            if outputs:
+                sums = [a + b for a, b in zip(sums, outputs, strict=True)] if sums else outputs
         self._sharding.forget()
         further = len(objective.further)
         total = mx.zeros((1 + further,) if further else ())
-        if found.sums:
-            total = mx.stack(found.sums) if further else found.sums[0]
-        self._wait([total, *found.parts.values()])
-        return Gradients(total, self._named(found), counts, waited_s=self._waited_s - before)
-
-    def _named(self, found: _Sums) -> list[tuple[str, mx.array]]:
-        """This rank's gradients by name, in the order of its trained arrays."""
-        own = dict(pair for row in self._sharding.rows if row.trained for pair in row.named(found.parts[id(row)]))
-        return [(name, own[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]
-
-    def _pass(self, passes: Passes, batch: MicroBatch | None, found: _Sums) -> None:
-        """Compute a micro-batch, or with ``None`` take part in what others exchange for theirs."""
-        sharding, first = self._sharding, self._sharding.first_trained
-        arguments = () if batch is None else passes.arguments(batch)
-        received: dict[int, mx.array] = {}
-        hidden: mx.array | None = None
-        for place, _ in enumerate(sharding.fetched(sharding.units[:-1], self._wait)):
-            if batch is not None:
-                if hidden is not None and place >= first:
-                    received[place] = hidden
-                hidden = self._compute[place].forward(hidden, arguments)[0]
-                mx.eval(hidden)
-        last = len(sharding.units) - 1
-        if hidden is not None:
-            received[last] = hidden
-        del hidden
-        cotangent: mx.array | None = None
-        for place, unit in zip(
-            range(last, first - 1, -1), sharding.fetched(sharding.units[first:][::-1], self._wait), strict=True
-        ):
-            gradients: list[mx.array] | None = None
-            if batch is not None:
-                compute = self._compute[place]
-                outputs, cotangent, gradients = compute.begin(received.pop(place, None), cotangent, arguments)
-                mx.eval(outputs, gradients, [] if cotangent is None else cotangent)
-                if place == last:
-                    found.add_sums(outputs)
-            self._push(unit, gradients, found)
-
-    def _push(self, unit: Unit, gradients: list[mx.array] | None, found: _Sums) -> None:
-        rest = gradients
-        for row in unit.trained_rows:
-            own = None
-            if rest is not None:
-                own, rest = rest[: len(row.places)], rest[len(row.places) :]
-            self._exchanging.inject_fault("message")
-            found.add_part(row, self._sharding.push(row, own))
+        if sums:
+            total = mx.stack(sums) if further else sums[0]
+        self._wait([total, *found])
+        own = self._compute.named(found)
+        named = [(name, own[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]
+        return self._whole.counted(Gradients(total, named, counts, waited_s=self._waited_s - before))
 
     def _wait(self, arrays: list[mx.array]) -> None:
         """Wait for what other ranks send."""
@@ -142,34 +218,68 @@ class FullySharded(Strategy):
         self._waited_s += time.perf_counter() - began
         self._exchanging.heartbeat("compute")
 
-    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch | None], tuple[mx.array, Any]], Communicator]:
-        def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
-            found = _Sums()
-            self._pass(passes, batch, found)
-            return found.sums[0] if found.sums else mx.zeros(()), list(found.parts.values())
+    def one_by_one(self, passes: Passes) -> OneByOne:
+        assert self._compute is not None
+        compute, sharding = self._compute, self._sharding
 
-        return gradient, self._sharding.world
+        def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
+            sums, _, parts = compute.begin(None, None, None if batch is None else passes.arguments(batch))
+            return sums[0] if sums else mx.zeros(()), parts
+
+        return OneByOne(gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         exchanging, data = self._exchanging, self._sharding.data
         exchanging.heartbeat("reduce")
-        arrays = [gradient for _, gradient in mine.grads]
+        arrays = with_changed(None, mine.grads, self._whole.summed(mine.grads))
         if data.size > 1:
             arrays, _ = sum_over_ranks(data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)
-        squares = sum_of_squares(arrays) if data.rank == 0 else mx.zeros(())
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
+        own = [array for name, array in named if self._whole.counts(name)]
+        squares = mx.zeros(()) if data.rank else sum_of_squares(own)
         return exchanging.reduced(named, numbers, squares, extra)
 
 
-def computes(sharding: Sharding, objective: Objective, computing: Computing) -> list[StageCompute]:
-    """Return the passes of each unit."""
-    # Not compiled: a function for each block would take as long to trace as many steps.
-    how, first = replace(computing, compiled=False), sharding.first_trained
+def whole_model(sharding: Sharding, objective: Objective, computing: Computing, **more: Any) -> FetchedStage:
+    """Return the passes of all units as one stage; ``more``: see :class:`FetchedStage`."""
+    first, last = sharding.units[0].stage, sharding.units[-1].stage.blocks
+    stage = replace(first, blocks=Blocks(0, last.stop, last.count))
+    return FetchedStage(stage, sharding.units, sharding, objective, computing, **more)
+
+
+def units_of(stage: Stage, sharding: Sharding) -> list[Unit]:
+    """Return the units of a stage's blocks, whose hidden states have its type."""
     return [
-        StageCompute(unit.stage, objective, how, unit, goes_on=place > first)
-        for place, unit in enumerate(sharding.units)
+        Unit(replace(unit.stage, dtype=stage.dtype), unit.rows)
+        for unit in sharding.units
+        if unit.stage.blocks.first in stage.blocks.places
     ]
+
+
+def fetched_stage(
+    stage: Stage, sharding: Sharding, objective: Objective, computing: Computing, **more: Any
+) -> FetchedStage:
+    """Return the passes of a stage of a pipeline; ``more``: see :class:`FetchedStage`."""
+    return FetchedStage(stage, units_of(stage, sharding), sharding, objective, computing, **more)
+
+
+def regions_within(sharding: Sharding, matrices: Matrices | None) -> dict[str, tuple[Shape, Region]]:
+    """Shape of each trained array of the whole model and this rank's place in it, by name; only where it keeps any.
+
+    Args:
+        matrices: other ranks' division of the arrays that ``sharding`` divides once more.
+    """
+    if matrices is None:
+        return sharding.regions
+    found: dict[str, tuple[Shape, Region]] = {}
+    for name, (_, inner) in sharding.regions.items():
+        outer = matrices.places[name]
+        assert isinstance(inner, Box)
+        assert isinstance(outer, Box)
+        start = tuple(a + b for a, b in zip(outer.start, inner.start, strict=True))
+        found[name] = matrices.shapes[name], Box(start, inner.shape)
+    return found
 
 
 class FetchedSums:
@@ -179,25 +289,17 @@ class FetchedSums:
 
     def __init__(self, sharding: Sharding, objective: Objective) -> None:
         self._sharding, self._further = sharding, len(objective.further)
-        self._compute = computes(sharding, objective, Computing(cpu_native=False))
+        self._compute = whole_model(sharding, objective, Computing(cpu_native=False))
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         self._sharding.anyone(True)
-        return self._pass(arrays)
+        return tuple(self._compute.forward(None, arrays))
 
     def finish(self) -> None:
         """Take part in the passes that others still have to do."""
         while self._sharding.anyone(False):
-            self._pass(None)
+            self._compute.idle(backward=False)
         self._sharding.forget()
-
-    def _pass(self, arrays: tuple[mx.array, ...] | None) -> tuple[mx.array, ...]:
-        found: list[mx.array] = []
-        for place, _ in enumerate(self._sharding.fetched(self._sharding.units, mx.eval)):
-            if arrays is not None:
-                found = self._compute[place].forward(found[0] if found else None, arrays)
-                mx.eval(found)
-        return tuple(found or [mx.zeros(())] * (1 + self._further))
 
 
 class FetchedModel:
@@ -218,13 +320,24 @@ class FetchedModel:
         """(B, 1, V) float32 logits of what follows (B, T) tokens."""
         if cache is not None:
             more["cache"] = cache
-        hidden: mx.array | None = None
-        for unit in self._sharding.fetched(self._sharding.units, mx.eval):
-            with unit.stage.computing(hidden):
-                if unit.stage.blocks.is_last:
-                    hidden = self.model(inputs, **more)[:, -1:].astype(mx.float32)
-                else:
-                    hidden = unit.stage.hidden(inputs, **more)
-            mx.eval(hidden)
-        assert hidden is not None
-        return hidden
+        return logits_or_hidden(self._sharding, self._sharding.units, None, inputs, more)
+
+
+def logits_or_hidden(
+    sharding: Sharding, units: Sequence[Unit], received: mx.array | None, inputs: mx.array, more: dict[str, Any]
+) -> mx.array:
+    """(B, 1, V) float32 logits of what follows (B, T) tokens, or the hidden states that ``units`` hand on.
+
+    Args:
+        received: hidden states of the block before these units; ``None``: they begin with the embedding.
+    """
+    hidden, model = received, cast("Any", sharding.model)
+    for unit in sharding.fetched(units, mx.eval):
+        with unit.stage.computing(hidden):
+            if unit.stage.blocks.is_last:
+                hidden = model(inputs, **more)[:, -1:].astype(mx.float32)
+            else:
+                hidden = unit.stage.hidden(inputs, **more)
+        mx.eval(hidden)
+    assert hidden is not None
+    return hidden

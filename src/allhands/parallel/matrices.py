@@ -124,10 +124,13 @@ class Matrices:
         return name not in self.parts
 
 
-def divide(model: nn.Module, tensor: Communicator, data: Communicator) -> Matrices:
+def divide(model: nn.Module, tensor: Communicator, data: Communicator, *, lazy: bool = False) -> Matrices:
     """Leave this rank with its part of the blocks' matrices, which are read for it one by one.
 
     The model computes what it should once :func:`compute_together` has been called.
+
+    Args:
+        lazy: True if nothing is to be read yet.
 
     Raises:
         ModelError: the architecture cannot be divided.
@@ -137,7 +140,7 @@ def divide(model: nn.Module, tensor: Communicator, data: Communicator) -> Matric
     for path, module, cut in found:
         _check(path, module, cut, tensor.size)
     trained = {name: tuple(array.shape) for name, array in flatten(model.trainable_parameters())}
-    slicer = _Slicer(tensor.rank, tensor.size)
+    slicer = _Slicer(tensor.rank, tensor.size, lazy=lazy)
     for path, module, cut in found:
         slicer.divide(path, module, cut)
     within = tuple(f"{path}." for path, _, _ in found)
@@ -243,8 +246,8 @@ class _Slicer:
         by_rows: adapters of layers whose inputs are divided.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, *, lazy: bool) -> None:
+        self._rank, self._size, self._lazy = rank, size, lazy
         self.parts: dict[str, Region] = {}
         self.by_rows: list[nn.Module] = []
 
@@ -289,7 +292,8 @@ class _Slicer:
         region = Box(tuple(start), tuple(shape))
         index = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
         module[key] = mx.contiguous(array[index])
-        mx.eval(module[key])
+        if not self._lazy:
+            mx.eval(module[key])
         self.parts[f"{name}.{key}"] = region
 
 

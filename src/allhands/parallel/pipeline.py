@@ -15,21 +15,25 @@ import mlx.core as mx
 import numpy as np
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_json
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.trees import flatten
+from allhands.io.trees import number as number_of
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
-from allhands.parallel.base import Exchanging, Expected, Strategy
+from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import Engine, Messages, StageCompute
+from allhands.parallel.fsdp import FetchedStage, fetched_stage, logits_or_hidden, regions_within, units_of
 from allhands.parallel.gradient import Computing
+from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.schedules import make_schedule
+from allhands.parallel.sharding import Sharding
 from allhands.parallel.sums import Gradients, Named, Reduced
+from allhands.parallel.tensor import WholeArrays
 
 
 def pipeline(exchanging: Exchanging, overlap: bool) -> Pipeline:
@@ -49,10 +53,17 @@ class Pipeline(Strategy):
         self._exchanging, _ = exchanging.apart()
         self.communicator = self._exchanging.communicator
         self._piping = exchanging.piping
+        self._sharding = exchanging.sharding
+        self._whole = WholeArrays(exchanging.matrices, self._exchanging)
         self.left: list[Left] = []
         self._leaves: FlatParams | None = None
         self._engine: Engine | None = None
         self._first_trained = 0
+        self._table_shapes: list[list[int]] | None = None  # of the trained arrays that two stages have
+        if self._sharding is not None:
+            self.regions = regions_within(self._sharding, exchanging.matrices)
+        elif exchanging.matrices is not None:
+            self.regions = exchanging.matrices.regions
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
         piping, exchanging, flat = self._piping, self._exchanging, passes.flat
@@ -62,23 +73,31 @@ class Pipeline(Strategy):
         self._engine = self._engine_of(passes, passes.computing, messages)
 
     def _engine_of(self, passes: Passes, computing: Computing, messages: Messages) -> Engine:
-        piping = self._piping
-        how = passes.objective, computing, passes.flat
+        piping, sharding, native = self._piping, self._sharding, self._exchanging.cpu_native
         compute: dict[int, StageCompute] = {}
         for number, stage in enumerate(piping.stages):
             place = piping.pipe.rank + number * piping.pipe.size
-            compute[place] = StageCompute(stage, *how, goes_on=place > self._first_trained)
-        more: Any = {"cpu_native": self._exchanging.cpu_native, "first_trained": self._first_trained}
+            goes_on = place > self._first_trained
+            if sharding is None:
+                compute[place] = StageCompute(stage, passes.objective, computing, passes.flat, goes_on=goes_on)
+            else:
+                how: Any = {"wait": self._wait, "goes_on": goes_on}
+                compute[place] = fetched_stage(stage, sharding, passes.objective, computing, **how)
+        # What is fetched is there while it is computed with.
+        more: Any = {"cpu_native": native or sharding is not None, "first_trained": self._first_trained}
         return Engine(compute, messages, passes.arguments, **more)
+
+    def _wait(self, arrays: list[mx.array]) -> None:
+        """Wait for what ranks with the same blocks send."""
+        self._exchanging.inject_fault("message")
+        assert self._engine is not None
+        self._engine.messages.wait_for(arrays)
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         assert self._engine is not None
         piping, objective = self._piping, passes.objective
         before = self._engine.messages.waited_s
         sums, found = self._run(self._engine, micro_batches, passes.note)
-        trained = passes.trained()
-        grads = [mx.zeros_like(each) for each in trained] if not found else _added(list(found.values()))
-        names = _names(passes)
         further = len(objective.further)
         total = mx.zeros((1 + further,) if further else ())
         counts = {"targets": 0, "tokens": 0}
@@ -88,20 +107,41 @@ class Pipeline(Strategy):
             if sums:
                 total = mx.stack(sums) if further else sums[0]
         waited_s = self._engine.messages.waited_s - before
-        return Gradients(total, list(zip(names, grads, strict=True)), counts, waited_s=waited_s)
+        return self._whole.counted(Gradients(total, self._named(passes, found), counts, waited_s=waited_s))
+
+    def _named(self, passes: Passes, found: dict[int, list[mx.array]]) -> list[Named]:
+        """The gradients of all stages of this rank, in the order of what is trained."""
+        assert self._engine is not None
+        if self._sharding is not None:
+            own: dict[str, mx.array] = {}
+            for place, gradients in found.items():
+                compute = self._engine.compute[place]
+                assert isinstance(compute, FetchedStage)
+                own |= compute.named(gradients)
+            trained = flatten(self._sharding.parts.trainable_parameters())
+            return [(name, own[name] if name in own else mx.zeros_like(array)) for name, array in trained]
+        trained = passes.trained()
+        grads = [mx.zeros_like(each) for each in trained] if not found else _added(list(found.values()))
+        return list(zip(_names(passes), grads, strict=True))
 
     def _run(
         self, engine: Engine, micro_batches: Sequence[MicroBatch], note: Callable[[MicroBatch], None]
     ) -> tuple[list[mx.array], dict[int, list[mx.array]]]:
-        piping = self._piping
-        shape = piping.pipe.size, len(micro_batches), len(piping.stages)
-        schedule = make_schedule(piping.schedule, *shape, engine.first_trained)
-        return engine.run(schedule, piping.pipe.rank, micro_batches, note)
+        piping, count = self._piping, len(micro_batches)
+        if self._sharding is not None:
+            # Ranks with the same blocks fetch them together, each for its own micro-batches.
+            count = int(max(np.asarray(self._sharding.shard.all_gather(mx.array([count])))))
+        schedule = make_schedule(piping.schedule, piping.pipe.size, count, len(piping.stages), engine.first_trained)
+        each = [*micro_batches, *[None] * (count - len(micro_batches))]
+        found = engine.run(schedule, piping.pipe.rank, each, note)
+        if self._sharding is not None:
+            self._sharding.forget()
+        return found
 
     def begin_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
         """The next stage then has something to do as soon as the step begins: a bubble less."""
         assert self._engine is not None
-        if not self._engine.runs_ahead:
+        if not self._engine.runs_ahead or self._sharding is not None:
             return
         batch = next(iter(upcoming()), None)
         if batch is not None and batch.shape in passes.shapes:  # others may need more memory, or be compiled
@@ -112,84 +152,59 @@ class Pipeline(Strategy):
         assert self._engine is not None
         self._engine.ahead = None
 
-    def one_by_one(self, passes: Passes) -> tuple[Callable[[MicroBatch], tuple[mx.array, Any]], Communicator]:
+    def one_by_one(self, passes: Passes) -> OneByOne:
         assert self._engine is not None
         engine = self._engine_of(passes, replace(passes.computing, compiled=False), self._engine.messages)
 
-        def gradient(batch: MicroBatch) -> tuple[mx.array, Any]:
-            sums, found = self._run(engine, [batch], lambda _: None)
+        def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
+            sums, found = self._run(engine, [] if batch is None else [batch], lambda _: None)
             return sums[0] if sums else mx.zeros(()), list(found.values())
 
-        return gradient, self._piping.pipe
+        sharding = self._sharding
+        if sharding is None:
+            return OneByOne(gradient, self._piping.same_rows)
+        return OneByOne(gradient, sharding.world, sharding.data.rank * sharding.shard.size + sharding.shard.rank)
 
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         exchanging, piping = self._exchanging, self._piping
         exchanging.heartbeat("reduce")
-        arrays = [grad for _, grad in mine.grads]
-        arrays = self._with_table(arrays, [name for name, _ in mine.grads])
+        arrays = self._with_table([grad for _, grad in mine.grads], [name for name, _ in mine.grads])
+        grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
+        arrays = with_changed(self._leaves, grads, self._whole.summed(by_name(self._leaves, grads)))
         if piping.data.size > 1:
             arrays, _ = sum_over_ranks(piping.data, arrays, bucket_bytes=exchanging.bucket_bytes)
+        grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
         # Every number of the model once: the table of the first stage, one copy's.
-        counted = piping.data.rank == 0
-        squares = sum_of_squares(self._without_table(arrays, mine.grads)) if counted else mx.zeros(())
-        named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        return exchanging.reduced(named, numbers, squares, extra)
+        own = [array for name, array in by_name(self._leaves, grads) if self._counts(name)]
+        squares = mx.zeros(()) if piping.data.rank else sum_of_squares(own)
+        return exchanging.reduced(grads, numbers, squares, extra)
+
+    def _counts(self, name: str) -> bool:
+        """True if this rank counts an array in the norm: of a table that two stages have the first one does."""
+        piping = self._piping
+        second = piping.shares_table and not piping.stages[0].blocks.is_first
+        return self._whole.counts(name) and not (second and self._is_table(name))
 
     def _is_table(self, name: str) -> bool:
         return name.startswith(f"{self._piping.stages[0].shared}.")
-
-    def _tables(self, arrays: Sequence[mx.array], names: Sequence[str]) -> list[tuple[int, int, mx.array]]:
-        """The gradients of the shared table: which array, which part of it, and that."""
-        if not self._piping.shares_table:
-            return []
-        if self._leaves is None:
-            return [
-                (i, 0, array) for i, (name, array) in enumerate(zip(names, arrays, strict=True)) if self._is_table(name)
-            ]
-        return [
-            (i, part, array)
-            for i, chunk in enumerate(self._leaves.chunks)
-            for part, (place, array) in enumerate(zip(chunk.places, chunk.parts(arrays[i]), strict=True))
-            if self._is_table(place.name)
-        ]
 
     def _with_table(self, arrays: list[mx.array], names: Sequence[str]) -> list[mx.array]:
         """``arrays`` with what the first and the last stage have found of the table both have; called on all ranks."""
         piping = self._piping
         if not piping.shares_table:
             return arrays
-        mine = self._tables(arrays, names)
-        shapes = [list(array.shape) for _, _, array in mine]
-        told = _agreed_shapes(piping.pipe, shapes)
-        if not told:
+        grads = list(zip(names, arrays, strict=True))
+        mine = [(name, array) for name, array in by_name(self._leaves, grads) if self._is_table(name)]
+        if self._table_shapes is None:
+            every: list[list[list[int]]] = gather_json(piping.pipe, [list(array.shape) for _, array in mine])
+            self._table_shapes = max(every, key=len)
+        if not (told := self._table_shapes):
             return arrays
-        parts = [array.astype(mx.float32) for _, _, array in mine] or [mx.zeros(shape) for shape in told]
+        parts = [array.astype(mx.float32) for _, array in mine] or [mx.zeros(shape) for shape in told]
         sums, _ = sum_over_ranks(piping.pipe, parts, bucket_bytes=self._exchanging.bucket_bytes)
         mx.eval(sums)  # also where nothing comes of them: on the stages in the middle
-        found = list(arrays)
-        for (i, part, array), total in zip(mine, sums, strict=bool(mine)):
-            total = total.astype(array.dtype)
-            if self._leaves is None:
-                found[i] = total
-            else:
-                chunk = self._leaves.chunks[i]
-                pieces = chunk.parts(found[i])
-                found[i] = chunk.joined([total if each == part else piece for each, piece in enumerate(pieces)])
-        return found
-
-    def _without_table(self, arrays: Sequence[mx.array], named: Sequence[Named]) -> list[mx.array]:
-        """The arrays that count for the norm on this rank: the table is the first stage's."""
-        if not self._piping.shares_table or self._piping.stages[0].blocks.is_first:
-            return list(arrays)
-        tables = {(i, part) for i, part, _ in self._tables(arrays, [name for name, _ in named])}
-        if self._leaves is None:
-            return [array for i, array in enumerate(arrays) if (i, 0) not in tables]
-        return [
-            piece
-            for i, chunk in enumerate(self._leaves.chunks)
-            for part, piece in enumerate(chunk.parts(arrays[i]))
-            if (i, part) not in tables
-        ]
+        changed = {name: total.astype(array.dtype) for (name, array), total in zip(mine, sums, strict=bool(mine))}
+        return with_changed(self._leaves, grads, changed)
 
 
 def _first_trained(piping: Piping) -> int:
@@ -200,14 +215,6 @@ def _first_trained(piping: Piping) -> int:
         (rank + number * len(every), trains) for rank, own in enumerate(every) for number, trains in enumerate(own)
     )
     return min((place for place, trains in places if trains), default=0)
-
-
-def _agreed_shapes(pipe: Communicator, shapes: list[list[int]]) -> list[list[int]]:
-    """The shapes of the trained tables, as those ranks have them that have tables; empty where nobody has."""
-    mine = [len(shapes), *(shapes[0] if shapes else (0, 0))]
-    told = np.asarray(pipe.all_gather(mx.array([mine]))).reshape(pipe.size, -1)
-    have = next((row for row in told if row[0]), None)
-    return [] if have is None else [[int(have[1]), int(have[2])]] * int(have[0])
 
 
 def _names(passes: Passes) -> list[str]:
@@ -254,14 +261,20 @@ def _forward(
 class PipedSums:
     """The sums of a batch by forward passes alone: on the last stage's rank, zeros elsewhere.
 
-    A rank goes on to the next batch when it has sent what it has computed.
+    A rank goes on to the next batch when it has sent what it has computed. Ranks with the same blocks that fetch them
+    do the same number of passes.
     """
 
-    def __init__(self, piping: Piping, objective: Objective) -> None:
-        self._piping, self._further = piping, len(objective.further)
+    def __init__(self, piping: Piping, objective: Objective, sharding: Sharding | None = None) -> None:
+        self._piping, self._further, self._sharding = piping, len(objective.further), sharding
         self._messages = Messages(piping.pipe, lambda phase: None)
         computing = Computing(cpu_native=False, compiled=False)
-        self._compute = [StageCompute(stage, objective, computing, None) for stage in piping.stages]
+        self._compute = [
+            StageCompute(stage, objective, computing, None)
+            if sharding is None
+            else fetched_stage(stage, sharding, objective, computing)
+            for stage in piping.stages
+        ]
 
     @property
     def counts(self) -> bool:
@@ -272,12 +285,24 @@ class PipedSums:
         def computed(number: int, received: mx.array | None) -> Sequence[mx.array]:
             return self._compute[number].forward(received, arrays)
 
+        self._anyone(True)
         sums = _forward(self._piping, self._messages, arrays[0].shape, computed)
         return tuple(sums or [mx.zeros(())] * (1 + self._further))
 
     def finish(self) -> None:
         """Wait until the next stage has taken everything."""
+        while self._anyone(False):
+            for compute in self._compute:
+                compute.idle(backward=False)
+        if self._sharding is not None:
+            self._sharding.forget()
         self._messages.finish()
+
+    def _anyone(self, wants: bool) -> bool:
+        """True if a rank that has the same blocks wants one more pass."""
+        if self._sharding is None:
+            return False
+        return number_of(self._sharding.shard.all_sum(mx.array(float(wants)))) > 0
 
 
 class PipedModel:
@@ -292,10 +317,10 @@ class PipedModel:
     stops: Callable[[], bool] | None = None
     stopped = False
 
-    def __init__(self, piping: Piping) -> None:
-        """Called on all ranks of the pipeline together, as the model is."""
+    def __init__(self, piping: Piping, sharding: Sharding | None = None) -> None:
+        """Called on all ranks of the pipeline together, as the model is; with ``sharding`` on all ranks of the run."""
         self.model: Any = piping.stages[0].model
-        self._piping = piping
+        self._piping, self._sharding = piping, sharding
         self._messages = Messages(piping.pipe, lambda phase: None)
         stage = piping.stages[-1]
         mine = None
@@ -315,6 +340,8 @@ class PipedModel:
 
         def computed(number: int, received: mx.array | None) -> Sequence[mx.array]:
             stage = self._piping.stages[number]
+            if self._sharding is not None:
+                return [logits_or_hidden(self._sharding, units_of(stage, self._sharding), received, inputs, more)]
             with stage.computing(received):
                 if stage.blocks.is_last:
                     return [self.model(inputs, **more)[:, -1:].astype(mx.float32)]

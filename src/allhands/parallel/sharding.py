@@ -3,6 +3,9 @@
 The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank keeps an equal part of
 every row (ZeRO-3, arXiv 1910.02054). A pass fetches the rows of a unit, which is a block, with the embedding before the
 first one and the head after the last, and drops them afterwards. The next unit's rows travel meanwhile.
+
+Where other ranks have divided an array already, this rank's part of it is whole rows of a matrix, so that it is a box
+of the whole array (:class:`BoxedRow`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.distributed.backend import Communicator, sum_scatter
-from allhands.io.regions import Flat, Region, Shape
+from allhands.io.regions import Box, Flat, Region, Shape
 from allhands.io.trees import flatten, number, part_of, unflatten
 from allhands.model.stages import Blocks, Stage, cut
 
@@ -56,7 +59,7 @@ class DividedRow:
         self._begin = communicator.rank * self.each
         self._frozen: mx.array | None = None
 
-    def regions(self) -> Iterator[tuple[Place, Flat]]:
+    def regions(self) -> Iterator[tuple[Place, Region]]:
         """This rank's numbers of each array of which it keeps any, in order."""
         for place in self.places:
             start, stop = (
@@ -72,12 +75,11 @@ class DividedRow:
         """
         mine: dict[str, mx.array] = {}
         for place, region in self.regions():
-            mine[place.name] = mx.contiguous(place.module[place.key].reshape(-1)[region.start : region.stop])
+            mine[place.name] = mx.contiguous(_cut(place.module[place.key], region)).reshape(-1)
             mx.eval(mine[place.name])
-        for place in self.places:
-            place.module[place.key] = self._absent(place)
+        self.remove()
         if self.trained:
-            return {place.name: self.shaped(place, mine[place.name]) for place, _ in self.regions()}
+            return {place.name: _shaped(place, region, mine[place.name]) for place, region in self.regions()}
         self._frozen = self._filled(list(mine.values()))
         mx.eval(self._frozen)
         return {}
@@ -102,14 +104,10 @@ class DividedRow:
 
     def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
         """Return this rank's numbers in a part by the names of the arrays."""
+        first = 0
         for place, region in self.regions():
-            first = place.start + region.start - self._begin
-            yield place.name, self.shaped(place, part[first : first + region.size])
-
-    @staticmethod
-    def shaped(place: Place, numbers: mx.array) -> mx.array:
-        """Return numbers of an array with two dimensions if it has several, by which optimizers tell matrices."""
-        return numbers.reshape(-1, 1) if len(place.shape) > 1 else numbers
+            yield place.name, _shaped(place, region, part[first : first + region.size])
+            first += region.size
 
     def install(self, arrays: Sequence[mx.array]) -> None:
         """Put arrays into the model."""
@@ -126,6 +124,87 @@ class DividedRow:
     def _filled(self, arrays: list[mx.array]) -> mx.array:
         missing = self.each - sum(array.size for array in arrays)
         return mx.concatenate([*arrays, mx.zeros((missing,), dtype=self.dtype)]) if missing else mx.concatenate(arrays)
+
+
+class BoxedRow(DividedRow):
+    """:class:`DividedRow` of which each rank keeps an equal number of each array's rows, as far as there are any.
+
+    Arrays lie in it part by part, so that whole ones have to be copied out of it.
+    """
+
+    def __init__(self, places: Sequence[Place], dtype: mx.Dtype, communicator: Communicator, *, trained: bool) -> None:
+        super().__init__(places, dtype, communicator, trained=trained)
+        self._rank, self._ranks = communicator.rank, communicator.size
+        self.each = -(-sum(map(self._most, places)) // _ALIGNED) * _ALIGNED
+
+    def regions(self) -> Iterator[tuple[Place, Region]]:
+        for place in self.places:
+            count = self._rows(place)
+            start, stop = (min(at * count, place.shape[0]) for at in (self._rank, self._rank + 1))
+            if start < stop:
+                rest = place.shape[1:]
+                yield place, Box((start, *[0] * len(rest)), (stop - start, *rest))
+
+    def arrays(self, whole: mx.array) -> list[mx.array]:
+        parts, first, found = whole.reshape(self._ranks, self.each), 0, list[mx.array]()
+        for place in self.places:
+            size = self._most(place)
+            found.append(parts[:, first : first + size].reshape(-1)[: place.size].reshape(place.shape))
+            first += size
+        return found
+
+    def joined(self, arrays: Sequence[mx.array] | None, size: int) -> mx.array:
+        if arrays is None:
+            return super().joined(None, size)
+        columns: list[mx.array] = []
+        for place, array in zip(self.places, arrays, strict=True):
+            most = self._most(place)
+            numbers = array.astype(self.dtype).reshape(-1)
+            missing = self._ranks * most - place.size
+            columns.append(mx.pad(numbers, (0, missing)).reshape(self._ranks, most))
+        rest = self.each - sum(map(self._most, self.places))
+        return mx.pad(mx.concatenate(columns, axis=1), [(0, 0), (0, rest)]).reshape(-1)
+
+    def _filled(self, arrays: list[mx.array]) -> mx.array:
+        """A part, in which each array has as many numbers as on the rank that has most of it."""
+        have = {place.name: array for (place, _), array in zip(self.regions(), arrays, strict=True)}
+        filled = [
+            mx.pad(have[place.name], (0, self._most(place) - have[place.name].size))
+            if place.name in have
+            else mx.zeros((self._most(place),), dtype=self.dtype)
+            for place in self.places
+        ]
+        rest = self.each - sum(map(self._most, self.places))
+        return mx.concatenate([*filled, mx.zeros((rest,), dtype=self.dtype)])
+
+    def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
+        first, regions = 0, {place.name: region for place, region in self.regions()}
+        for place in self.places:
+            if (region := regions.get(place.name)) is not None:
+                yield place.name, _shaped(place, region, part[first : first + region.size])
+            first += self._most(place)
+
+    def _rows(self, place: Place) -> int:
+        """The rows of an array that a rank keeps at most."""
+        return -(-place.shape[0] // self._ranks)
+
+    def _most(self, place: Place) -> int:
+        """The numbers of these rows."""
+        return self._rows(place) * (place.size // place.shape[0])
+
+
+def _cut(array: mx.array, region: Region) -> mx.array:
+    """The numbers of a region, of which a box is whole rows."""
+    if isinstance(region, Flat):
+        return array.reshape(-1)[region.start : region.stop]
+    return array[region.start[0] : region.start[0] + region.shape[0]]
+
+
+def _shaped(place: Place, region: Region, numbers: mx.array) -> mx.array:
+    """Numbers of a region with two dimensions if the array has several, by which optimizers tell matrices."""
+    if isinstance(region, Box):
+        return numbers.reshape(region.shape)
+    return numbers.reshape(-1, 1) if len(place.shape) > 1 else numbers
 
 
 @dataclass
@@ -210,7 +289,7 @@ class Sharding:
     @property
     def first_trained(self) -> int:
         """Number of the first unit that trains anything."""
-        return next((at for at, unit in enumerate(self.units) if unit.trained_rows), len(self.units) - 1)
+        return first_trained(self.units)
 
     def moved(self, move: Callable[[Communicator], Communicator]) -> Sharding:
         """Return the same over other communicators of the same ranks."""
@@ -266,10 +345,26 @@ class Sharding:
         return found
 
 
+def first_trained(units: Sequence[Unit]) -> int:
+    """Return the number of the first of ``units`` that trains anything; the last one's where none does."""
+    return next((at for at, unit in enumerate(units) if unit.trained_rows), len(units) - 1)
+
+
 def shard(
-    model: nn.Module, shard: Communicator, data: Communicator, world: Communicator, *, keeps: bool = False
+    model: nn.Module,
+    shard: Communicator,
+    data: Communicator,
+    world: Communicator,
+    *,
+    keeps: bool = False,
+    stages: Sequence[Stage] = (),
+    boxed: bool = False,
 ) -> Sharding:
     """Leave this rank with its part of every array of ``model``, whose arrays may not have been read.
+
+    Args:
+        stages: of this rank, where ``model`` has their blocks alone.
+        boxed: True if each part has to be a box of the array, because other ranks have divided it already.
 
     Raises:
         ModelError: the architecture cannot be cut into stages.
@@ -277,11 +372,15 @@ def shard(
     blocks: Any = model
     owner = {id(module): at for at, block in enumerate(blocks.layers) for module in block.modules()}
     count = len(blocks.layers)
-    stages = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
-    owner |= dict.fromkeys(map(id, stages[0].table.modules()), _TABLE)
-    rows = {at: _rows(named, shard) for at, named in _groups(model, owner).items()}
-    units = tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in stages)
-    taken = [pair for each in rows.values() for row in each for pair in row.take().items()]
+    if stages:
+        each = [block for stage in stages for block in stage.by_block()]
+    else:
+        each = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
+    owner |= dict.fromkeys(map(id, each[0].table.modules()), _TABLE)
+    kind = BoxedRow if boxed else DividedRow
+    rows = {at: _rows(named, shard, kind) for at, named in _groups(model, owner).items()}
+    units = tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in each)
+    taken = [pair for own in rows.values() for row in own for pair in row.take().items()]
     parts = nn.Module()
     for key, value in unflatten(taken).items() if taken else ():
         parts[key] = value
@@ -312,7 +411,9 @@ def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[
     return found
 
 
-def _rows(named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator) -> list[DividedRow]:
+def _rows(
+    named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator, kind: type[DividedRow]
+) -> list[DividedRow]:
     """The rows of some arrays: one of each type, and of trained and other ones."""
     kinds: dict[tuple[bool, mx.Dtype], list[Place]] = {}
     for name, module, key, trained in named:
@@ -320,4 +421,4 @@ def _rows(named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Commu
         places = kinds.setdefault((trained, array.dtype), [])
         start = places[-1].start + places[-1].size if places else 0
         places.append(Place(name, module, key, tuple(array.shape), start, array.size))
-    return [DividedRow(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]
+    return [kind(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]

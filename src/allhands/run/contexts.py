@@ -11,8 +11,6 @@ from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.model.context import check_rows
-from allhands.parallel.matrices import Matrices
-from allhands.parallel.piping import Piping
 from allhands.runtime.sizing import Sizing
 
 
@@ -36,11 +34,15 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
         check_rows(model)
 
 
-def same_rows(matrices: Matrices | None, piping: Piping | None, context: Communicator) -> Communicator:
-    """Return the ranks that compute the same rows as this one: other blocks, parts of matrices, or token positions."""
-    if matrices is not None:
-        return matrices.tensor
-    return context if piping is None else piping.pipe
+def same_rows(communicator: Communicator, mesh: Mesh) -> Communicator:
+    """Return the ranks that compute the same rows as this one; called on all ranks together.
+
+    They have other blocks, parts of matrices, or token positions.
+
+    Raises:
+        ConfigError: the back-end has no groups of some ranks.
+    """
+    return along(communicator, mesh, "pipe", "tensor", "context", alike=False)
 
 
 def agreed(sizing: Sizing, group: Communicator) -> Sizing:

@@ -26,7 +26,7 @@ from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.costs import Work
 from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
 from allhands.run.expecting import Device, has_masters
-from allhands.run.piping import micro_batch_tokens
+from allhands.run.piping import keeps_fetched, micro_batch_tokens
 from allhands.run.stage_costs import (
     ON_CPU,
     ROOM_OF_PRODUCTS,
@@ -289,13 +289,14 @@ def _part_costs(config: TrainConfig, divided: DividedModel, mesh: Mesh, accelera
     computes, more, word = (on_cpu, ON_CPU, 4) if accelerator.kind == "cpu" else (on_gpu, 1.0, 2)
     if accelerator.kind == "cpu" and is_quantized(divided.model):
         forms.append("packed")
-    models = [weights_of(divided, form, accelerator) for form in forms]
+    ranks, keeps = (mesh.tensor, mesh.shard), keeps_fetched(config)
+    models = [weights_of(divided, form, accelerator).divided(*ranks, keeps=keeps) for form in forms]
     work, batches = _work(config, divided, models[0], mesh, accelerator)
     blocks = blocks_of(divided.config)
     of = None if blocks is None else partial(computes, blocks)
     found = [layers_of(model, work, of, more=more, again=accelerator.runs_natively(config.compile)) for model in models]
     weights, _ = layers_of(models[-1], None, None)
-    once, hidden, lengths = found[0][1], 0, divided.work
+    once, hidden, lengths = found[0][1] + models[0].fetched_bytes(mesh.shard, keeps=keeps), 0, divided.work
     if work is not None and blocks is not None:
         hidden = work.tokens * blocks.dims * word
         if accelerator.kind == "cpu" and lengths is not None:

@@ -64,7 +64,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
     together = sums_together(piping, ready.sharding, CAUSAL_LM)
     context = context_of(ready.communicator, surroundings.mesh)
-    group = same_rows(ready.matrices, piping, context)
+    group = same_rows(ready.communicator, surroundings.mesh)
     evaluator = Evaluator(
         ready.loaded.model,
         windows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from allhands.checkpoints.arrays import CODES, DTYPES, ReadArray, SharedArray, StoredArrayReader, require_same
 from allhands.checkpoints.resuming import Restored, restore_weights
-from allhands.config.combinations import is_sharded, require_groups, require_stages, unfit_stages
+from allhands.config.combinations import is_sharded, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_neighbours
@@ -21,11 +21,10 @@ from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
 from allhands.io.regions import Flat, Region, Shape
-from allhands.io.trees import flatten
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
-from allhands.parallel.fsdp import FetchedSums
+from allhands.parallel.fsdp import FetchedSums, regions_within
 from allhands.parallel.matrices import Matrices, divide
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
@@ -57,7 +56,7 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     problem = unfit_stages(config, mesh.size)
     if problem is None:
         return config
-    changed: dict[str, Any] = {"pp": None, "pp_split": "auto"}
+    changed: dict[str, Any] = {"pp": None, "pp_split": "auto", "tp": 1, "dp_shard": None}
     told = f"{problem.message} ({problem.where}): those that are left are one pipeline, whose blocks are divided anew"
     if mesh.size == 1:
         changed |= {"strategy": "auto", "pp_schedule": "1f1b"}
@@ -68,10 +67,12 @@ def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     """``config`` with groups of ranks of which so many make up whole ones."""
     changed: dict[str, Any] = {}
+    ranks = mesh.size
     for option in ("tp", "cp", "dp_shard"):
         size = getattr(config, option) or 1
-        if (left := math.gcd(mesh.size, size)) != size:
+        if (left := math.gcd(ranks, size)) != size:
             changed[option] = (None if left == 1 else left) if option == "dp_shard" else left
+        ranks //= left
     if not changed:
         return config
     told = ", ".join(f"--{option.replace('_', '-')} is {left or 'left out'} now" for option, left in changed.items())
@@ -84,19 +85,20 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
-    require_groups(config, mesh.size)
-    if config.tp > 1:
-        return replace(mesh, data=mesh.size // config.tp, tensor=config.tp, weights=())
-    if config.cp > 1:
-        return replace(mesh, data=mesh.size // config.cp, context=config.cp, weights=())
-    if is_sharded(config) and mesh.size > 1:
-        together = config.dp_shard or mesh.size
-        return replace(mesh, data=mesh.size // together, shard=together)
-    if not divides(config):
-        return mesh
     require_stages(config, mesh.size)
-    stages = config.pp or mesh.size
-    return replace(mesh, data=mesh.size // stages, pipe=stages, weights=())
+    sizes: dict[str, int] = {"tensor": config.tp, "context": config.cp}
+    together = mesh.size // (config.tp * config.cp)
+    if divides(config):
+        shards = config.dp_shard or 1
+        sizes |= {"pipe": config.pp or together // shards, "shard": shards}
+    elif is_sharded(config):
+        sizes["shard"] = config.dp_shard or together
+    divided = math.prod(sizes.values())
+    if divided == 1:
+        return mesh
+    # A batch is divided by speeds among ranks that each have all of the rest.
+    weights = mesh.weights if divided == sizes.get("shard") else ()
+    return replace(mesh, data=mesh.size // divided, weights=weights, **sizes)
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:
@@ -109,15 +111,28 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
         require_neighbours(communicator.backend, mesh, "pipe")
     pipe = along(communicator, mesh, "pipe", alike=False)
     data = along(communicator, mesh, "data", alike=False)
+    rows = along(communicator, mesh, "pipe", "tensor", alike=False)
     # As the first stage has it now: a CPU computes in float32 what is stored in other types.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])
     dtype = DTYPES[next(code for code in told if code is not None)]
-    return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, config.pp_schedule)
+    return Piping(tuple(replace(stage, dtype=dtype) for stage in stages), pipe, data, rows, config.pp_schedule)
 
 
-def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh) -> Sharding | None:
+def keeps_fetched(config: TrainConfig) -> bool:
+    """Return whether fetched weights stay until a step ends; in a pipeline they would be fetched very often."""
+    if config.reshard == "auto":
+        return config.strategy == "zero2" or divides(config)
+    return config.reshard == "off"
+
+
+def sharded(
+    config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh, stages: Sequence[Stage]
+) -> Sharding | None:
     """Leave this rank with its part of every array of ``model``, where ranks divide them; called on all together.
+
+    Args:
+        stages: of this rank, where it has some blocks alone.
 
     Raises:
         ConfigError: the back-end has no groups of some ranks.
@@ -125,10 +140,13 @@ def sharded(config: TrainConfig, model: nn.Module, communicator: Communicator, m
     """
     if mesh.shard == 1:
         return None
-    together = along(communicator, mesh, "shard", alike=True)
-    copies = along(communicator, mesh, "data", alike=True)
-    keeps = config.strategy == "zero2" or config.reshard == "off"
-    return shard(model, together, copies, communicator, keeps=keeps)
+    # Ranks with other blocks, or other parts of matrices, fetch other arrays.
+    alike = mesh.pipe == mesh.tensor == 1
+    together = along(communicator, mesh, "shard", alike=alike)
+    copies = along(communicator, mesh, "data", alike=alike)
+    return shard(
+        model, together, copies, communicator, keeps=keeps_fetched(config), stages=stages, boxed=mesh.tensor > 1
+    )
 
 
 def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Matrices | None:
@@ -143,15 +161,15 @@ def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> 
     assert communicator is not None
     # Ranks with other rows exchange other shapes at the same time.
     together = along(communicator, mesh, "tensor", alike=False)
-    copies = along(communicator, mesh, "data", alike=True)
-    return divide(model, together, copies)
+    copies = along(communicator, mesh, "data", alike=mesh.pipe == 1)
+    return divide(model, together, copies, lazy=mesh.shard > 1)
 
 
 def sums_together(piping: Piping | None, sharding: Sharding | None, objective: Objective) -> SumsTogether | None:
     """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it has everything."""
-    if sharding is not None:
-        return FetchedSums(sharding, objective)
-    return None if piping is None else PipedSums(piping, objective)
+    if piping is not None:
+        return PipedSums(piping, objective, sharding)
+    return None if sharding is None else FetchedSums(sharding, objective)
 
 
 def parts_of(
@@ -188,21 +206,28 @@ def parts_of(
     return replace(restored, weights=weights, optimizer=kept(restored.optimizer, state=True))
 
 
-def part_of_matrices(
-    restored: Restored, model: nn.Module, matrices: Matrices, progress: Callable[[], None]
+def part_of_division(
+    restored: Restored,
+    model: nn.Module,
+    sharding: Sharding | None,
+    matrices: Matrices | None,
+    progress: Callable[[], None],
 ) -> Restored:
-    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices."""
+    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices, or of every array, or of both."""
     here = {name: array.dtype for name, array in trained_weights(model).items()}
+    if matrices is None:
+        assert sharding is not None
+        whole = {name: (tuple(array.shape), here[name]) for name, array in trained_weights(model).items()}
+        return parts_of(restored, whole, _places(sharding.regions), progress)
     stored = {name: DTYPES[each.dtype] for name, each in restored.weights.items()}
     # An array that another rank has alone is nowhere here.
     whole = {name: (shape, here.get(name) or stored.get(name, mx.float32)) for name, shape in matrices.shapes.items()}
-    return parts_of(restored, whole, matrices.places, progress)
+    places = matrices.places if sharding is None else _places(regions_within(sharding, matrices))
+    return parts_of(restored, whole, places, progress)
 
 
-def part_of_shards(restored: Restored, sharding: Sharding, progress: Callable[[], None]) -> Restored:
-    """:func:`parts_of` a checkpoint for a rank with a part of every array."""
-    whole = {name: (array.shape, array.dtype) for name, array in trained_weights(sharding.model).items()}
-    return parts_of(restored, whole, {name: region for name, (_, region) in sharding.regions.items()}, progress)
+def _places(regions: Mapping[str, tuple[Shape, Region]]) -> dict[str, Region]:
+    return {name: region for name, (_, region) in regions.items()}
 
 
 def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> int | None:
@@ -212,13 +237,12 @@ def micro_batch_tokens(config: TrainConfig, work: NDArray[Any], mesh: Mesh) -> i
     return small_enough(int(work.max()), config.batch_size // mesh.data_size, mesh.pipe)
 
 
-def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) -> Restored:
-    """Return the part of a checkpoint that a rank with a part of the model needs; called on all ranks together.
+def kept_of(restored: Restored, own: Collection[str], progress: Callable[[], None]) -> Restored:
+    """Return the part of a checkpoint that a rank needs which trains ``own`` arrays; called on all ranks together.
 
     Where the ranks read by themselves nothing is read yet; where rank 0 hands out, all read all in the same order, and
     others' arrays pass by.
     """
-    own = {name for name, _ in flatten(model.trainable_parameters())}
     foreign = tuple(f"{name}." for name in restored.weights if name not in own)
 
     def kept(stored: dict[str, StoredArrayReader]) -> dict[str, StoredArrayReader]:
@@ -239,7 +263,8 @@ def kept_of(restored: Restored, model: nn.Module, progress: Callable[[], None]) 
 def put_back(
     received: Restored | None,
     model: nn.Module,
-    division: Sharding | Matrices | None,
+    sharding: Sharding | None,
+    matrices: Matrices | None,
     progress: Callable[[], None],
     *,
     in_stages: bool,
@@ -247,12 +272,11 @@ def put_back(
     """Return a checkpoint, or the part of it that this rank needs, whose weights the model has now."""
     if received is None:
         return None
-    own, trained = received, model
+    own = received
     if in_stages:
-        own = kept_of(received, model, progress)
-    elif isinstance(division, Matrices):
-        own = part_of_matrices(received, model, division, progress)
-    elif division is not None:
-        own, trained = part_of_shards(received, division, progress), division.parts
-    restore_weights(trained, own, progress)
+        trained = trained_weights(model) if matrices is None else matrices.shapes
+        own = kept_of(received, trained.keys(), progress)
+    if sharding is not None or matrices is not None:
+        own = part_of_division(own, model, sharding, matrices, progress)
+    restore_weights(model if sharding is None else sharding.parts, own, progress)
     return own

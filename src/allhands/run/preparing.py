@@ -188,10 +188,10 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     with _busy(surroundings):
-        sharding = sharded(config, model, communicator, mesh)
+        sharding = sharded(config, model, communicator, mesh, stages)
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = put_back(received, model, sharding or matrices, surroundings.busy, in_stages=in_stages)
+    restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=in_stages)
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()

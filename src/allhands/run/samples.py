@@ -13,6 +13,17 @@ from allhands.io.trees import number
 from allhands.observe.metrics import Sampled
 from allhands.parallel.fsdp import FetchedModel
 from allhands.parallel.pipeline import PipedModel
+from allhands.parallel.piping import Piping
+from allhands.parallel.sharding import Sharding
+
+
+def answering(
+    model: nn.Module, piping: Piping | None, sharding: Sharding | None
+) -> nn.Module | PipedModel | FetchedModel:
+    """Return ``model`` as it is called for the logits of the next token, by all ranks that have parts of it."""
+    if piping is not None:
+        return PipedModel(piping, sharding)
+    return model if sharding is None else FetchedModel(sharding)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,6 @@ from allhands.observe.metrics import METRICS_FILE, RunEnded, Sampled, Sink
 from allhands.observe.monitor import Identity, ProcessSampler, monitor_file
 from allhands.observe.monitor.samples import LOGS
 from allhands.observe.trackers import require_trackers, tracker_names
-from allhands.parallel.fsdp import FetchedModel
-from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
 from allhands.parallel.registry import TrainingNeeds
 from allhands.parallel.rounds import rounds_of
@@ -60,7 +58,7 @@ from allhands.run.piping import (
     sums_together,
 )
 from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
-from allhands.run.samples import Sampler
+from allhands.run.samples import Sampler, answering
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_codec, chosen_strategy
 from allhands.runtime.faults import inject_fault
@@ -263,9 +261,8 @@ class _RankRun:
         together = self.mesh.data_rank == 0 and self.mesh.coordinates().context == 0
         if not (config.sample_prompts and (together or sharding is not None)):
             return lambda step, iteration: []
-        model = self.ready.loaded.model if self._piping is None else PipedModel(self._piping)
         return Sampler(
-            model=model if sharding is None else FetchedModel(sharding),
+            model=answering(self.ready.loaded.model, self._piping, sharding),
             tokenizer=self.ready.loaded.tokenizer,
             prompts=config.sample_prompts,
             num_tokens=config.sample_tokens,
@@ -348,9 +345,9 @@ class _RankRun:
     def _context(self) -> Communicator:
         return context_of(self.ready.communicator, self.mesh)
 
-    @property
+    @cached_property
     def _same_rows(self) -> Communicator:
-        return same_rows(self.ready.matrices, self._piping, self._context)
+        return same_rows(self.ready.communicator, self.mesh)
 
     @cached_property
     def _objective(self) -> Objective:

@@ -16,6 +16,7 @@ _ALIKE = 0.9  # of the longest row
 _KEPT_BLOCKS = 2  # whose activations are about what is kept in buffers of other sizes
 # Of each trained byte where the optimizer is not known: what it keeps, and the gradients, summed and new.
 _STATES, _GRADIENTS = 2.0, 2.0
+_FETCHED = 2  # blocks: one that is computed and the next one, which is on its way
 # A process on a CPU takes as much more than its arrays, as in allhands.run.training_memory.of_process.
 ON_CPU, ROOM_OF_PRODUCTS = 1.05, 16_000_000
 
@@ -33,6 +34,10 @@ class Weights:
     held_bytes: int
     trained_bytes: int = 0
 
+    def divided(self, work: int, held: int, trained: int) -> Weights:
+        """Return a rank's part of the work, of the bytes in use, and of the trained ones."""
+        return Weights(self.numbers / work, -(-self.held_bytes // held), -(-self.trained_bytes // trained))
+
 
 @dataclass(frozen=True)
 class Model:
@@ -41,6 +46,27 @@ class Model:
     blocks: tuple[Weights, ...]
     embedding: Weights
     head: Weights
+
+    def divided(self, tensor: int, shard: int, *, keeps: bool) -> Model:
+        """Return what is left of it for each rank.
+
+        Args:
+            tensor: ranks that have divided the matrices of blocks, and compute with their parts.
+            shard: ranks that have divided everything, and compute with whole blocks.
+            keeps: whether these stay whole until a step ends.
+        """
+        held = 1 if keeps else shard
+        blocks = tuple(each.divided(tensor, tensor * held, tensor * shard) for each in self.blocks)
+        embedding, head = (each.divided(1, held, shard) for each in (self.embedding, self.head))
+        return Model(blocks, embedding, head)
+
+    def fetched_bytes(self, shard: int, *, keeps: bool) -> int:
+        """Bytes of the blocks that are whole at once, if ``shard`` ranks have divided them, with new gradients."""
+        largest = max(self.blocks, key=lambda block: block.held_bytes, default=None)
+        if shard == 1 or largest is None:
+            return 0
+        weights = 0 if keeps else _FETCHED * shard * largest.held_bytes
+        return weights + shard * largest.trained_bytes
 
 
 def layers_of(

@@ -43,16 +43,25 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
         return "zero1" if divided else "data"
     elif wanted.cpu_native and name == "zero1":
         hint = "add --compile on"
-    if problem := STRATEGIES[name].unfit(wanted):
-        raise ConfigError(problem, where=where, hint=hint)
+    for each, flag in ((name, where), *_beside(config)):
+        if problem := STRATEGIES[each].unfit(wanted):
+            raise ConfigError(problem, where=flag, hint=hint)
     return name
 
 
 def _asked_for(config: TrainConfig) -> tuple[str, str]:
     """The strategy that was asked for, and the flag that did."""
-    if config.tp > 1:
+    if is_sharded(config):
+        return "fsdp", f"--strategy {config.strategy}"
+    if config.tp > 1 and config.strategy != "pipeline":
         return "tensor", f"--tp {config.tp}"
-    return "fsdp" if is_sharded(config) else config.strategy, f"--strategy {config.strategy}"
+    return config.strategy, f"--strategy {config.strategy}"
+
+
+def _beside(config: TrainConfig) -> list[tuple[str, str]]:
+    """The strategies whose way of dividing is taken besides, each with its flag."""
+    found = [("tensor", f"--tp {config.tp}")] if config.tp > 1 else []
+    return found + ([("fsdp", f"--dp-shard {config.dp_shard}")] if config.dp_shard else [])
 
 
 def chosen_codec(config: TrainConfig, communicator: Communicator, model: nn.Module, strategy: str) -> Codec | None:

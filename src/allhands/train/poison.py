@@ -53,7 +53,7 @@ def find_culprits(
     beat: Callable[[str], None],
     together: Communicator = _ALONE,
     *,
-    in_step: bool = False,
+    share: int | None = None,
 ) -> Blame:
     """Compute each example of this rank's micro-batches by itself, and tell all ranks. Every rank must call it.
 
@@ -63,8 +63,8 @@ def find_culprits(
         beat: called with "compute" before each example and with "reduce" before waiting for other ranks.
         together: ranks that have the same micro-batches, and each a part of the weights and of ``gradient``. The first
             of them names what they have found.
-        in_step: whether these have rows of their own, but compute together; ``gradient`` then takes ``None`` for
-            another rank's example.
+        share: number of this rank's micro-batches where ranks of ``together`` have other ones, but compute together;
+            ``gradient`` then takes ``None`` for an example of another share. ``None``: all have the same.
     """
 
     def everywhere(good: bool) -> bool:
@@ -73,13 +73,15 @@ def find_culprits(
     own = _all_finite(weights)
     finite = everywhere(own)
     rows = [(batch, row) for batch in micro_batches for row in range(len(batch.examples))]
-    if in_step:
+    if share is not None:
         alone = [batch.alone(row) for batch, row in rows if finite]
-        found = _in_step(gradient, [each for each in alone if each.num_targets], together, everywhere, beat)
+        counted = [each for each in alone if each.num_targets]
+        found, names = _in_step(gradient, counted, together, share, everywhere, beat)
     else:
         found = [int(b.examples[r]) for b, r in rows if finite and not everywhere(_is_finite(gradient, b, r, beat))]
-        if together.rank:
-            rows, found = [], []
+        names = together.rank == 0
+    if not names:
+        rows, found = [], []
     named = [*sorted(found), *[_NO_EXAMPLE] * NAMED][:NAMED]
     mine = np.array([not own, len(rows), len(found), *named], dtype=np.int32)
     beat("reduce")
@@ -90,18 +92,24 @@ def _in_step(
     gradient: Callable[..., tuple[mx.array, Any]],
     own: Sequence[MicroBatch],
     together: Communicator,
+    share: int,
     everywhere: Callable[[bool], bool],
     beat: Callable[[str], None],
-) -> list[int]:
-    """The examples of this rank that give what is not finite: one of one rank at a time, which all compute together."""
+) -> tuple[list[int], bool]:
+    """The examples of this rank that give what is not finite, and whether this rank names them.
+
+    All ranks compute one example at a time together; of those with the same share the first one names what it has.
+    """
     found: list[int] = []
-    for rank, count in enumerate(gather_rows(together, np.array([len(own)], dtype=np.int32))[:, 0].tolist()):
+    told = gather_rows(together, np.array([share, len(own)], dtype=np.int32)).tolist()
+    names = [each[0] for each in told].index(share) == together.rank
+    for one, count in sorted({(one, count) for one, count in told}):
         for place in range(count):
             beat("compute")
-            mine = own[place] if rank == together.rank else None
+            mine = own[place] if one == share else None
             if not everywhere(_finite(*gradient(mine))) and mine is not None:
                 found.append(int(mine.examples[0]))
-    return found
+    return found, names
 
 
 def _all_finite(tree: Any) -> bool:

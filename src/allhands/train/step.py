@@ -197,15 +197,15 @@ class TrainStep:
     def _refuse(self, result: StepResult, problem: str, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Find out why, and either leave the update out or raise."""
         self.strategy.forget()
-        gradient, together = self.strategy.one_by_one(self.passes)
+        alone = self.strategy.one_by_one(self.passes)
         blame = find_culprits(
-            gradient,
+            alone.gradient,
             self.updater.weights(),
             micro_batches,
             self.strategy.communicator,
             self.options.heartbeat,
-            together,
-            in_step=self.strategy.in_step,
+            alone.together,
+            share=alone.share if self.strategy.in_step else None,
         )
         reason = f"{problem}; {blame.otherwise}" if blame.otherwise else problem
         if self.options.non_finite == "stop":

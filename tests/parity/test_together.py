@@ -1,0 +1,148 @@
+"""Two ways of dividing at once, on four ranks, against one process: losses, norms, validation, weights, checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import write_chat_data, write_model
+from trained import assert_same, assert_same_samples, told, train, write_poisoned
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FOUR = ("-n", "4", "--backend", "mpi")
+WAYS = {
+    "shard x tensor": (*FOUR, "--strategy", "fsdp", "--tp", "2"),
+    "pipe x tensor": (*FOUR, "--strategy", "pipeline", "--tp", "2"),
+    "pipe x shard": (*FOUR, "--strategy", "pipeline", "--dp-shard", "2"),
+}
+ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "0.001")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    write_model(folder / "model", layers=4, hidden=64)
+    write_model(folder / "untied", layers=3, hidden=64, tied=False)
+    write_model(folder / "quantised", layers=3, hidden=64, bits=4)
+    write_chat_data(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    train(place, "alone", "--fine-tune-type", "full")
+    return place / "alone"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
+    train(place, way, "--fine-tune-type", "full", *WAYS[way])
+    assert_same(alone, place / way)
+
+
+@pytest.mark.parametrize(
+    ("way", "model", "more"),
+    [
+        ("shard x tensor", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        ("pipe x tensor", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        ("pipe x shard", "quantised", ("--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}')),
+        # Some ranks have no row, or another number of micro-batches than the others.
+        ("shard x tensor", "untied", ("--fine-tune-type", "full", "--batch-size", "1")),
+        ("pipe x shard", "untied", ("--fine-tune-type", "full", "--batch-size", "3", "--micro-batch-tokens", "64")),
+        pytest.param(
+            "pipe x shard",
+            "untied",
+            ("--fine-tune-type", "full", "--batch-size", "1", "--grad-accumulation-steps", "3"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("pipe x tensor", "model", ("--num-layers", "1", "--pp-schedule", "zb"), marks=pytest.mark.long),
+        pytest.param("pipe x shard", "model", ("--num-layers", "1", "--pp-split", "1,3"), marks=pytest.mark.long),
+        ("pipe x shard", "model", ("--fine-tune-type", "full", "--pp-schedule", "interleaved", "--reshard", "off")),
+        pytest.param(
+            "pipe x tensor",
+            "model",
+            ("--fine-tune-type", "full", "--pp-schedule", "interleaved"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "shard x tensor",
+            "model",
+            ("--packing", "--isolate-documents", "--max-seq-length", "64"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("pipe x tensor", "model", ("--fine-tune-type", "full", "--compile", "on"), marks=pytest.mark.long),
+        pytest.param("pipe x shard", "model", ("--fine-tune-type", "full", "--compile", "on"), marks=pytest.mark.long),
+    ],
+)
+def test_every_way_of_training_does(place: Path, way: str, model: str, more: tuple[str, ...]) -> None:
+    words = " ".join(more)
+    one, other = f"one {words}"[:80], f"{way} {words}"[:80]
+    if not (place / one).exists():
+        train(place, one, *_of_one(more), model=model)
+    train(place, other, *WAYS[way], *more, model=model)
+    assert_same(place / one, place / other)
+
+
+def _of_one(more: tuple[str, ...]) -> list[str]:
+    """Options without those that only divided ranks have, and their values."""
+    ours = ("--pp-schedule", "--pp-split", "--reshard")
+    before = ("", *more[:-1])
+    return [word for word, last in zip(more, before, strict=True) if word not in ours and last not in ours]
+
+
+def test_checkpoints_are_those_of_any_other_division(place: Path) -> None:
+    """Each goes on under another one, and as one process; what one process saved goes on under each."""
+    train(place, "adam", *ADAM)
+    train(place, "half", *ADAM, "--iters", "2")
+    names = list(WAYS)
+    for at, name in enumerate(names):
+        train(place, f"{name} half", *ADAM, *WAYS[name], "--iters", "2")
+        other = names[(at + 1) % len(names)]
+        for copy in ("alone", "other", "again"):
+            shutil.copytree(place / f"{name} half", place / f"{name} {copy}")
+        shutil.copytree(place / "half", place / f"from one {name}")
+        train(place, f"{name} alone", *ADAM, "--resume", "auto")
+        train(place, f"{name} other", *ADAM, *WAYS[other], "--resume", "auto")
+        train(place, f"{name} again", *ADAM, *WAYS[name], "--resume", "auto")
+        train(place, f"from one {name}", *ADAM, *WAYS[name], "--resume", "auto")
+        for run in (f"{name} alone", f"{name} other", f"{name} again", f"from one {name}"):
+            assert_same(place / "adam", place / run)
+
+
+@pytest.mark.parametrize("way", ["pipe x shard", pytest.param("shard x tensor", marks=pytest.mark.long)])
+def test_samples_are_those_of_one_process(place: Path, way: str) -> None:
+    assert_same_samples(place, WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path, way: str) -> None:
+    if not (place / "poisoned").exists():
+        write_poisoned(place)
+    more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
+    found: list[Any] = []
+    for name, ranks in (("one", ()), (way, WAYS[way])):
+        train(place, f"skipped {name}", *more, *ranks, model="poisoned")
+        found.append(told(place / f"skipped {name}", "skipped", "step", "examples"))
+    assert found[0] == found[1]
+    assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("-n", "4", "--backend", "ring", "--strategy", "fsdp", "--tp", "2"), "--backend ring"),
+        (("-n", "4", "--backend", "ring", "--strategy", "pipeline", "--tp", "2"), "--backend ring"),
+        (("-n", "4", "--strategy", "pipeline", "--pp", "3", "--tp", "2"), "--pp 3 --tp 2"),
+        (("-n", "2", "--strategy", "pipeline", "--tp", "2"), "--tp 2"),
+        (("-n", "4", "--strategy", "fsdp", "--dp-shard", "4", "--tp", "2"), "--tp 2 --dp-shard 4"),
+        (("-n", "4", "--strategy", "pipeline", "--dp-shard", "2", "--optimizer", "muon"), "--dp-shard 2"),
+        (("-n", "4", "--strategy", "pipeline", "--reshard", "off"), "--reshard"),
+        (("-n", "4", "--strategy", "zero1", "--tp", "2"), "--tp 2"),
+        (("-n", "4", "--strategy", "fsdp", "--cp", "2"), "--cp 2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
+    assert words in train(place, "refused", *more, code=2)
