@@ -77,6 +77,33 @@ def test_nccl_gives_each_rank_a_gpu(start: Callable[..., Job], monkeypatch: pyte
     assert "3 processes for 2 GPUs" in job.err
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_of_other_back_ends_divide_the_gpus(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    job = start("exit 0", "exit 0", "exit 0", backend=backend)
+    assert job.finish() == 0
+    assert [job.facts(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == ["4", "6", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    job = start("exit 0", "exit 0", backend=backend)
+    assert job.finish() == 0
+    assert [job.facts(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["5", "5"]
+
+
+def test_gpus_are_those_that_the_driver_names(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = start("exit 0", "exit 0", backend="ring")
+    assert job.finish() == 0
+    assert [job.facts(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0", "1"]
+
+
 @_linux
 def test_each_rank_has_its_own_cores(start: Callable[..., Job]) -> None:
     job = start("exit 0", "exit 0", "exit 0", cores_per_rank=1)

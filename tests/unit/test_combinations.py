@@ -52,8 +52,6 @@ def test_packing_that_cannot_take_effect_is_refused(flags: dict[str, Any], word:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ({"strategy": "fsdp"}, "--strategy fsdp"),
-        ({"strategy": "pipeline"}, "--strategy pipeline"),
         ({"strategy": "zero1"}, "--strategy zero1"),
         ({"sync_every": 4}, "--sync-every"),
         ({"sync_delay": 1}, "--sync-delay"),

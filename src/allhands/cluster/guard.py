@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -70,11 +71,30 @@ def receive_output(path: str) -> None:
 def _become(command: list[str]) -> NoReturn:
     if "ALLHANDS_CORES" in os.environ and "ALLHANDS_LOCAL_RANK" in os.environ:
         pin_cores(int(os.environ["ALLHANDS_LOCAL_RANK"]), int(os.environ["ALLHANDS_CORES"]))
+    _take_gpu()
     try:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"allhands: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def _count_gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return listed.stdout.count("GPU ")
+
+
+def _take_gpu() -> None:
+    """Leave this rank with one of several GPUs of its computer, unless it has been given one; ranks take turns."""
+    if int(os.environ.get("ALLHANDS_LOCAL_SIZE", "1")) == 1:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else [str(number) for number in range(_count_gpus())]
+    if len(devices) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(os.environ["ALLHANDS_LOCAL_RANK"]) % len(devices)]
 
 
 def _redirect(rank: str) -> None:
