@@ -63,11 +63,22 @@ def _end(child: subprocess.Popen[Any]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    _, left = psutil.wait_procs(started, timeout=_GONE_S)
+    deadline = time.monotonic() + _GONE_S
+    while (left := [process for process in started if _computes(process)]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(left, timeout=_GONE_S)
+    while any(_computes(process) for process in left) and time.monotonic() < deadline + _GONE_S:
+        time.sleep(_LOOK_S)
+
+
+def _computes(process: psutil.Process) -> bool:
+    """Whether it is there. One that has ended may wait for ever for somebody to ask how."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 # --- allhands -----------------------------------------------------------------------------------------
@@ -127,6 +138,13 @@ def write_data(options: argparse.Namespace, work: Path, case: str) -> Path:
     return directory
 
 
+def launcher(options: argparse.Namespace, work: Path, name: str, backend: str) -> list[str]:
+    """The command that starts a rank for each GPU, without the ranks' own command; a rank that fails ends the run."""
+    launch = ["-m", "allhands", "launch", "-n", str(options.gpus), "--backend", backend, "--no-tag-output"]
+    launch += ["--max-restarts", "0", "--log-dir", str(work / f"{name}-logs"), "--"]
+    return [python_of(options, "mlx"), *launch]
+
+
 def train(
     options: argparse.Namespace, work: Path, name: str, words: Sequence[str], backend: str, timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -136,12 +154,10 @@ def train(
         BenchmarkError: it failed or took too long.
     """
     python, metrics = python_of(options, "mlx"), work / name / "metrics.jsonl"
-    launch = ["-m", "allhands", "launch", "-n", str(options.gpus), "--backend", backend, "--no-tag-output"]
-    launch += ["--max-restarts", "0", "--log-dir", str(work / f"{name}-logs"), "--"]
     wanted = options.warmup + options.steps
     try:
         run_until(
-            [python, *launch, python, str(HERE / "sharded_rank.py"), *words],
+            [*launcher(options, work, name, backend), python, str(HERE / "sharded_rank.py"), *words],
             work / f"{name}.log",
             clean_environ(PYTHONPATH=python_path()),
             timeout_s,
