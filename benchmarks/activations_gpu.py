@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=3, help="steps of a pipeline before (%(default)s)")
     parser.add_argument("--steps", type=positive, default=8, help="that count (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH; default: this one")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a way (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for a way (%(default)s)")
     parser.add_argument("--limit", type=float, default=225.0, help="seconds for a part (%(default)s)")
     parser.add_argument("--models", type=Path, help="where the model stays between runs; default: it goes with the run")
     parser.add_argument("--scratch", type=Path, help="a directory for models, runs and logs")

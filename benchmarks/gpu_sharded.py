@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=10, help="that count (%(default)s)")
     parser.add_argument("--least", type=float, default=1.05, help="times PyTorch's speed, for the bar (%(default)s)")
     parser.add_argument("--python", type=pythons, default={}, help="mlx=PATH,torch=PATH; default: this one")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a way (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds for a way (%(default)s)")
     parser.add_argument("--limit", type=float, default=225.0, help="seconds for a case (%(default)s)")
     parser.add_argument("--models", type=Path, help="where models stay between runs; default: they go with the run")
     parser.add_argument("--scratch", type=Path, help="a directory for models, runs and logs")

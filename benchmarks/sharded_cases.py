@@ -69,7 +69,7 @@ CASES = {
         "full training of a 13B shape",
         _shape(5120, 40, 13824, 40, 40),
         4,
-        ("torch-compiled-checkpoint", "fsdp", "zero1", "tp", "data"),
+        ("torch-compiled-checkpoint", "fsdp", "tp", "zero1"),
         reference="torch-compiled-checkpoint",
     ),
     "70b": Case(

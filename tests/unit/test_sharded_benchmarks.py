@@ -229,7 +229,7 @@ def test_a_way_that_fails_is_a_row(bench: Any, counted: dict[str, list[str]], tm
     assert [line.split()[0] for line in counted["ours"]] == ours
     assert "13b-tp --tp 2" in counted["ours"]
     assert found["zero1"] == {"error": "out of memory"}
-    assert found["fsdp"]["tokens_per_s"] == found["data"]["tokens_per_s"] == 512.0
+    assert found["fsdp"]["tokens_per_s"] == found["tp"]["tokens_per_s"] == 512.0
     # A model of another size is no comparison.
     assert "PyTorch's model has" in found["torch-compiled-checkpoint"]["error"]
     options.ways = ("torch",)
