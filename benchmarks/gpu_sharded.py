@@ -12,7 +12,9 @@ exit code is 1 where it is missed. See README.md in this directory.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,14 +163,20 @@ def measure(options: argparse.Namespace, work: Path, facts: dict[str, Any]) -> d
     judged = {} if options.shape == "tiny" else {case: verdicts(options.least, case, runs[case]) for case in runs}
     return {
         **found,
-        "versions": {
-            "allhands": found["versions"],
-            "torch": versions(Path(python_of(options, "torch")), TORCH_PACKAGES),
-        },
+        "versions": {"allhands": found["versions"], "torch": of_torch(options)},
         "runs": runs,
         "met": [text for each in judged.values() for text in each["met"]],
         "missed": [text for each in judged.values() for text in each["missed"]],
     }
+
+
+def of_torch(options: argparse.Namespace) -> dict[str, str]:
+    """Versions in the Python of PyTorch's ranks, with the path that they have; empty where it does not run."""
+    path = os.environ.get("PYTHONPATH", "")
+    try:
+        return versions(Path(python_of(options, "torch")), TORCH_PACKAGES, PYTHONPATH=path)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
 
 
 def verdicts(least: float, case: str, ways: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -241,6 +241,13 @@ def test_a_way_that_fails_is_a_row(bench: Any, counted: dict[str, list[str]], tm
     }
 
 
+def test_a_python_that_does_not_run_is_no_end(bench: Any, tmp_path: Path) -> None:
+    options = bench.gpu_sharded.parse(["--python", f"torch={tmp_path / 'none'}", "--gpus", "2", "--ways", "torch"])
+    found = bench.gpu_sharded.measure(options, tmp_path, MACHINE)
+    assert "No such file" in found["runs"]["7b"]["torch"]["error"]
+    assert found["versions"]["torch"] == {}
+
+
 # --- bars and tables --------------------------------------------------------------------------------------
 
 
