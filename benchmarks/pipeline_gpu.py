@@ -89,7 +89,9 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arrays_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arrays of each of the model's files, made one file after the other."""
+    """The arrays of each of the model's files, made one file after the other: in 4 bits, or in bfloat16 where the
+    configuration has no ``quantization``.
+    """
     import mlx.core as mx
 
     width, mlp = config["hidden_size"], config["intermediate_size"]
@@ -102,17 +104,21 @@ def arrays_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         scales = mx.full((out, into // GROUP), step, mx.bfloat16)
         return {f"{name}.weight": words, f"{name}.scales": scales, f"{name}.biases": scales * -(2**BITS - 1) / 2}
 
+    def drawn(name: str, out: int, into: int) -> dict[str, Any]:
+        return {f"{name}.weight": mx.random.normal((out, into), mx.bfloat16, scale=0.02)}
+
+    matrix = packed if "quantization" in config else drawn
     ones = mx.ones((width,), mx.bfloat16)
     for number in range(config["num_hidden_layers"]):
         at = f"model.layers.{number}"
         arrays = {f"{at}.input_layernorm.weight": ones, f"{at}.post_attention_layernorm.weight": ones}
         for name, out in (("q", width), ("k", values), ("v", values), ("o", width)):
-            arrays |= packed(f"{at}.self_attn.{name}_proj", out, width)
+            arrays |= matrix(f"{at}.self_attn.{name}_proj", out, width)
         for name, out, into in (("gate", mlp, width), ("up", mlp, width), ("down", width, mlp)):
-            arrays |= packed(f"{at}.mlp.{name}_proj", out, into)
+            arrays |= matrix(f"{at}.mlp.{name}_proj", out, into)
         yield f"model-{number:05}.safetensors", arrays
-    ends = {"model.norm.weight": ones, **packed("model.embed_tokens", config["vocab_size"], width)}
-    yield "model-ends.safetensors", ends | packed("lm_head", config["vocab_size"], width)
+    ends = {"model.norm.weight": ones, **matrix("model.embed_tokens", config["vocab_size"], width)}
+    yield "model-ends.safetensors", ends | matrix("lm_head", config["vocab_size"], width)
 
 
 def write_inputs(options: argparse.Namespace, work: Path) -> None:
