@@ -27,6 +27,7 @@ from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.gradient import Computing, StageWeights
 from allhands.parallel.schedules import Action, Schedule
+from allhands.parallel.sums import added
 
 
 class Messages:
@@ -407,7 +408,7 @@ class _Step:
 
     def _end_forward(self, place: tuple[int, int], outputs: list[mx.array], *, last: bool) -> None:
         if last:
-            self.sums = [a + b for a, b in zip(self.sums, outputs, strict=True)] if self.sums else outputs
+            self.sums = added(self.sums, outputs)
         else:
             self._to_send[(*place, place[0] + 1)] = outputs[0]
 

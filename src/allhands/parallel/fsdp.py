@@ -33,7 +33,7 @@ from allhands.parallel.named import with_changed
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.passes import Passes
 from allhands.parallel.sharding import Sharding, Unit, first_trained
-from allhands.parallel.sums import Gradients, Reduced
+from allhands.parallel.sums import Gradients, Reduced, added, joined
 from allhands.parallel.tensor import WholeArrays
 
 
@@ -197,14 +197,9 @@ class FullySharded(Strategy):
                 counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
                 arguments = passes.arguments(batch)
             outputs, _, new = self._compute.begin(None, None, arguments)
-            found = [a + b for a, b in zip(found, new, strict=True)] if found else new
-            if outputs:
-                sums = [a + b for a, b in zip(sums, outputs, strict=True)] if sums else outputs
+            found, sums = added(found, new), added(sums, outputs)
         self._sharding.forget()
-        further = len(objective.further)
-        total = mx.zeros((1 + further,) if further else ())
-        if sums:
-            total = mx.stack(sums) if further else sums[0]
+        total = joined(sums, len(objective.further))
         self._wait([total, *found])
         own = self._compute.named(found)
         named = [(name, own[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]

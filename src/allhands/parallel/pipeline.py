@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +33,7 @@ from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
 from allhands.parallel.schedules import make_schedule
 from allhands.parallel.sharding import Sharding
-from allhands.parallel.sums import Gradients, Named, Reduced
+from allhands.parallel.sums import Gradients, Named, Reduced, added, joined
 from allhands.parallel.tensor import WholeArrays
 
 
@@ -98,14 +99,11 @@ class Pipeline(Strategy):
         piping, objective = self._piping, passes.objective
         before = self._engine.messages.waited_s
         sums, found = self._run(self._engine, micro_batches, passes.note)
-        further = len(objective.further)
-        total = mx.zeros((1 + further,) if further else ())
         counts = {"targets": 0, "tokens": 0}
         if piping.is_last:
             for batch in micro_batches:
                 counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
-            if sums:
-                total = mx.stack(sums) if further else sums[0]
+        total = joined(sums, len(objective.further))
         waited_s = self._engine.messages.waited_s - before
         return self._whole.counted(Gradients(total, self._named(passes, found), counts, waited_s=waited_s))
 
@@ -121,7 +119,7 @@ class Pipeline(Strategy):
             trained = flatten(self._sharding.parts.trainable_parameters())
             return [(name, own[name] if name in own else mx.zeros_like(array)) for name, array in trained]
         trained = passes.trained()
-        grads = [mx.zeros_like(each) for each in trained] if not found else _added(list(found.values()))
+        grads = [mx.zeros_like(each) for each in trained] if not found else reduce(added, found.values())
         return list(zip(_names(passes), grads, strict=True))
 
     def _run(
@@ -221,14 +219,6 @@ def _names(passes: Passes) -> list[str]:
     if passes.flat is not None:
         return [str(place) for place in range(len(passes.flat.weights()))]
     return [name for name, _ in flatten(passes.model.trainable_parameters())]
-
-
-def _added(each: list[list[mx.array]]) -> list[mx.array]:
-    """Sums of the gradients of several stages of one rank, each of all that is trained there."""
-    first, *others = each
-    for other in others:
-        first = [a + b for a, b in zip(first, other, strict=True)]
-    return first
 
 
 def _forward(

@@ -369,6 +369,19 @@ def shard(
     Raises:
         ModelError: the architecture cannot be cut into stages.
     """
+    units = _units(model, shard, stages, BoxedRow if boxed else DividedRow)
+    every = {id(row): row for unit in units for row in unit.rows}.values()
+    taken = [pair for row in every for pair in row.take().items()]
+    parts = nn.Module()
+    for key, value in unflatten(taken).items() if taken else ():
+        parts[key] = value
+    return Sharding(model, units, parts, shard, data, world, keeps)
+
+
+def _units(
+    model: nn.Module, communicator: Communicator, stages: Sequence[Stage], kind: type[DividedRow]
+) -> tuple[Unit, ...]:
+    """All blocks of this rank, and the rows that they compute with."""
     blocks: Any = model
     owner = {id(module): at for at, block in enumerate(blocks.layers) for module in block.modules()}
     count = len(blocks.layers)
@@ -377,14 +390,8 @@ def shard(
     else:
         each = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
     owner |= dict.fromkeys(map(id, each[0].table.modules()), _TABLE)
-    kind = BoxedRow if boxed else DividedRow
-    rows = {at: _rows(named, shard, kind) for at, named in _groups(model, owner).items()}
-    units = tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in each)
-    taken = [pair for own in rows.values() for row in own for pair in row.take().items()]
-    parts = nn.Module()
-    for key, value in unflatten(taken).items() if taken else ():
-        parts[key] = value
-    return Sharding(model, units, parts, shard, data, world, keeps)
+    rows = {at: _rows(named, communicator, kind) for at, named in _groups(model, owner).items()}
+    return tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in each)
 
 
 def _needed(stage: Stage, rows: Mapping[int, Sequence[DividedRow]]) -> Iterator[DividedRow]:

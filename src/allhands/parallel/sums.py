@@ -90,6 +90,24 @@ class Times:
         return self.compute_s + self.comm_s
 
 
+def added(total: Sequence[mx.array], new: Sequence[mx.array]) -> list[mx.array]:
+    """Return the sums of two lists of arrays, one by one; an empty one counts as zeros."""
+    if not total or not new:
+        return list(total or new)
+    return [a + b for a, b in zip(total, new, strict=True)]
+
+
+def joined(sums: Sequence[mx.array], further: int) -> mx.array:
+    """Return an objective's sums as :attr:`Gradients.sums` has them; zeros for none.
+
+    Args:
+        further: number of the sums besides the loss.
+    """
+    if not sums:
+        return mx.zeros((1 + further,) if further else ())
+    return mx.stack(list(sums)) if further else sums[0]
+
+
 def places_of_all(mine: Sequence[float], communicator: Communicator) -> list[float]:
     """Places for every rank's numbers, of which this one fills its own: their sum over the ranks has all."""
     rank, size = communicator.rank, communicator.size

@@ -13,6 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from allhands.data.loader import MicroBatch
+from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import gather_json
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
@@ -131,20 +132,8 @@ class WholeArrays:
         """
         assert self._matrices is not None
         group, world = self._matrices.tensor, self._exchanging.communicator
-        arrays = [array.astype(mx.float32) for _, array in whole]
-        sums, _ = sum_over_ranks(group, arrays, bucket_bytes=self._exchanging.bucket_bytes)
-        mx.eval(sums)
-        means = [each / group.size for each in sums]
-        most = values_of(mx.stack([mx.abs(mean).max() for mean in means])) if means else []
-        apart = [mx.abs(mean - array).max() for mean, array in zip(means, arrays, strict=True)]
-        nothing = _NOTHING * max(most, default=0.0)
-        far = values_of(mx.stack(apart)) if apart else []
-        wrong = [
-            name
-            for (name, _), distance, largest in zip(whole, far, most, strict=True)
-            if distance > max(_MOST_APART * largest, nothing)
-        ]
         # Other groups may have other arrays.
+        wrong = self._unlike(whole, group)
         if not values_of(world.all_sum(mx.array([float(len(wrong))])))[0]:
             return
         names = sorted({name for each in gather_json(world, wrong) for name in each})
@@ -154,3 +143,20 @@ class WholeArrays:
             where=f"--tp {group.size}",
             hint="this is a defect of allhands: nothing was updated; leave --tp out, and report it",
         )
+
+    def _unlike(self, whole: Sequence[Named], group: Communicator) -> list[str]:
+        """The names of arrays that are not the same on all ranks of a group, but for rounding."""
+        arrays = [array.astype(mx.float32) for _, array in whole]
+        if not arrays:
+            return []
+        sums, _ = sum_over_ranks(group, arrays, bucket_bytes=self._exchanging.bucket_bytes)
+        mx.eval(sums)
+        means = [each / group.size for each in sums]
+        most = values_of(mx.stack([mx.abs(mean).max() for mean in means]))
+        apart = [mx.abs(mean - array).max() for mean, array in zip(means, arrays, strict=True)]
+        nothing = _NOTHING * max(most)
+        return [
+            name
+            for (name, _), distance, largest in zip(whole, values_of(mx.stack(apart)), most, strict=True)
+            if distance > max(_MOST_APART * largest, nothing)
+        ]
