@@ -136,7 +136,7 @@ class WholeArrays:
         wrong = self._unlike(whole, group)
         if not values_of(world.all_sum(mx.array([float(len(wrong))])))[0]:
             return
-        names = sorted({name for each in gather_json(world, wrong) for name in each})
+        names = list(dict.fromkeys(name for each in gather_json(world, wrong) for name in each))
         more = f" and of {len(names) - 1} other arrays" if len(names) > 1 else ""
         raise NumericsError(
             f"the gradient of {names[0]}{more} differs between ranks that have the whole array",
