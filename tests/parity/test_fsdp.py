@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from memory_groups import memory_groups
 from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
 from trained import arrays, assert_same, assert_same_samples, told, train, write_poisoned
 
@@ -119,21 +121,42 @@ def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -
     assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
 
 
-def test_each_rank_holds_its_part_and_a_few_blocks(place: Path) -> None:
-    """Weights, gradients and Adam's two numbers are divided; four blocks are whole at the most."""
-    write_tokenizer(place / "tokenizer")
-    (place / "texts").mkdir()
-    (place / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 3}) + "\n")
+def _pretrained(place: Path, name: str, *more: str, env: dict[str, str] | None = None) -> tuple[list[float], list[int]]:
+    """Losses of a pre-training on two ranks, and the peak of the arrays of each."""
+    if not (place / "texts").exists():
+        write_tokenizer(place / "tokenizer")
+        (place / "texts").mkdir()
+        (place / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 3}) + "\n")
     shape = "--shape llama --layers 12 --dims 256 --mlp-dims 704 --heads 4 --kv-heads 4 --block-size 16 --batch-size 2"
     words = f"{shape} --iters 3 --val-batches 0 --steps-per-report 1 --keep-last 0 --compile off --no-keep-best"
-    peaks: list[float] = []
-    for name, more in (("whole", ()), ("parts", SHARDED)):
-        places = ["--data", place / "texts", "--tokenizer", place / "tokenizer", "--adapter-path", place / name]
-        done = run_allhands("pretrain", *places, *words.split(), "-n", "2", "--backend", "ring", *more)
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
-        peaks.append(max(max(line["peak_mlx_bytes"]) for line in lines if line["event"] == "train"))
-    block = 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256)
-    weights = 12 * block
-    assert peaks[0] > 4 * weights
-    assert peaks[1] < 1.1 * (4 * weights / 2 + 4 * block)
+    places = ["--data", place / "texts", "--tokenizer", place / "tokenizer", "--adapter-path", place / name]
+    done = run_allhands("pretrain", *places, *words.split(), *more, env=env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return told(place / name, "train", "loss"), told(place / name, "train", "peak_mlx_bytes")[-1]
+
+
+BLOCK = 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256)
+WEIGHTS = 12 * BLOCK
+
+
+def test_each_rank_holds_its_part_and_a_few_blocks(place: Path) -> None:
+    """Weights, gradients and Adam's two numbers are divided; four blocks are whole at the most."""
+    two = ("-n", "2", "--backend", "ring")
+    _, whole = _pretrained(place, "whole-model", *two)
+    _, parts = _pretrained(place, "parts", *two, *SHARDED)
+    assert max(whole) > 4 * WEIGHTS
+    assert max(parts) < 1.1 * (4 * WEIGHTS / 2 + 4 * BLOCK)
+
+
+@pytest.mark.long
+def test_ranks_of_unlike_memory_hold_unlike_parts(place: Path) -> None:
+    names = {"left": "127.0.0.1", "right": "127.0.0.2"}
+    hosts = [{"ssh": name, "ips": [address], "slots": 1, "python": sys.executable} for name, address in names.items()]
+    (place / "hosts.json").write_text(json.dumps(hosts))
+    alone, _ = _pretrained(place, "even", "-n", "2", "--backend", "ring")
+    with memory_groups(tuple(names), (3_000_000_000, 1_000_000_000), place) as groups:
+        env = {"ALLHANDS_SSH": groups.ssh}
+        losses, peaks = _pretrained(place, "uneven", "--hostfile", str(place / "hosts.json"), *SHARDED, env=env)
+    assert losses == pytest.approx(alone, rel=1e-5)
+    # Three quarters and one quarter.
+    assert peaks[0] - peaks[1] == pytest.approx(4 * WEIGHTS / 2, rel=0.15)

@@ -47,15 +47,16 @@ class MemoryGroups:
 
 
 @contextmanager
-def memory_groups(names: Sequence[str], limit_bytes: int, directory: Path) -> Generator[MemoryGroups]:
-    """A group for each of these hosts; the test is skipped where none can be made."""
+def memory_groups(names: Sequence[str], limit_bytes: int | Sequence[int], directory: Path) -> Generator[MemoryGroups]:
+    """A group for each host, with one limit for all or one each; the test is skipped where none can be made."""
+    limits = [limit_bytes] * len(names) if isinstance(limit_bytes, int) else limit_bytes
     first = _ROOT / "memory" if (_ROOT / "memory").is_dir() else _ROOT
     limit = "memory.limit_in_bytes" if first != _ROOT else "memory.max"
     places = tuple(first / f"allhands-test-{directory.name}-{number}" for number in range(len(names)))
     try:
-        for place in places:
+        for place, most in zip(places, limits, strict=True):
             place.mkdir()
-            (place / limit).write_text(str(limit_bytes))
+            (place / limit).write_text(str(most))
     except OSError as error:
         _remove(places)
         pytest.skip(f"no control group of memory can be made here: {error}")

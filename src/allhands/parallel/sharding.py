@@ -1,6 +1,6 @@
 """Parameters that ranks have divided among them: the parts that each keeps, fetched for some blocks at a time.
 
-The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank keeps an equal part of
+The arrays of a block that have one type and are trained alike lie end to end in a row. Each rank keeps a part of
 every row (ZeRO-3, arXiv 1910.02054). A pass fetches the rows of a unit, which is a block, with the embedding before the
 first one and the head after the last, and drops them afterwards. The next unit's rows travel meanwhile.
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -42,29 +44,39 @@ class Place:
 
 
 class DividedRow:
-    """Arrays of one type end to end, of which each rank keeps an equal part.
+    """Arrays of one type end to end, of which each rank keeps a part.
 
     Attributes:
         places: the arrays.
         trained: True if all of them are trained; otherwise none is.
-        each: numbers of a part; where the ranks do not divide the row, zeros follow it.
+        each: numbers that a rank exchanges: of the largest part; zeros follow a smaller one.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: mx.Dtype, communicator: Communicator, *, trained: bool) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        dtype: mx.Dtype,
+        communicator: Communicator,
+        *,
+        trained: bool,
+        shares: Sequence[float] = (),
+    ) -> None:
+        """``shares``: of each rank; without them all have equal parts."""
         self.places = tuple(places)
         self.dtype = dtype
         self.trained = trained
         self.size = sum(place.size for place in places)
-        self.each = -(-self.size // (communicator.size * _ALIGNED)) * _ALIGNED
-        self._begin = communicator.rank * self.each
+        self._bounds = _bounds(self.size, shares) if shares else []
+        equal = -(-self.size // (communicator.size * _ALIGNED)) * _ALIGNED
+        self.each = max((stop - start for start, stop in pairwise(self._bounds)), default=equal)
+        rank = communicator.rank
+        self._own = tuple(self._bounds[rank : rank + 2]) if shares else (rank * equal, (rank + 1) * equal)
         self._frozen: mx.array | None = None
 
     def regions(self) -> Iterator[tuple[Place, Region]]:
         """This rank's numbers of each array of which it keeps any, in order."""
         for place in self.places:
-            start, stop = (
-                min(max(edge - place.start, 0), place.size) for edge in (self._begin, self._begin + self.each)
-            )
+            start, stop = (min(max(edge - place.start, 0), place.size) for edge in self._own)
             if start < stop:
                 yield place, Flat(start, stop)
 
@@ -91,16 +103,23 @@ class DividedRow:
         return self._filled([part_of(parts, place.name).reshape(-1) for place, _ in self.regions()])
 
     def arrays(self, whole: mx.array) -> list[mx.array]:
-        """Return the arrays in a whole row."""
+        """Return the arrays in a whole row, in which parts lie as ranks exchange them."""
+        if self._bounds:
+            begins = range(0, whole.size, self.each)
+            sizes = (stop - start for start, stop in pairwise(self._bounds))
+            whole = mx.concatenate([whole[at : at + size] for at, size in zip(begins, sizes, strict=True)])
         return [whole[p.start : p.start + p.size].reshape(p.shape) for p in self.places]
 
     def joined(self, arrays: Sequence[mx.array] | None, size: int) -> mx.array:
         """Return the row of these arrays, long enough for ``size`` parts; ``None``: of zeros."""
         if arrays is None:
             return mx.zeros((size * self.each,), dtype=self.dtype)
+        row = mx.concatenate([array.astype(self.dtype).reshape(-1) for array in arrays])
+        if self._bounds:
+            parts = [row[start:stop] for start, stop in pairwise(self._bounds)]
+            return mx.concatenate([mx.pad(part, (0, self.each - part.size)) for part in parts])
         missing = size * self.each - self.size
-        zeros = [mx.zeros((missing,), dtype=self.dtype)] if missing else []
-        return mx.concatenate([*(array.astype(self.dtype).reshape(-1) for array in arrays), *zeros])
+        return mx.pad(row, (0, missing)) if missing else row
 
     def named(self, part: mx.array) -> Iterator[tuple[str, mx.array]]:
         """Return this rank's numbers in a part by the names of the arrays."""
@@ -132,7 +151,15 @@ class BoxedRow(DividedRow):
     Arrays lie in it part by part, so that whole ones have to be copied out of it.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: mx.Dtype, communicator: Communicator, *, trained: bool) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        dtype: mx.Dtype,
+        communicator: Communicator,
+        *,
+        trained: bool,
+        shares: Sequence[float] = (),
+    ) -> None:
         super().__init__(places, dtype, communicator, trained=trained)
         self._rank, self._ranks = communicator.rank, communicator.size
         self.each = -(-sum(map(self._most, places)) // _ALIGNED) * _ALIGNED
@@ -191,6 +218,12 @@ class BoxedRow(DividedRow):
     def _most(self, place: Place) -> int:
         """The numbers of these rows."""
         return self._rows(place) * (place.size // place.shape[0])
+
+
+def _bounds(size: int, shares: Sequence[float]) -> list[int]:
+    """The ends of parts of ``size`` numbers that are as large as ``shares`` say, from 0 on."""
+    units, total = -(-size // _ALIGNED), sum(shares)
+    return [0, *(min(round(each / total * units) * _ALIGNED, size) for each in accumulate(shares))]
 
 
 def _cut(array: mx.array, region: Region) -> mx.array:
@@ -359,17 +392,21 @@ def shard(
     keeps: bool = False,
     stages: Sequence[Stage] = (),
     boxed: bool = False,
+    shares: Sequence[float] = (),
 ) -> Sharding:
     """Leave this rank with its part of every array of ``model``, whose arrays may not have been read.
 
     Args:
         stages: of this rank, where ``model`` has their blocks alone.
         boxed: True if each part has to be a box of the array, because other ranks have divided it already.
+        shares: sizes of the parts of the ranks of ``shard``, in any unit; without them, and where parts are boxes, all
+            are equal.
 
     Raises:
         ModelError: the architecture cannot be cut into stages.
     """
-    units = _units(model, shard, stages, BoxedRow if boxed else DividedRow)
+    make = partial(BoxedRow if boxed else DividedRow, shares=shares)
+    units = _units(model, shard, stages, make)
     every = {id(row): row for unit in units for row in unit.rows}.values()
     taken = [pair for row in every for pair in row.take().items()]
     parts = nn.Module()
@@ -379,7 +416,7 @@ def shard(
 
 
 def _units(
-    model: nn.Module, communicator: Communicator, stages: Sequence[Stage], kind: type[DividedRow]
+    model: nn.Module, communicator: Communicator, stages: Sequence[Stage], make: Callable[..., DividedRow]
 ) -> tuple[Unit, ...]:
     """All blocks of this rank, and the rows that they compute with."""
     blocks: Any = model
@@ -390,7 +427,7 @@ def _units(
     else:
         each = cut(model, [Blocks(at, at + 1, count) for at in range(count)])
     owner |= dict.fromkeys(map(id, each[0].table.modules()), _TABLE)
-    rows = {at: _rows(named, communicator, kind) for at, named in _groups(model, owner).items()}
+    rows = {at: _rows(named, communicator, make) for at, named in _groups(model, owner).items()}
     return tuple(Unit(stage, tuple(_needed(stage, rows))) for stage in each)
 
 
@@ -419,7 +456,7 @@ def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[
 
 
 def _rows(
-    named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator, kind: type[DividedRow]
+    named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator, make: Callable[..., DividedRow]
 ) -> list[DividedRow]:
     """The rows of some arrays: one of each type, and of trained and other ones."""
     kinds: dict[tuple[bool, mx.Dtype], list[Place]] = {}
@@ -428,4 +465,4 @@ def _rows(
         places = kinds.setdefault((trained, array.dtype), [])
         start = places[-1].start + places[-1].size if places else 0
         places.append(Place(name, module, key, tuple(array.shape), start, array.size))
-    return [kind(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]
+    return [make(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]

@@ -32,6 +32,8 @@ from allhands.parallel.sharding import Sharding, shard
 from allhands.run.stage_costs import small_enough
 from allhands.train.evaluation import SumsTogether
 
+_UNLIKE = 1.1  # times as much memory as another rank has
+
 
 def divides(config: TrainConfig) -> bool:
     """True if each rank has a part of the model alone."""
@@ -126,13 +128,39 @@ def keeps_fetched(config: TrainConfig) -> bool:
     return config.reshard == "off"
 
 
+def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[float, ...]:
+    """Return the sizes of the parts of every array, for ranks of unlike memory; empty where all are equal.
+
+    Called on all ranks together. Ranks at the same place of several groups have the same part.
+
+    Args:
+        room: bytes that this rank may have; 0: not known.
+    """
+    if mesh.shard == 1 or mesh.tensor > 1:
+        return ()
+    rooms: list[int] = gather_json(communicator, room)
+    if len(rooms) < mesh.size or not min(rooms):  # a rank on trial, alone
+        return ()
+    least = [
+        min(rooms[rank] for rank in range(mesh.size) if mesh.coordinates(rank).shard == place)
+        for place in range(mesh.shard)
+    ]
+    return tuple(map(float, least)) if max(least) > _UNLIKE * min(least) else ()
+
+
 def sharded(
-    config: TrainConfig, model: nn.Module, communicator: Communicator, mesh: Mesh, stages: Sequence[Stage]
+    config: TrainConfig,
+    model: nn.Module,
+    communicator: Communicator,
+    mesh: Mesh,
+    stages: Sequence[Stage],
+    shares: Sequence[float] = (),
 ) -> Sharding | None:
     """Leave this rank with its part of every array of ``model``, where ranks divide them; called on all together.
 
     Args:
         stages: of this rank, where it has some blocks alone.
+        shares: as :func:`parts_by_memory` has them.
 
     Raises:
         ConfigError: the back-end has no groups of some ranks.

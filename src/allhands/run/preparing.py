@@ -74,7 +74,7 @@ from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divided, divides, has_parts, put_back, sharded
+from allhands.run.piping import divided, divides, has_parts, parts_by_memory, put_back, sharded
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -188,7 +188,11 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     with _busy(surroundings):
-        sharding = sharded(config, model, communicator, mesh, stages)
+        shares = parts_by_memory(communicator, mesh, Device(accelerator, mesh, 0).room)
+        sharding = sharded(config, model, communicator, mesh, stages, shares)
+    if shares:
+        told = ", ".join(f"{share / sum(shares):.0%}" for share in shares)
+        notes.append(f"each array is divided by the ranks' memory: {told}")
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=in_stages)
