@@ -172,9 +172,8 @@ def sharded(
     alike = mesh.pipe == mesh.tensor == 1
     together = along(communicator, mesh, "shard", alike=alike)
     copies = along(communicator, mesh, "data", alike=alike)
-    return shard(
-        model, together, copies, communicator, keeps=keeps_fetched(config), stages=stages, boxed=mesh.tensor > 1
-    )
+    how: Any = {"keeps": keeps_fetched(config), "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
+    return shard(model, together, copies, communicator, **how)
 
 
 def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Matrices | None:
