@@ -71,7 +71,12 @@ class DividedRow:
         self.each = max((stop - start for start, stop in pairwise(self._bounds)), default=equal)
         rank = communicator.rank
         self._own = tuple(self._bounds[rank : rank + 2]) if shares else (rank * equal, (rank + 1) * equal)
-        self._frozen: mx.array | None = None
+        self._frozen: list[mx.array] = []
+
+    @property
+    def kept(self) -> int:
+        """Numbers of this rank's part, as far as it may not be filled up."""
+        return self._own[1] - self._own[0]
 
     def regions(self) -> Iterator[tuple[Place, Region]]:
         """This rank's numbers of each array of which it keeps any, in order."""
@@ -92,14 +97,16 @@ class DividedRow:
         self.remove()
         if self.trained:
             return {place.name: _shaped(place, region, mine[place.name]) for place, region in self.regions()}
-        self._frozen = self._filled(list(mine.values()))
-        mx.eval(self._frozen)
+        self._frozen = list(mine.values())
+        if not self._bounds:  # there is little to fill up: as it is exchanged
+            self._frozen = [self._filled(self._frozen)]
+            mx.eval(self._frozen)
         return {}
 
     def part(self, parts: Mapping[str, Any]) -> mx.array:
         """(each,) this rank's part, of the tree of trained ``parts``."""
-        if self._frozen is not None:
-            return self._frozen
+        if self._frozen:
+            return self._frozen[0] if not self._bounds else self._filled(self._frozen)
         return self._filled([part_of(parts, place.name).reshape(-1) for place, _ in self.regions()])
 
     def arrays(self, whole: mx.array) -> list[mx.array]:
@@ -163,6 +170,10 @@ class BoxedRow(DividedRow):
         super().__init__(places, dtype, communicator, trained=trained)
         self._rank, self._ranks = communicator.rank, communicator.size
         self.each = -(-sum(map(self._most, places)) // _ALIGNED) * _ALIGNED
+
+    @property
+    def kept(self) -> int:
+        return self.each
 
     def regions(self) -> Iterator[tuple[Place, Region]]:
         for place in self.places:
@@ -356,7 +367,8 @@ class Sharding:
         Called on all ranks together; a rank that has none gives ``None``.
         """
         # Where whole sums come of it, the part has memory of its own, so that the rest is given back.
-        mine = mx.contiguous(sum_scatter(self.shard, row.joined(gradients, self.shard.size)))
+        sums = sum_scatter(self.shard, row.joined(gradients, self.shard.size))
+        mine = mx.contiguous(sums[: row.kept])
         mx.async_eval(mine)
         return mine
 
