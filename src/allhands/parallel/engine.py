@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import Communicator, MlxGroup
@@ -136,6 +137,7 @@ class StageCompute:
         stage: whose model is what is trained on this rank.
         flat: its trained weights as few arrays; ``None``: by name.
         goes_on: whether the gradient of what the stage receives is wanted: a stage before it trains something.
+        modules: those whose arrays the stage computes with; ``None``: of the whole model.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class StageCompute:
         flat: StageWeights | None,
         *,
         goes_on: bool = True,
+        modules: Sequence[nn.Module] | None = None,
     ) -> None:
         self.stage = stage
         self._goes_on = goes_on
@@ -156,7 +159,8 @@ class StageCompute:
         self._gradient: Any = self._vjp
         self._found: Any = self._outputs
         if computing.compiled and not computing.cpu_native:
-            how: Any = {"inputs": [stage.model.state, mx.random.state], "outputs": [mx.random.state]}
+            own = [stage.model.state] if modules is None else [module.state for module in modules]
+            how: Any = {"inputs": [*own, mx.random.state], "outputs": [mx.random.state]}
             self._gradient, self._found = mx.compile(self._vjp, **how), mx.compile(self._outputs, **how)
 
     def trained(self) -> list[mx.array]:

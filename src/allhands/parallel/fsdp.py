@@ -74,10 +74,10 @@ class FetchedStage(StageCompute):
         self._sharding, self._wait, self._pushes = sharding, wait, pushes
         self._goes_on = goes_on
         self._first = 0 if goes_on else first_trained(units)
-        # Not compiled: a function for each block would take as long to trace as many steps.
-        how = replace(computing, compiled=False)
         self._compute = [
-            StageCompute(unit.stage, objective, how, unit, goes_on=place > self._first or goes_on)
+            StageCompute(
+                unit.stage, objective, computing, unit, goes_on=place > self._first or goes_on, modules=unit.modules
+            )
             for place, unit in enumerate(self._units)
         ]
         self._kept: dict[int, dict[int, mx.array]] = {}
@@ -174,13 +174,11 @@ class FullySharded(Strategy):
         self.regions = regions_within(self._sharding, exchanging.matrices)
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
-        self._compute = whole_model(
-            self._sharding,
-            passes.objective,
-            passes.computing,
-            wait=self._wait,
-            pushes=lambda: self._exchanging.inject_fault("message"),
-        )
+        self._compute = self._passes_of(passes, passes.computing)
+
+    def _passes_of(self, passes: Passes, computing: Computing) -> FetchedStage:
+        more: Any = {"wait": self._wait, "pushes": lambda: self._exchanging.inject_fault("message")}
+        return whole_model(self._sharding, passes.objective, computing, **more)
 
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
         assert self._compute is not None
@@ -214,8 +212,8 @@ class FullySharded(Strategy):
         self._exchanging.heartbeat("compute")
 
     def one_by_one(self, passes: Passes) -> OneByOne:
-        assert self._compute is not None
-        compute, sharding = self._compute, self._sharding
+        # Not compiled: each example has a shape of its own.
+        compute, sharding = self._passes_of(passes, replace(passes.computing, compiled=False)), self._sharding
 
         def gradient(batch: MicroBatch | None) -> tuple[mx.array, Any]:
             sums, _, parts = compute.begin(None, None, None if batch is None else passes.arguments(batch))
@@ -284,7 +282,7 @@ class FetchedSums:
 
     def __init__(self, sharding: Sharding, objective: Objective) -> None:
         self._sharding, self._further = sharding, len(objective.further)
-        self._compute = whole_model(sharding, objective, Computing(cpu_native=False))
+        self._compute = whole_model(sharding, objective, Computing(cpu_native=False, compiled=False))
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         self._sharding.anyone(True)

@@ -267,6 +267,11 @@ class Unit:
         return [row for row in self.rows if row.trained]
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that have the arrays."""
+        return list({id(place.module): place.module for row in self.rows for place in row.places}.values())
+
+    @property
     def leaves(self) -> Unit:
         """The places of the trained arrays."""
         return self
