@@ -80,11 +80,14 @@ def loss_and_gradients(model: Any, *, documents: bool) -> tuple[mx.array, dict[s
     return value, dict(flatten(gradients))
 
 
+@pytest.mark.parametrize("joins", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("method", ["lora", "some", "qlora", "full", "last"])
-def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method: str, documents: bool) -> None:
+def test_a_model_in_fast_forms_computes_the_same(
+    paths: dict[str, Path], method: str, documents: bool, joins: bool
+) -> None:
     plain, fast = (model_for(paths, method, mx.float32) for _ in range(2))
-    assert fuse(fast, LENGTH) == 4
+    assert fuse(fast, LENGTH, joins=joins) == 4
     names = [name for name, _ in flatten(plain.parameters())]
     assert [name for name, _ in flatten(fast.parameters())] == names
     expected, gradients = loss_and_gradients(plain, documents=documents)
@@ -94,6 +97,21 @@ def test_a_model_in_fast_forms_computes_the_same(paths: dict[str, Path], method:
     for name, gradient in gradients.items():
         assert mx.abs(gradient).max().item() > 0, name
         assert relative(found[name], gradient) < 2e-4, name
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_weights_that_are_not_joined_may_be_others_at_each_use(paths: dict[str, Path], method: str) -> None:
+    """The model computes with what its layers have at the moment, and keeps nothing of what they had."""
+    model, other = (model_for(paths, method, mx.float32) for _ in range(2))
+    fuse(model, LENGTH, joins=False)
+    base, there = (each.layers[0].mlp.gate_proj.linear for each in (model, other))
+    key = "scales" if method == "qlora" else "weight"
+    base[key] = there[key] = there[key] * 1.5
+    expected, _ = loss_and_gradients(other, documents=False)
+    actual, _ = loss_and_gradients(model, documents=False)
+    assert abs(actual.item() - expected.item()) < 2e-5 * abs(expected.item())
+    unchanged, _ = loss_and_gradients(model_for(paths, method, mx.float32), documents=False)
+    assert abs(actual.item() - unchanged.item()) > 1e-4
 
 
 def test_dense_copies_of_quantised_weights(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class PassContext:
         router_aux_loss: coefficient of the loss that keeps experts equally busy.
         selection: selection of the forms of operations, for this model only.
         short: True if quantised weights have to stay packed on a CPU, for lack of memory.
+        fetched: True if ranks have divided all arrays, which then come and go.
     """
 
     accelerator: Accelerator
@@ -55,6 +56,7 @@ class PassContext:
     router_aux_loss: float = 0.0
     selection: KernelSelection = field(default_factory=KernelSelection)
     short: bool = False
+    fetched: bool = False
 
     @property
     def form(self) -> Form:
@@ -158,6 +160,12 @@ def _recompute(model: Any, _: PassContext) -> int:
     return len(model.layers)
 
 
+def _why_not_kept(context: PassContext) -> Reason:
+    if context.fetched:
+        return "ranks have divided all weights"
+    return None if context.kind == "cuda" and context.purpose == "train" else "for training on CUDA"
+
+
 def _kept(model: Any, _: PassContext) -> str:
     size = f"{kept_bytes(model) / 1e9:.1f} GB"
     return f"{{}} products keep dense copies of quantised weights that a step needs twice, {size}"
@@ -228,7 +236,7 @@ PASSES = (
     Pass(
         "fused blocks",
         _in_passes("cuda", "for CUDA"),
-        lambda model, c: fuse(model, c.longest, c.selection),
+        lambda model, c: fuse(model, c.longest, c.selection, joins=not c.fetched),
         "{} attention and feed-forward blocks as few products and kernels of our own",
     ),
     Pass(
@@ -247,7 +255,7 @@ PASSES = (
     # Which weights are made dense follows from the kernels that all ranks have agreed on.
     Pass(
         "kept dense weights",
-        lambda c: None if c.kind == "cuda" and c.purpose == "train" else "for training on CUDA",
+        _why_not_kept,
         lambda model, _: keep_dense(model),
         _kept,
         "agreed",

@@ -71,7 +71,7 @@ def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) ->
     Args:
         form: on a CPU; "codes" for the blocks' layers in training, where there are many tokens at a time; "dense" in
             generation, where making the weight for one token would cost more than using it; "packed" where there is
-            no memory for these.
+            no memory for these. A GPU leaves layers as they are with "packed".
 
     Returns:
         Number of layers replaced.
@@ -80,7 +80,7 @@ def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) ->
         return _keep_packed(model)
     if accelerator.kind == "cpu":
         return _substitute_all(model, compact=form == "codes", dtype=mx.float32)
-    if accelerator.kind == "cuda" and held_dense(count_parameters(model), accelerator.memory_bytes):
+    if accelerator.kind == "cuda" and form != "packed" and held_dense(count_parameters(model), accelerator.memory_bytes):
         return _substitute_all(model, compact=False, dtype=None)
     return 0
 

@@ -348,7 +348,7 @@ def _passes_checked(
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if mesh.shard > 1:
-        context = replace(context, short=True)  # what travels stays packed
+        context = replace(context, short=True, fetched=True)  # what travels stays packed
     elif accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
         if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):
@@ -366,7 +366,7 @@ def _launching(config: TrainConfig, mesh: Mesh) -> list[str]:
     """Have MLX hand kernels to a GPU as training wants it; says so where it is too late for that."""
     if not mx.cuda.is_available():  # for the other back-ends the variables would only be a trace left behind
         return []
-    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1}
+    how = {"deterministic": config.deterministic, "often": mesh.pipe > 1 or mesh.shard > 1}
     has_order = launch_directly(os.environ, untouched=nothing_computed(), **how)
     if not has_order:
         raise ConfigError(

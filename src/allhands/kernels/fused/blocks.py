@@ -33,12 +33,13 @@ from allhands.runtime.accelerator import device_memory
 _KEPT_SHARE = 32
 
 
-def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE) -> int:
+def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE, *, joins: bool = True) -> int:
     """Let ``model`` compute in fast forms; its trained weights must be chosen already.
 
     Args:
         longest: largest number of tokens of a row.
         selection: selection of the forms of operations.
+        joins: whether frozen weights of layers with one input may become one array.
 
     Returns:
         Number of changed blocks (attention or feed-forward).
@@ -51,10 +52,10 @@ def fuse(model: nn.Module, longest: int, selection: KernelSelection = BY_RULE) -
     changed = 0
     tables: list[mx.array] = []
     for module in model.modules():
-        if known.is_swiglu(module) and _join_mlp(module, selection):
+        if known.is_swiglu(module) and _join_mlp(module, selection, joins=joins):
             mix_in(module, _FusedMlp, **{SELECTION: selection})
             changed += 1
-        elif _join_attention(module, longest, tables, selection):
+        elif _join_attention(module, longest, tables, selection, joins=joins):
             mix_in(module, _FusedAttention, **{SELECTION: selection})
             changed += 1
     for module in model.modules():
@@ -161,15 +162,17 @@ def _has_plain_norms(layer: Any) -> bool:
     )
 
 
-def _join_mlp(module: Any, selection: KernelSelection) -> bool:
+def _join_mlp(module: Any, selection: KernelSelection, *, joins: bool) -> bool:
     layers = [module.gate_proj, module.up_proj]
     if not Group.fits(layers):
         return False
-    module._group = Group(layers, selection)
+    module._group = Group(layers, selection, joins=joins)
     return True
 
 
-def _join_attention(module: Any, longest: int, tables: list[mx.array], selection: KernelSelection) -> bool:
+def _join_attention(
+    module: Any, longest: int, tables: list[mx.array], selection: KernelSelection, *, joins: bool
+) -> bool:
     sizes = known.attention_of(module)
     if sizes is None or sizes.normed:
         return False
@@ -183,6 +186,6 @@ def _join_attention(module: Any, longest: int, tables: list[mx.array], selection
     if same is None:
         tables.append(table)
     module._turns = table if same is None else same
-    module._group = Group(layers, selection)
+    module._group = Group(layers, selection, joins=joins)
     object.__setattr__(module, "_sizes", sizes)
     return True

@@ -137,7 +137,10 @@ class Product:
     """
 
     def __init__(self, layers: Sequence[Any], selection: KernelSelection, frozen: Any = None) -> None:
-        """Join ``layers``; ``frozen`` are their weights together, as :func:`_join` made them."""
+        """Join ``layers``; ``frozen`` are their weights together, as :func:`_join` made them.
+
+        Without those several frozen layers have their products one by one, or their dense weights put together.
+        """
         self.layers = list(layers)
         self._selection = selection
         self._frozen = frozen
@@ -151,6 +154,8 @@ class Product:
         products, and where it would take more than ``most_bytes``.
         """
         weight = self._weight
+        if len(self._weights) > 1:
+            return 0
         # Where something is dropped layers compute by themselves.
         if not (self.adapted and isinstance(weight, nn.QuantizedLinear)) or any(map(_may_drop, self.layers)):
             return 0
@@ -234,9 +239,14 @@ class Product:
         return _adapted(x, self._dense(), a, b, of_swiglu=True)
 
     @property
+    def _weights(self) -> list[Any]:
+        """The layers that hold the frozen weights."""
+        return [self._frozen] if self._frozen is not None else [base_of(layer) for layer in self.layers]
+
+    @property
     def _weight(self) -> Any:
-        """The layer that holds the frozen weights."""
-        return self._frozen if self._frozen is not None else base_of(self.layers[0])
+        """The first of them; all are alike."""
+        return self._weights[0]
 
     def _is_dense(self, x: mx.array) -> bool:
         """Return true to multiply by a dense weight, which may be made for it, by rule even for few tokens."""
@@ -244,18 +254,22 @@ class Product:
         return not is_quantised or makes_dense(x, self._selection, least=DENSE_FROM_TOKENS)
 
     def _quantised(self, x: mx.array) -> mx.array:
-        weight = self._weight
-        facts: dict[str, Any] = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode}
-        return mx.quantized_matmul(x, weight.weight, weight.scales, weight.get("biases"), transpose=True, **facts)
+        weights = self._weights
+        facts: dict[str, Any] = {name: getattr(weights[0], name) for name in ("group_size", "bits", "mode")}
+        products = [
+            mx.quantized_matmul(x, each.weight, each.scales, each.get("biases"), transpose=True, **facts)
+            for each in weights
+        ]
+        return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
 
     def _dense(self) -> Dense:
         """A function that makes the dense weight."""
         if (kept := self._kept) is not None:
             return lambda _: kept
-        weight = self._weight
-        if isinstance(weight, nn.QuantizedLinear):
-            return lambda after: dequantized(weight, self._selection, after)
-        return lambda _: weight.weight
+        weights = self._weights
+        if isinstance(weights[0], nn.QuantizedLinear):
+            return lambda after: _together([dequantized(each, self._selection, after) for each in weights])
+        return lambda _: _together([each.weight for each in weights])
 
     def _factors(self, dtype: mx.Dtype) -> tuple[mx.array, ...]:
         """All adapters' factors as those of one, (K, R) and (R, N)."""
@@ -354,9 +368,12 @@ def _adapted_mlp(
 class Group:
     """Layers of one input that are computed as one; see :class:`Product`."""
 
-    def __init__(self, layers: Sequence[Any], selection: KernelSelection) -> None:
-        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those."""
-        self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]))
+    def __init__(self, layers: Sequence[Any], selection: KernelSelection, *, joins: bool = True) -> None:
+        """Join the weights of ``layers`` if they are frozen: from then on each layer's own are a part of those.
+
+        ``joins``: False if each layer's own are to stay as they are, because others take their place from time to time.
+        """
+        self.product = Product(layers, selection, _join([base_of(layer) for layer in layers]) if joins else None)
 
     @staticmethod
     def fits(layers: Sequence[Any]) -> bool:
