@@ -76,11 +76,11 @@ def replace_quantized(model: nn.Module, accelerator: Accelerator, form: Form) ->
     Returns:
         Number of layers replaced.
     """
-    if accelerator.kind == "cpu" and form == "packed":
-        return _keep_packed(model)
+    if form == "packed":
+        return _keep_packed(model) if accelerator.kind == "cpu" else 0
     if accelerator.kind == "cpu":
         return _substitute_all(model, compact=form == "codes", dtype=mx.float32)
-    if accelerator.kind == "cuda" and form != "packed" and held_dense(count_parameters(model), accelerator.memory_bytes):
+    if accelerator.kind == "cuda" and held_dense(count_parameters(model), accelerator.memory_bytes):
         return _substitute_all(model, compact=False, dtype=None)
     return 0
 

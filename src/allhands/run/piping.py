@@ -128,8 +128,8 @@ def keeps_fetched(config: TrainConfig) -> bool:
     return config.reshard == "off"
 
 
-def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[float, ...]:
-    """Return the sizes of the parts of every array, for ranks of unlike memory; empty where all are equal.
+def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[tuple[float, ...], list[str]]:
+    """Return the sizes of the parts of every array, and notes, for ranks of unlike memory; no sizes: all are equal.
 
     Called on all ranks together. Ranks at the same place of several groups have the same part.
 
@@ -137,15 +137,16 @@ def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[
         room: bytes that this rank may have; 0: not known.
     """
     if mesh.shard == 1 or mesh.tensor > 1:
-        return ()
+        return (), []
     rooms: list[int] = gather_json(communicator, room)
     if len(rooms) < mesh.size or not min(rooms):  # a rank on trial, alone
-        return ()
-    least = [
-        min(rooms[rank] for rank in range(mesh.size) if mesh.coordinates(rank).shard == place)
-        for place in range(mesh.shard)
-    ]
-    return tuple(map(float, least)) if max(least) > _UNLIKE * min(least) else ()
+        return (), []
+    places = [mesh.coordinates(rank).shard for rank in range(mesh.size)]
+    least = [min(room for room, at in zip(rooms, places, strict=True) if at == place) for place in range(mesh.shard)]
+    if max(least) <= _UNLIKE * min(least):
+        return (), []
+    told = ", ".join(f"{part / sum(least):.0%}" for part in least)
+    return tuple(map(float, least)), [f"each array is divided by the ranks' memory: {told}"]
 
 
 def sharded(

@@ -188,11 +188,9 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     kernels = kernels.agreed(communicator)
     applied += apply_passes(model, context, "agreed")
     with _busy(surroundings):
-        shares = parts_by_memory(communicator, mesh, Device(accelerator, mesh, 0).room)
+        shares, told = parts_by_memory(communicator, mesh, Device(accelerator, mesh, 0).room)
         sharding = sharded(config, model, communicator, mesh, stages, shares)
-    if shares:
-        told = ", ".join(f"{share / sum(shares):.0%}" for share in shares)
-        notes.append(f"each array is divided by the ranks' memory: {told}")
+    notes += told
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
     restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=in_stages)
