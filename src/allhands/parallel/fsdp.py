@@ -26,7 +26,7 @@ from allhands.io.trees import flatten
 from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
-from allhands.parallel.engine import StageCompute
+from allhands.parallel.engine import StageCompute, unheard
 from allhands.parallel.gradient import Computing
 from allhands.parallel.matrices import Matrices
 from allhands.parallel.named import with_changed
@@ -281,8 +281,9 @@ class FetchedSums:
     counts = True
 
     def __init__(self, sharding: Sharding, objective: Objective) -> None:
+        self.heartbeat: Callable[[str], None] = unheard
         self._sharding, self._further = sharding, len(objective.further)
-        self._compute = whole_model(sharding, objective, Computing(cpu_native=False, compiled=False))
+        self._compute = whole_model(sharding, objective, Computing(False, compiled=False), wait=self._wait)
 
     def __call__(self, *arrays: mx.array) -> tuple[mx.array, ...]:
         self._sharding.anyone(True)
@@ -294,15 +295,20 @@ class FetchedSums:
             self._compute.idle(backward=False)
         self._sharding.forget()
 
+    def _wait(self, arrays: list[mx.array]) -> None:
+        _wait_for(arrays, self.heartbeat)
+
 
 class FetchedModel:
     """A model of which each rank keeps a part, called for the logits of the next token on all ranks together.
 
     Attributes:
         model: without its arrays; what is not called is looked up there.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
     """
 
     def __init__(self, sharding: Sharding) -> None:
+        self.heartbeat: Callable[[str], None] = unheard
         self.model: Any = sharding.model
         self._sharding = sharding
 
@@ -313,19 +319,34 @@ class FetchedModel:
         """(B, 1, V) float32 logits of what follows (B, T) tokens."""
         if cache is not None:
             more["cache"] = cache
-        return logits_or_hidden(self._sharding, self._sharding.units, None, inputs, more)
+        return logits_or_hidden(self._sharding, self._sharding.units, None, inputs, more, self._wait)
+
+    def _wait(self, arrays: list[mx.array]) -> None:
+        _wait_for(arrays, self.heartbeat)
+
+
+def _wait_for(arrays: list[mx.array], heartbeat: Callable[[str], None]) -> None:
+    heartbeat("reduce")
+    mx.eval(arrays)
+    heartbeat("compute")
 
 
 def logits_or_hidden(
-    sharding: Sharding, units: Sequence[Unit], received: mx.array | None, inputs: mx.array, more: dict[str, Any]
+    sharding: Sharding,
+    units: Sequence[Unit],
+    received: mx.array | None,
+    inputs: mx.array,
+    more: dict[str, Any],
+    wait: Callable[[list[mx.array]], None],
 ) -> mx.array:
     """(B, 1, V) float32 logits of what follows (B, T) tokens, or the hidden states that ``units`` hand on.
 
     Args:
         received: hidden states of the block before these units; ``None``: they begin with the embedding.
+        more: further arguments of the model's; ``wait`` is called with arrays that other ranks send.
     """
     hidden, model = received, cast("Any", sharding.model)
-    for unit in sharding.fetched(units, mx.eval):
+    for unit in sharding.fetched(units, wait):
         with unit.stage.computing(hidden):
             if unit.stage.blocks.is_last:
                 hidden = model(inputs, **more)[:, -1:].astype(mx.float32)

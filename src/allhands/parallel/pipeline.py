@@ -24,7 +24,7 @@ from allhands.io.trees import number as number_of
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
-from allhands.parallel.engine import Engine, Messages, StageCompute
+from allhands.parallel.engine import Engine, Messages, StageCompute, unheard
 from allhands.parallel.fsdp import FetchedStage, fetched_stage, logits_or_hidden, regions_within, units_of
 from allhands.parallel.gradient import Computing
 from allhands.parallel.named import by_name, with_changed
@@ -256,13 +256,14 @@ class PipedSums:
     """
 
     def __init__(self, piping: Piping, objective: Objective, sharding: Sharding | None = None) -> None:
+        self.heartbeat: Callable[[str], None] = unheard
         self._piping, self._further, self._sharding = piping, len(objective.further), sharding
-        self._messages = Messages(piping.pipe, lambda phase: None)
+        self._messages = Messages(piping.pipe, lambda phase: self.heartbeat(phase))
         computing = Computing(cpu_native=False, compiled=False)
         self._compute = [
             StageCompute(stage, objective, computing, None)
             if sharding is None
-            else fetched_stage(stage, sharding, objective, computing)
+            else fetched_stage(stage, sharding, objective, computing, wait=self._messages.wait_for)
             for stage in piping.stages
         ]
 
@@ -302,6 +303,7 @@ class PipedModel:
         model: with this rank's blocks; what is not called is looked up there.
         stops: on every rank or on none, whether this rank wants no more calls; asked in each call.
         stopped: whether a rank wanted that in the last call: the same on all ranks.
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
     """
 
     stops: Callable[[], bool] | None = None
@@ -310,8 +312,9 @@ class PipedModel:
     def __init__(self, piping: Piping, sharding: Sharding | None = None) -> None:
         """Called on all ranks of the pipeline together, as the model is; with ``sharding`` on all ranks of the run."""
         self.model: Any = piping.stages[0].model
+        self.heartbeat: Callable[[str], None] = unheard
         self._piping, self._sharding = piping, sharding
-        self._messages = Messages(piping.pipe, lambda phase: None)
+        self._messages = Messages(piping.pipe, lambda phase: self.heartbeat(phase))
         stage = piping.stages[-1]
         mine = None
         if piping.is_last:
@@ -331,7 +334,8 @@ class PipedModel:
         def computed(number: int, received: mx.array | None) -> Sequence[mx.array]:
             stage = self._piping.stages[number]
             if self._sharding is not None:
-                return [logits_or_hidden(self._sharding, units_of(stage, self._sharding), received, inputs, more)]
+                units, wait = units_of(stage, self._sharding), self._messages.wait_for
+                return [logits_or_hidden(self._sharding, units, received, inputs, more, wait)]
             with stage.computing(received):
                 if stage.blocks.is_last:
                     return [self.model(inputs, **more)[:, -1:].astype(mx.float32)]
@@ -343,7 +347,7 @@ class PipedModel:
             wish = mx.full((len(inputs), 1, 1), float(self.stops()))
             mine = mx.concatenate([mine, wish], axis=-1)
         total = self._piping.pipe.all_sum(mine)
-        mx.eval(total)
+        self._messages.here(total)
         self._messages.finish()
         if self.stops is not None:
             self.stopped = bool(total[0, 0, -1].item())

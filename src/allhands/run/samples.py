@@ -36,7 +36,7 @@ class Sampler:
 
     Attributes:
         most: tokens of a text, prompt included; the model knows no more places.
-        beat: called with the number of steps done before each token.
+        beat: called with "validate" and the number of steps done before each token, and with "reduce" before a wait.
     """
 
     model: nn.Module | PipedModel | FetchedModel
@@ -46,11 +46,13 @@ class Sampler:
     temperature: float
     seed: int
     most: int
-    beat: Callable[[int], None]
+    beat: Callable[[str, int], None]
 
     def __call__(self, step: int, iteration: int) -> list[Sampled]:
         """A text for each prompt."""
         self.model.eval()
+        if isinstance(self.model, PipedModel | FetchedModel):
+            self.model.heartbeat = lambda phase: self.beat("reduce" if phase == "reduce" else "validate", step)
         try:
             texts = [self._text(place, prompt, step, iteration) for place, prompt in enumerate(self.prompts)]
             return [Sampled(step, prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
@@ -63,7 +65,7 @@ class Sampler:
         key = mx.random.key(self.seed + iteration * 1_000_003 + place)
         model: Any = self.model
         while len(tokens) < min(begun + self.num_tokens, self.most):
-            self.beat(step)
+            self.beat("validate", step)
             logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
             key, now = mx.random.split(key)
             cold = self.temperature == 0

@@ -269,7 +269,7 @@ class _RankRun:
             temperature=config.sample_temperature,
             seed=config.seed,
             most=config.max_seq_length,
-            beat=lambda step: self.surroundings.beat("validate", step),
+            beat=self.surroundings.beat,
         )
 
     def _model_files(self) -> ModelFiles | None:

@@ -41,7 +41,13 @@ class MeanLoss(NamedTuple):
 
 
 class SumsTogether(Protocol):
-    """The objective's sums of a batch, where each rank has a part of the model."""
+    """The objective's sums of a batch, where each rank has a part of the model.
+
+    Attributes:
+        heartbeat: called with "reduce" before waiting for other ranks, and with "compute" afterwards.
+    """
+
+    heartbeat: Callable[[str], None]
 
     @property
     def counts(self) -> bool:
@@ -113,6 +119,7 @@ class Evaluator:
         objective = self.objective
         sums, counts, stop = [mx.zeros(())] * (1 + len(objective.further)), Counter[str](targets=0, tokens=0), False
         self.beat("validate", step)
+        self._tell_waits(step)
         inject_fault("validate", step, self.communicator.rank)
         self._divide(self.mesh.weights if self.weights is None else self.weights())
         for place, (part, length) in enumerate(self._parts):
@@ -147,6 +154,11 @@ class Evaluator:
                 f"the evaluation's loss is {loss_sum}", hint="look for NaN in the model and the adapter"
             )
         return MeanLoss(loss_sum / num_targets, num_targets, totals.metrics(objective))
+
+    def _tell_waits(self, step: int) -> None:
+        """Let a rank that waits for another one say so: it does not stand still."""
+        if self.together is not None:
+            self.together.heartbeat = lambda phase: self.beat("reduce" if phase == "reduce" else "validate", step)
 
     def _stops(self, part: int) -> bool:
         """True if this rank was asked to stop, or one that computes the same rows with it."""
