@@ -212,9 +212,6 @@ def _whole_of_adapters(blocks: DecoderShape) -> float:
 
 def _part_of_matrices(divided: Divided, ranks: int) -> Memory:
     blocks, work = divided.blocks, divided.work
-    part = replace(
-        blocks, mlp_dims=blocks.mlp_dims // ranks, queries=blocks.queries // ranks, keys=blocks.keys // ranks
-    )
     trained = sum(each.trained_bytes for each in divided.model.blocks)
     frozen = sum(each.held_bytes for each in divided.model.blocks) - trained
     whole = 0.0 if work.method == "full" else _whole_of_adapters(blocks)
@@ -225,8 +222,22 @@ def _part_of_matrices(divided: Divided, ranks: int) -> Memory:
         weights_bytes=int(frozen / ranks + own_trained) + sum(each.held_bytes for each in outside),
         trained_bytes=int(own_trained) + sum(each.trained_bytes for each in outside),
     )
+    return memory_of_matrices(divided.of, blocks, own, ranks, divided.word)
+
+
+def memory_of_matrices(
+    of: Callable[[DecoderShape, Work], Memory], blocks: DecoderShape, work: Work, ranks: int, word: int
+) -> Memory:
+    """Return the arrays of one of so many ranks with parts of matrices, whose weights ``work`` has.
+
+    Args:
+        word: bytes of a number of activations.
+    """
+    part = replace(
+        blocks, mlp_dims=blocks.mlp_dims // ranks, queries=blocks.queries // ranks, keys=blocks.keys // ranks
+    )
     kept = _SUMS_KEPT * (1 if work.recomputed else work.trained_layers) + _SUMS_PASSING
-    return _with_more(divided.of(part, own), int(kept * work.tokens * blocks.dims * divided.word))
+    return _with_more(of(part, work), int(kept * work.tokens * blocks.dims * word))
 
 
 # --- rows ---------------------------------------------------------------------------------------------
@@ -249,10 +260,21 @@ def _keys_and_values(divided: Divided, tokens: int) -> int:
 
 
 def _part_of_rows(divided: Divided, ranks: int) -> Memory:
-    work = divided.work
-    own = replace(work, tokens=math.ceil(work.tokens / ranks), batch_tokens=math.ceil(divided.step_tokens / ranks))
+    work = replace(divided.work, batch_tokens=divided.step_tokens)
+    return memory_of_rows(divided.of, divided.blocks, work, ranks, divided.word)
+
+
+def memory_of_rows(
+    of: Callable[[DecoderShape, Work], Memory], blocks: DecoderShape, work: Work, ranks: int, word: int
+) -> Memory:
+    """Return the arrays of one of so many ranks with parts of rows; ``work`` is of whole rows.
+
+    Args:
+        word: bytes of a number of activations.
+    """
+    own = replace(work, tokens=math.ceil(work.tokens / ranks), batch_tokens=math.ceil(work.batch_tokens / ranks))
     layers = (1 if work.recomputed else work.trained_layers) + _ROWS_PASSING
-    return _with_more(divided.memory(own), int(layers * _keys_and_values(divided, work.tokens)))
+    return _with_more(of(blocks, own), int(layers * 2 * work.tokens * blocks.keys * word))
 
 
 def _with_more(memory: Memory, activations: int) -> Memory:
