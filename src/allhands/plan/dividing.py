@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_lm.utils import MODEL_REMAPPING
-
 from allhands.config.combinations import refuse_combinations
 from allhands.config.schema import TrainConfig
 from allhands.model.context import CAN_DIVIDE_ROWS
+from allhands.model.reading import module_of
 from allhands.model.stages import CAN_BE_CUT
 from allhands.parallel.matrices import CAN_BE_DIVIDED
 from allhands.parallel.registry import STRATEGIES, TrainingNeeds
@@ -62,8 +61,7 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
     """
     if blocks is None:
         return Dividing()
-    kind = str(values.get("model_type"))
-    kind = MODEL_REMAPPING.get(kind, kind)
+    kind = module_of(str(values.get("model_type")))
     heads = int(values["num_attention_heads"])
     scaling: Any = values.get("rope_scaling") or values.get("rope_parameters") or {}
     by_length = "dynamic" in (scaling.get("type"), scaling.get("rope_type"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,14 @@ def _own_arrays(model: Any, blocks: DecoderShape, work: Work, device: Device) ->
     of, word = (on_cpu, _FLOAT) if on_a_cpu else (on_gpu, _HALF)
     if mesh.pipe > 1:
         return of(blocks, work)
-    if mesh.shard > 1:
-        held, tied = _held(model)
-        return sharded_costs(Divided(held, blocks, work, of, tied, on_a_cpu)).memory(of(blocks, work), mesh.shard)
     if mesh.tensor > 1:
-        return memory_of_matrices(of, blocks, work, mesh.tensor, word)
+        of = partial(memory_of_matrices, of, ranks=mesh.tensor, word=word)
     if mesh.context > 1:
-        return memory_of_rows(of, blocks, work, mesh.context, word)
-    return of(blocks, work)
+        of = partial(memory_of_rows, of, ranks=mesh.context, word=word)
+    if mesh.shard == 1:
+        return of(blocks, work)
+    held, tied = _held(model)
+    return sharded_costs(Divided(held, blocks, work, of, tied, on_a_cpu)).memory(of(blocks, work), mesh.shard)
 
 
 def _held(model: Any) -> tuple[Model, bool]:
@@ -309,7 +310,8 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
     raise ModelError(
         f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
         where=str(path),
-        hint="divide the model among computers: --strategy pipeline with a second computer (--hosts), or quantise it",
+        hint="divide the model among computers: with a second one (--hosts) --strategy auto does, by --strategy fsdp or "
+        "--strategy pipeline; or quantise it",
     )
 
 
