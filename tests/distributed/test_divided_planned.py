@@ -68,8 +68,8 @@ class Case:
 
 CASES = {
     "fsdp, full": Case("fsdp", "full"),
-    "fsdp, LoRA": Case("fsdp"),
-    "fsdp, 4 bits": Case("fsdp", bits=4),
+    "fsdp, LoRA": Case("fsdp", layers=6, hidden=768),
+    "fsdp, 4 bits": Case("fsdp", bits=4, hidden=1024),
     "fsdp, wide": Case("fsdp", "full", layers=4, hidden=1024),
     "tensor, full": Case("tensor", "full"),
     "tensor, LoRA": Case("tensor"),
