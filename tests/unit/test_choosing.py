@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ModelError
 from allhands.model.adapters import make_trainable
-from allhands.run.choosing import Choosing, is_open, strategy_by_memory
+from allhands.run.choosing import Choosing, is_open, reads_later, strategy_by_memory
 from allhands.run.dividing import DividedModel
 from allhands.runtime.accelerator import Accelerator
 
@@ -112,10 +113,20 @@ def test_nothing_is_taken_that_changes_the_result_or_the_architecture_cannot() -
 )
 def test_what_a_person_has_chosen_stays(options: dict[str, Any]) -> None:
     asked = choosing(12, **options)
-    assert not is_open(asked.config, asked.mesh, None, CPU)
+    assert not is_open(asked.config, asked.mesh)
+
+
+def test_gpus_read_at_once_what_fits(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10 * GIGABYTE)
+    asked = choosing(12)
+    for accelerator, gigabytes, later in ((CPU, 64, True), (GPU, 64, False), (GPU, 10, True)):
+        device = replace(accelerator, memory_bytes=gigabytes * GIGABYTE)
+        assert reads_later(asked.config, tmp_path, device, asked.mesh) == later
+    assert not reads_later(choosing(12, strategy="data").config, tmp_path, CPU, asked.mesh)
 
 
 def test_one_rank_has_no_choice() -> None:
     asked = choosing(12)
-    assert is_open(asked.config, asked.mesh, None, CPU)
-    assert not is_open(asked.config, Mesh(), None, CPU)
+    assert is_open(asked.config, asked.mesh)
+    assert not is_open(asked.config, Mesh())

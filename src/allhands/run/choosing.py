@@ -18,7 +18,6 @@ import mlx.core as mx
 import psutil
 
 from allhands.config.combinations import refuse_combinations
-from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator, finish_exchanges
 from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
@@ -44,31 +43,30 @@ from allhands.run.stage_costs import ROOM_OF_PRODUCTS, Model
 from allhands.run.training_memory import blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 
-# No GPU that trains has less memory. A model that needs less is not divided, and is read as fast as it can be.
-_LEAST_OF_GPUS = 6e9
-_NEEDED_FOR_FILE = 9  # bytes for each one in the files, at most: copies in float32, gradients and two states
 _MOST_RANKS = 1024
 _MEASURED_S = 0.1
 _MEASURED_BYTES = (1 << 20, 8 << 20)
 _STATES = 2  # of most optimizers
 
 
-def is_open(config: TrainConfig, mesh: Mesh, path: Path | None, accelerator: Accelerator) -> bool:
-    """Return whether memory may decide by which strategy ranks divide the work.
+def is_open(config: TrainConfig, mesh: Mesh) -> bool:
+    """Return whether memory may decide by which strategy ranks divide the work."""
+    free = config.tp == config.cp == config.sync_every == 1 and not config.sync_delay
+    return config.train and config.strategy == "auto" and mesh.size > 1 and free
 
-    Args:
-        path: of the model's files; ``None``: it is made anew.
+
+def reads_later(config: TrainConfig, path: Path, accelerator: Accelerator, mesh: Mesh) -> bool:
+    """Return whether the model of a directory is read only when ranks have agreed on a strategy.
+
+    A GPU reads weights that fit at once, with several threads; they may be divided afterwards.
     """
-    if not (config.train and config.strategy == "auto" and mesh.size > 1) or _divides_already(config):
-        return False
-    small = path is not None and _NEEDED_FOR_FILE * all_bytes(path) < _LEAST_OF_GPUS
-    return accelerator.kind == "cpu" or not small
+    roomy = accelerator.kind != "cpu" and Device(accelerator, mesh, 0).holds(all_bytes(path))
+    return is_open(config, mesh) and not roomy
 
 
-def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel, accelerator: Accelerator) -> bool:
+def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel) -> bool:
     """Return :func:`is_open` of a model that has been opened."""
-    path = None if pretraining(config) is not None else loaded.path
-    return hasattr(loaded.model, "layers") and is_open(config, mesh, path, accelerator)
+    return hasattr(loaded.model, "layers") and is_open(config, mesh)
 
 
 def chosen_by_memory(
@@ -79,10 +77,6 @@ def chosen_by_memory(
     divided = DividedModel(facts.loaded.model, facts.loaded.config, facts.data.train.work)
     config, told = strategy_by_memory(Choosing(facts.config, divided, mesh, accelerator, hooked), communicator)
     return replace(facts, config=config), told
-
-
-def _divides_already(config: TrainConfig) -> bool:
-    return config.tp > 1 or config.cp > 1 or config.sync_every > 1 or config.sync_delay > 0
 
 
 @dataclass(frozen=True)

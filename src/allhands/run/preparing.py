@@ -63,7 +63,7 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.parallel.matrices import Matrices, compute_together
 from allhands.parallel.sharding import Sharding
-from allhands.run.choosing import chosen_by_memory, is_open, may_choose
+from allhands.run.choosing import chosen_by_memory, may_choose, reads_later
 from allhands.run.context import RunContext
 from allhands.run.contexts import check_context
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
@@ -166,7 +166,7 @@ def prepare(
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
     check_context(model, mesh)
-    open_to_memory = may_choose(config, mesh, loaded, accelerator)
+    open_to_memory = may_choose(config, mesh, loaded)
     early = has_parts(config, mesh) or open_to_memory
     if early:
         _start_from(start, model, config)
@@ -329,7 +329,7 @@ def _loaded(
     config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
 ) -> LoadedModel:
     """The model, not read yet where ranks may divide it; ``compared``: its fingerprint will be asked for."""
-    later = has_parts(config, mesh) or is_open(config, mesh, tokenizer.path, accelerator)
+    later = has_parts(config, mesh) or reads_later(config, tokenizer.path, accelerator, mesh)
     if not later:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
     how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": later}
