@@ -17,6 +17,7 @@ from allhands.errors import ModelError
 from allhands.model.adapters import make_trainable
 from allhands.run.choosing import Choosing, is_open, reads_later, strategy_by_memory
 from allhands.run.dividing import DividedModel
+from allhands.run.piping import piped
 from allhands.runtime.accelerator import Accelerator
 
 GIGABYTE = 10**9
@@ -113,7 +114,7 @@ def test_nothing_is_taken_that_changes_the_result_or_the_architecture_cannot() -
 )
 def test_what_a_person_has_chosen_stays(options: dict[str, Any]) -> None:
     asked = choosing(12, **options)
-    assert not is_open(asked.config, asked.mesh)
+    assert not is_open(asked.config, piped(asked.config, asked.mesh))
 
 
 def test_gpus_read_at_once_what_fits(tmp_path: Path) -> None:

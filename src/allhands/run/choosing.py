@@ -50,9 +50,14 @@ _STATES = 2  # of most optimizers
 
 
 def is_open(config: TrainConfig, mesh: Mesh) -> bool:
-    """Return whether memory may decide by which strategy ranks divide the work."""
-    free = config.tp == config.cp == config.sync_every == 1 and not config.sync_delay
-    return config.train and config.strategy == "auto" and mesh.size > 1 and free
+    """Return whether memory may decide by which strategy ranks divide the work.
+
+    Args:
+        mesh: with the axes that options ask for: who divides in another way has decided.
+    """
+    whole = math.prod((mesh.shard, mesh.pipe, mesh.tensor, mesh.expert, mesh.context)) == 1
+    free = config.strategy == "auto" and config.sync_every == 1 and not config.sync_delay
+    return config.train and free and whole and mesh.size > 1
 
 
 def reads_later(config: TrainConfig, path: Path, accelerator: Accelerator, mesh: Mesh) -> bool:
