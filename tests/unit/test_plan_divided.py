@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call_allhands
 from rich.console import Console
+from tiny import write_model
 
 from allhands.cli import plan_shown
 from allhands.config.schema import TrainConfig
@@ -233,3 +235,26 @@ def test_groups_of_quantised_weights_stay_whole() -> None:
     narrow = replace(found, inner=(4096, 64 * 6))
     assert "tensor" in narrow.among(2, 64)
     assert "tensor" not in narrow.among(4, 64), "six groups"
+
+
+def test_the_command_reads_the_architecture_and_no_weights(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", layers=2, hidden=64)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    words = ("--model", "model", "--link", "thunderbolt4", "--iters", "100", "--num-layers", "-1", "--json")
+
+    def told(devices: str, *more: str) -> set[tuple[int, str]]:
+        done = call_allhands("plan", *words, "--device", devices, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return {(way["ranks"], way["strategy"]) for way in json.loads(done.stdout)["memory"] if way["step_s"]}
+
+    two = {(2, name) for name in ("data", "zero1", "fsdp", "tensor", "context")}
+    three = {(3, name) for name in ("data", "zero1", "fsdp", "context")}  # four heads
+    assert told("3 x M1 16GB", "--max-seq-length", "1024") == two | three
+    assert (2, "context") not in told("2 x M1 16GB", "--max-seq-length", "500")
+    assert told("M1 16GB, M2 Max 32GB", "--max-seq-length", "1024", "--optimizer", "muon") == {
+        (2, "data"),
+        (2, "context"),
+    }
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
+    assert told("2 x M1 16GB", "--max-seq-length", "1024") == {(2, "data"), (2, "zero1"), (2, "fsdp")}
