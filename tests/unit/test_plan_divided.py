@@ -14,7 +14,9 @@ from rich.console import Console
 from tiny import write_model
 
 from allhands.cli import plan_shown
-from allhands.config.schema import TrainConfig
+from allhands.cli.plan_calibration import settings
+from allhands.config.combinations import require_groups, unfit_stages
+from allhands.config.schema import TrainConfig, build_config
 from allhands.plan.chart import arrows_of, draw_chart
 from allhands.plan.computers import Computer
 from allhands.plan.devices import device_of
@@ -258,3 +260,15 @@ def test_the_command_reads_the_architecture_and_no_weights(tmp_path: Path) -> No
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "gemma2"}))
     assert told("2 x M1 16GB", "--max-seq-length", "1024") == {(2, "data"), (2, "zero1"), (2, "fsdp")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tp": 2}, {"cp": 2}, {"strategy": "fsdp", "dp_shard": 2}, {"strategy": "pipeline", "pp": 2, "pp_split": "1,1"}],
+)
+def test_one_process_is_measured_with_all_of_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    asked = TrainConfig(**{"train": True, "num_ranks": 2, **options})
+    measured = build_config(dict(settings(asked, 4, tmp_path)))
+    assert require_groups(measured, 1) is None
+    assert unfit_stages(measured, 1) is None
+    assert all(getattr(measured, name) == getattr(TrainConfig(), name) for name in options)
