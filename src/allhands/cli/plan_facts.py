@@ -394,7 +394,7 @@ def _read(config: TrainConfig, kind: str) -> _Model:
         raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
     tied = bool(values.get("tie_word_embeddings", False))
-    half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
+    half = _stored_as(values) in ("bfloat16", "float16")
     blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
     facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
     if kind != "cpu":
@@ -402,12 +402,24 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     # A CPU computes in float32, in which dense weights are held there.
     if not bits or blocks is None:
         return _Model(blocks, size if bits or not half else 2 * size, 4, **facts)
-    codes, packed = forms_on_cpu(blocks, bits, group)
+    codes, packed = _forms(blocks, bits, group, size, tied=tied)
     of_block, of_table = codes
-    # Packed they are as the file has them, whose scales may be of any type.
-    by_file = size / (blocks.layers * packed[0] + (2 - tied) * packed[1]) if size else 1.0
-    forms = codes, (by_file * packed[0], by_file * packed[1])
-    return _Model(blocks, int(blocks.layers * of_block + (2 - tied) * of_table), 4, forms=forms, **facts)
+    weights_bytes = int(blocks.layers * of_block + (2 - tied) * of_table)
+    return _Model(blocks, weights_bytes, 4, forms=(codes, packed), **facts)
+
+
+def _forms(
+    blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return :func:`forms_on_cpu`, packed ones as the files of ``size`` bytes have them: scales may be of any type."""
+    codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
+    by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
+    return codes, (by_file * of_block, by_file * of_table)
+
+
+def _stored_as(values: dict[str, Any]) -> str:
+    """Return the type of a model's dense weights; empty if its configuration does not tell."""
+    return str(values.get("torch_dtype") or values.get("dtype") or "")
 
 
 def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
