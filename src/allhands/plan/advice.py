@@ -369,6 +369,11 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
     walk.ask(DIVIDED, at.divided is not None, over)
     if at.divided is not None:
         return _divided(at, at.divided, walk)
+    return _model_divided(at, walk) or _nowhere(at, walk, over)
+
+
+def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
+    """End with the fastest way in which several computers divide the model, or rows; ``None``: none fits."""
     parts, stages = at.parts, at.pipeline
     if stages is not None and (parts is None or stages.training_s <= parts.training_s):
         walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
@@ -376,12 +381,12 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
     if parts is not None:
         walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[parts.strategy])
         return _in_parts(at, parts, walk)
-    walk.ask(STAGES, False, over)
-    return _elsewhere(at, walk)
+    return None
 
 
-def _elsewhere(at: Situation, walk: _Walk) -> Advice:
+def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
     """The model fits nowhere here, in no way that there is."""
+    walk.ask(STAGES, False, over)
     where = "more of them hold a model that is fully sharded, each its part (--strategy fsdp), or a pipeline's blocks"
     if at.kind == "cuda":
         where += "; DeepSpeed (ZeRO-Infinity) leaves weights and states in the computer's memory, or on its disk"

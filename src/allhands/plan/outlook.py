@@ -152,12 +152,11 @@ class _Planner:
         ways = {len(team): those_told(self._ways(team) if len(team) > 1 else self.ones) for team in teams}
         lines = [self._line(team, ways[len(team)]) for team in teams]
         ways = {line.machines: [self._timed(way, line) for way in ways[line.machines]] for line in lines}
-        memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number])]
-        pipelines = [] if self.fits_one else [each for team in teams[1:] if (each := pipelined(job, team)) is not None]
-        divided = {len(team): self._divided(team) for team in teams}
-        memory += [way for number in divided for way in divided[number]]
+        pipelines = self._pipelines(teams[1:])
+        divided = [way for team in teams for way in self._divided(team)]
+        memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number]), *divided]
         situation = self._situation(teams, lines, ways, best_pipeline(pipelines))
-        situation = replace(situation, **self._whole(divided, situation))
+        situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
         lighter = lighter_ways(job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind)
         return Outlook(
@@ -325,11 +324,16 @@ class _Planner:
         step_s = line.prediction.step_s + more
         return replace(way, step_s=step_s, training_s=line.training_s + self.job.steps * more)
 
-    def _whole(self, divided: Mapping[int, Sequence[Way]], at: Situation) -> dict[str, Way | None]:
+    def _pipelines(self, teams: Sequence[Team]) -> list[Pipelined]:
+        """Return the pipelines of these computers, where no single one is enough."""
+        if self.fits_one:
+            return []
+        return [each for team in teams if (each := pipelined(self.job, team)) is not None]
+
+    def _parts(self, ways: Sequence[Way], at: Situation) -> dict[str, Way | None]:
         """Return the ways of several computers that divide more than a batch, and are worth it: for their time where
         one computer would do, else for their memory.
         """
-        ways = [way for number in divided for way in divided[number]]
         if self.job.link is None:
             return {}
         if not self.fits_one:

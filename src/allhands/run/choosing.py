@@ -77,7 +77,9 @@ def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel) -> bool:
 def chosen_by_memory(
     facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, *, hooked: bool
 ) -> tuple[RankFacts, list[str]]:
-    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason for it."""
+    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason; as they are if none is open."""
+    if not may_choose(facts.config, mesh, facts.loaded):
+        return facts, []
     assert facts.data.train is not None
     divided = DividedModel(facts.loaded.model, facts.loaded.config, facts.data.train.work)
     config, told = strategy_by_memory(Choosing(facts.config, divided, mesh, accelerator, hooked), communicator)

@@ -166,8 +166,7 @@ def prepare(
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
     check_context(model, mesh)
-    open_to_memory = may_choose(config, mesh, loaded)
-    early = has_parts(config, mesh) or open_to_memory
+    early = has_parts(config, mesh) or may_choose(config, mesh, loaded)
     if early:
         _start_from(start, model, config)
     notes += _checkpoint_notes(checkpoint, opened)
@@ -176,14 +175,11 @@ def prepare(
     if early:
         # Before the model is read or cut, because all ranks have a say in how, and in where.
         communicator, data = _met(facts, surroundings, opened.made_data)
-        facts = replace(facts, data=data)
-        if open_to_memory:
-            facts, told = chosen_by_memory(facts, mesh, accelerator, communicator, hooked=hooked)
-            config, mesh, notes = facts.config, piped(facts.config, mesh), notes + told
-            surroundings = replace(surroundings, mesh=mesh)
-        if divides(config):
-            stages, split, told = _cut(facts, mesh, accelerator, communicator, checkpoint)
-            notes += told
+        facts, told = chosen_by_memory(replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked)
+        config, mesh = facts.config, piped(facts.config, mesh)
+        surroundings = replace(surroundings, mesh=mesh)
+        stages, split, cut = _cut(facts, mesh, accelerator, communicator, checkpoint)
+        notes += told + cut
     with _busy(surroundings):
         matrices = divided(model, communicator, mesh)
         if mesh.shard == 1:
@@ -266,8 +262,13 @@ def _start_from(start: Path | None, model: Any, config: TrainConfig) -> None:
 def _cut(
     facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, checkpoint: Checkpoint | None
 ) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
-    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about."""
+    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about.
+
+    Without stages everything stays as it is.
+    """
     config, loaded, trained = facts.config, facts.loaded, facts.data.train
+    if not divides(config):
+        return (), (), []
     work = trained.work if config.train and trained is not None else None
     divided = DividedModel(loaded.model, loaded.config, work)
     recorded = None if checkpoint is None else checkpoint.state
