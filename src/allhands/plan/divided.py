@@ -81,7 +81,8 @@ class _DividedWay:
         memories = {
             share: _costs(name, each).memory(each.memory(each.work), self.ranks) for share, each in found.items()
         }
-        buckets = self.held.bucket_bytes if name == "context" else 0
+        # Gradients end to end, and their sum.
+        buckets = 2 * self.held.bucket_bytes if name == "context" else 0
         needed = {share: self.held.needed(each, self.ranks) + buckets for share, each in memories.items()}
         largest = max(shares)
         memory, divided = memories[largest], found[largest]
