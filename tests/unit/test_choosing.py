@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from allhands.distributed.backend import SingleProcess
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ModelError
 from allhands.model.adapters import make_trainable
-from allhands.run.choosing import Choosing, is_open, reads_later, strategy_by_memory
+from allhands.run.choosing import Choosing, _quicker, _Rank, is_open, reads_later, strategy_by_memory
 from allhands.run.dividing import DividedModel
 from allhands.run.piping import piped
 from allhands.runtime.accelerator import Accelerator
@@ -131,3 +131,33 @@ def test_one_rank_has_no_choice() -> None:
     asked = choosing(12)
     assert is_open(asked.config, asked.mesh)
     assert not is_open(asked.config, Mesh())
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """So many ranks of a ring, of which nothing but their number is asked."""
+
+    size: int = 4
+    rank: int = 0
+    backend: str = "ring"
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "name"),
+    [(20e9, "fsdp"), (0.1e9, "pipeline")],
+    ids=["a fast link", "a slow link"],
+)
+def test_link_and_speed_decide_where_both_fit(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, name: str) -> None:
+    """A step of 4,096 tokens takes four such ranks 0.8 s; 12 GB of weights and gradients are sent by each."""
+
+    def sums(_communicator: Any, plan: Any) -> list[dict[str, float]]:
+        # Each of four ranks sends one and a half times the bytes.
+        return [{"num_bytes": size, "median_s": 1.5 * size / bytes_per_s} for size in plan.sizes]
+
+    monkeypatch.setattr("allhands.run.choosing.time_products", lambda *_: [10e12] * 4)
+    monkeypatch.setattr("allhands.run.choosing.time_all_sum", sums)
+    rank, ranks = _Rank(choosing(12)), Ranks()
+    stages = rank.stages([{"room": 12 * GIGABYTE, "present": 0}] * 4)
+    assert stages is not None
+    assert _quicker(rank, ranks, stages) == name  # type: ignore[arg-type]
+    assert _quicker(rank, ranks, None) == "fsdp"  # type: ignore[arg-type]

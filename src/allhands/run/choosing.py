@@ -204,14 +204,20 @@ class _Rank:
 
     def sharded(self, ranks: int) -> int:
         """Return the bytes of one of so many fully sharded ranks."""
-        return self._of_process(self.shards().memory(self._whole(), ranks))
+        return self._of_process(self.shards(self.work).memory(self._whole(), ranks))
 
-    def shards(self) -> ShardedCosts:
+    @property
+    def largest(self) -> Work:
+        """The work in micro-batches as large as they are where memory is not short."""
+        sizing = self.choosing.accelerator.sizing(self.choosing.config.micro_batch_tokens, compiled=False)
+        return replace(self.work, tokens=max(self.work.tokens, min(self.work.batch_tokens, sizing.max_tokens)))
+
+    def shards(self, work: Work) -> ShardedCosts:
         """Return the costs of fully sharded ranks."""
         if self.blocks is None:
             return ShardedCosts()
         of = on_cpu if self._on_cpu else on_gpu
-        return sharded_costs(Divided(self._model, self.blocks, self.work, of, self._tied, self._on_cpu))
+        return sharded_costs(Divided(self._model, self.blocks, work, of, self._tied, self._on_cpu))
 
     def _whole(self) -> Memory:
         """Return the arrays of a rank with everything; where activations are not known, without them."""
@@ -268,7 +274,7 @@ def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None)
     tokens = float(lengths.mean()) * config.batch_size
     per_token = partial(flops_per_token, blocks, config.fine_tune_type, work.trained_layers)
     again_s, once_s = (tokens * per_token(recomputed=each) / min(rates) for each in (True, work.recomputed))
-    shards = rank.shards()
+    shards = rank.shards(rank.largest)
     sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(ranks)
     sharded_s = max(again_s / ranks, sent / sent_per_s)
     whole = sum(stages.seconds)
