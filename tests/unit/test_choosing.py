@@ -133,6 +133,20 @@ def test_one_rank_has_no_choice() -> None:
     assert not is_open(asked.config, Mesh())
 
 
+def test_unlike_memory_has_unlike_parts() -> None:
+    """Three quarters of every array on the rank with three times as much memory, and no more than it has on each."""
+    rank = _Rank(choosing(12, 2))
+    rooms = 24 * GIGABYTE, 8 * GIGABYTE
+    told = [{"room": room, "present": rank.present, "needs": rank.needs(2)} for room in rooms]
+    large, small = (each["needs"]["fsdp"] for each in rank.by_memory(told))
+    equal = rank.needs(2)["fsdp"]
+    assert small < equal < large
+    assert large + small == pytest.approx(2 * equal, rel=0.01)
+    assert equal > rooms[1] > small
+    alike = rank.by_memory([{**each, "room": rooms[0]} for each in told])
+    assert [each["needs"]["fsdp"] for each in alike] == [equal, equal]
+
+
 @dataclass(frozen=True)
 class Ranks:
     """So many ranks of a ring, of which nothing but their number is asked."""

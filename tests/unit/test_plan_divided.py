@@ -149,6 +149,18 @@ def test_memory_is_divided_and_traffic_is_that_of_the_way() -> None:
     assert data.parts["activations"] < context.parts["activations"] < 1.5 * data.parts["activations"]
 
 
+def test_parts_of_arrays_follow_the_memory_of_computers() -> None:
+    found = planned(("M2 Ultra 128GB", "M2 Max 32GB"), "nvlink", full=True, rows=4)
+    unlike = way_of(found, "fsdp", 2)
+    assert unlike.fits, "half of it is more than the second has"
+    static = [each - (unlike.by_rank[1] - 4 * WEIGHTS / 5) for each in unlike.by_rank]
+    assert static[0] / static[1] == pytest.approx(4.0, rel=0.1)
+    alike = way_of(planned(("M2 Ultra 128GB",) * 2, "nvlink", full=True, rows=4), "fsdp", 2)
+    assert unlike.by_rank[1] < alike.by_rank[1] == alike.by_rank[0] < unlike.by_rank[0]
+    # Parts travel as long as the largest.
+    assert unlike.sent_bytes == pytest.approx(2 * 4 / 5 * alike.sent_bytes, rel=0.001)
+
+
 def test_times_follow_the_link() -> None:
     slow, fast = (planned(PAIR, link, rows=2, row=2048) for link in ("10GbE", "nvlink"))
     for name in ("fsdp", "tensor", "context"):

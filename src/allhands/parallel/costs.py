@@ -208,31 +208,29 @@ class ShardedCosts:
     :func:`allhands.run.divided_costs.sharded_costs` fills in the attributes for a model.
 
     Attributes:
-        part: function that returns the arrays of each of so many ranks; ``None``: without blocks that are whole for a
-            while, which is the least.
+        part: function that returns the arrays of a rank with such a part of every array, 0 to 1; ``None``: without
+            blocks that are whole for a while, which is the least.
         fetched_bytes: bytes of all weights that the passes of a micro-batch fetch; 0: trained weights alone, twice.
         pushed_bytes: bytes of all gradients that they add up; 0: each once.
         micro_batches: number of micro-batches of a step, each of which fetches weights anew.
     """
 
-    part: PartOf | None = None
+    part: Callable[[float], Memory] | None = None
     fetched_bytes: int = 0
     pushed_bytes: int = 0
     micro_batches: int = 1
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
+        return self.memory_of(memory, 1 / ranks)
+
+    def memory_of(self, memory: Memory, share: float) -> Memory:
+        """Return the memory of a rank with such a part of every array: ranks of unlike memory have unlike parts."""
         if self.part is not None:
-            return self.part(ranks)
+            return self.part(share)
+        names = ("weights", "trained", "optimizer", "update", "renewed")
+        parts = {name: int(getattr(memory, name) * share) for name in names}
         gradients = memory.backward - memory.activations
-        return replace(
-            memory,
-            weights=memory.weights // ranks,
-            trained=memory.trained // ranks,
-            optimizer=memory.optimizer // ranks,
-            backward=memory.activations + gradients // ranks,
-            update=memory.update // ranks,
-            renewed=memory.renewed // ranks,
-        )
+        return replace(memory, **parts, backward=memory.activations + int(gradients * share))
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None

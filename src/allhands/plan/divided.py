@@ -20,6 +20,7 @@ from allhands.plan.speed import Prediction, exchange_s, predict
 from allhands.plan.strategies import Way, launch_flags
 from allhands.run.divided_costs import Divided, context_costs, sharded_costs, tensor_costs
 from allhands.run.model_sizes import block_weights
+from allhands.run.piping import shares_by_memory
 from allhands.run.training_memory import DecoderShape
 
 _TITLES: dict[Name, str] = {
@@ -77,15 +78,13 @@ class _DividedWay:
         """Return one way, with the bytes of each rank."""
         # Ranks that compute the same rows have all of them, in micro-batches as one process cuts them.
         shares = self.held.shares if name == "fsdp" else [1.0] * self.ranks
+        parts = self._parts(name)
         found = {share: self._divided(name, share) for share in {*shares}}
-        memories = {
-            share: _costs(name, each).memory(each.memory(each.work), self.ranks) for share, each in found.items()
-        }
+        memories = [self._memory(name, found[share], part) for share, part in zip(shares, parts, strict=True)]
         # Gradients end to end, and their sum.
         buckets = 2 * self.held.bucket_bytes if name == "context" else 0
-        needed = {share: self.held.needed(each, self.ranks) + buckets for share, each in memories.items()}
-        largest = max(shares)
-        memory, divided = memories[largest], found[largest]
+        needed = [self.held.needed(each, self.ranks) + buckets for each in memories]
+        memory, divided = memories[needed.index(max(needed))], found[max(shares)]
         costs = _costs(name, divided)
         gradients, step_s = self.job.step.gradient_bytes, self._step_s(costs, divided)
         validations_s = self.job.validations * self.job.validation_s * step_s / self.job.step.alone_s
@@ -100,15 +99,29 @@ class _DividedWay:
                 "logits": memory.logits,
                 "buckets": buckets,
             },
-            rank_bytes=needed[largest],
-            by_rank=tuple(needed[share] for share in shares),
+            rank_bytes=max(needed),
+            by_rank=tuple(needed),
             flags=f"{launch_flags(self.ranks, together=self.job.together)} {self._flag(name)}",
             more=self._flag(name),
-            sent_bytes=costs.traffic(gradients, gradients, scatters=self.scatters).sent(self.ranks),
+            # Parts travel as long as the largest.
+            sent_bytes=int(
+                self.ranks * max(parts) * costs.traffic(gradients, gradients, scatters=self.scatters).sent(self.ranks)
+            ),
             strategy=name,
             step_s=step_s,
             training_s=self.job.start_of(self.ranks) + self.job.first_s + self.job.steps * step_s + validations_s,
         )
+
+    def _parts(self, name: Name) -> list[float]:
+        """Return the part of every array that each rank has; those of fully sharded ranks follow their memory."""
+        rooms = [each.usable_bytes for each in self.team]
+        known = [room for room in rooms if room]
+        unlike = shares_by_memory(known) if name == "fsdp" and len(known) == self.ranks else ()
+        return [part / sum(unlike) for part in unlike] or [1 / self.ranks] * self.ranks
+
+    def _memory(self, name: Name, divided: Divided, part: float) -> Memory:
+        costs, whole = _costs(name, divided), divided.memory(divided.work)
+        return costs.memory_of(whole, part) if isinstance(costs, ShardedCosts) else costs.memory(whole, self.ranks)
 
     def _flag(self, name: Name) -> str:
         return {"fsdp": STRATEGIES["fsdp"].flags, "tensor": f"--tp {self.ranks}", "context": f"--cp {self.ranks}"}[name]

@@ -38,7 +38,7 @@ from allhands.run.dividing import DividedModel, PipedSplit, split_that_fits, wei
 from allhands.run.expecting import Device, has_masters
 from allhands.run.facts import RankFacts
 from allhands.run.model_sizes import flops_per_token
-from allhands.run.piping import piped
+from allhands.run.piping import piped, shares_by_memory
 from allhands.run.stage_costs import ROOM_OF_PRODUCTS, Model
 from allhands.run.training_memory import blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
@@ -114,6 +114,7 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
+    told = rank.by_memory(told)
     able = [name for name in own["needs"] if all(name in each["needs"] for each in told)]
     fits = [name for name in able if all(_holds(each, name) for each in told)]
     if "data" in fits:
@@ -199,12 +200,22 @@ class _Rank:
         if self._can("zero1"):
             found["zero1"] = self._of_process(DividedOptimizerCosts().memory(whole, ranks))
         if self._can("fsdp"):
-            found["fsdp"] = self.sharded(ranks)
+            found["fsdp"] = self.sharded(1 / ranks)
         return found
 
-    def sharded(self, ranks: int) -> int:
-        """Return the bytes of one of so many fully sharded ranks."""
-        return self._of_process(self.shards(self.work).memory(self._whole(), ranks))
+    def sharded(self, share: float) -> int:
+        """Return the bytes of a fully sharded rank with such a part of every array."""
+        return self._of_process(self.shards(self.work).memory_of(self._whole(), share))
+
+    def by_memory(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return what ranks have told, with the needs of fully sharded ones whose parts follow their memory."""
+        rooms = [each["room"] for each in told]
+        parts = shares_by_memory(rooms) if min(rooms) and self._can("fsdp") else ()
+        if not parts:
+            return [dict(each) for each in told]
+        besides = [each["present"] - self.present for each in told]
+        needs = [self.sharded(part / sum(parts)) + more for part, more in zip(parts, besides, strict=True)]
+        return [{**each, "needs": {**each["needs"], "fsdp": need}} for each, need in zip(told, needs, strict=True)]
 
     @property
     def largest(self) -> Work:
@@ -295,7 +306,7 @@ def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
     if "fsdp" in told[0]["needs"]:
         room = min(each["room"] for each in told)
         counts = range(len(told) + 1, _MOST_RANKS + 1)
-        enough = next((count for count in counts if rank.sharded(count) <= room), None)
+        enough = next((count for count in counts if rank.sharded(1 / count) <= room), None)
         if enough is not None:
             hints.insert(0, f"{enough} such ranks would hold it (--strategy fsdp), or fewer with --strategy pipeline")
     return ModelError(

@@ -111,7 +111,7 @@ def sharded_costs(divided: Divided) -> ShardedCosts:
     first = next((place for place, unit in enumerate(units) if unit.trained), last)
     there, back = units[:-1], units[first:]
     return ShardedCosts(
-        part=lambda ranks: _part_of_shards(divided, units, first, ranks),
+        part=lambda share: _part_of_shards(divided, units, first, share),
         fetched_bytes=sum(unit.held for unit in (*there, *back)),
         pushed_bytes=sum(unit.trained for unit in back),
         micro_batches=divided.micro_batches,
@@ -128,12 +128,12 @@ def _units(divided: Divided) -> list[_Unit]:
     return units
 
 
-def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, ranks: int) -> Memory:
+def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share: float) -> Memory:
     work, counted = divided.work, [*divided.model.blocks, *divided.outside]
     weights, trained = sum(each.held_bytes for each in counted), sum(each.trained_bytes for each in counted)
     whole = divided.memory(replace(work, weights_bytes=weights, trained_bytes=trained))
     one = divided.memory(replace(work, trained_layers=1, trained_bytes=0))
-    passes = _peak_of_passes(divided, units, first, one, trained, ranks)
+    passes = _peak_of_passes(divided, units, first, one, trained, share)
     largest = max((unit for unit in units), key=lambda unit: unit.block.held_bytes)
     kept = 0.0
     if divided.on_cpu:
@@ -141,13 +141,13 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, ranks:
         if work.method == "full":
             kept += _GRADIENTS_KEPT * largest.block.trained_bytes
     return Memory(
-        weights=weights // ranks,
-        optimizer=whole.optimizer // ranks,
+        weights=int(weights * share),
+        optimizer=int(whole.optimizer * share),
         backward=int(passes),
         loss=0,
-        update=whole.update // ranks,
-        renewed=whole.renewed // ranks,
-        trained=trained // ranks,
+        update=int(whole.update * share),
+        renewed=int(whole.renewed * share),
+        trained=int(trained * share),
         activations=int(one.activations + _inputs(divided, first, len(units) - 1)),
         logits=one.logits,
         beside=one.beside + int(min(KEPT_BYTES, kept)),
@@ -160,15 +160,16 @@ def _inputs(divided: Divided, first: int, place: int) -> float:
 
 
 def _peak_of_passes(
-    divided: Divided, units: Sequence[_Unit], first: int, one: Memory, trained: int, ranks: int
+    divided: Divided, units: Sequence[_Unit], first: int, one: Memory, trained: int, share: float
 ) -> float:
     """Bytes at the peak of a micro-batch's backward pass, block by block.
 
     Args:
         one: the arrays of one block's passes; ``trained``: bytes of all gradients.
+        share: part of every array that the rank has.
     """
     # A step's sums so far; of a first micro-batch only those of the blocks that are done.
-    parts, peak = (trained / ranks if divided.work.accumulated else 0.0), 0.0
+    parts, peak = (trained * share if divided.work.accumulated else 0.0), 0.0
     for place in range(len(units) - 1, first - 1, -1):
         unit = units[place]
         ahead = units[place - 1].held if place > first else 0
@@ -178,10 +179,10 @@ def _peak_of_passes(
             head = sum(each.trained_bytes for each in (*unit.tables, *([unit.head] if unit.head else [])))
             begun = one.logits + (head if divided.on_cpu else 0)
         computing = unit.trained + max(one.activations, begun)
-        summing = unit.copies + unit.trained / ranks
+        summing = unit.copies + unit.trained * share
         peak = max(peak, there + computing, there + summing)
         if not divided.work.accumulated:
-            parts += unit.trained / ranks
+            parts += unit.trained * share
     return peak
 
 
