@@ -30,7 +30,7 @@ def test_steps_too_short_for_several_processes_of_one_computer(ranks: int, comm_
     told = advice(comm_s, ["a"] * ranks)
     assert (f"leave -n {ranks} out" in told) != pays
     assert "link" not in told
-    assert "InfiniBand" not in told
+    assert "--strategy pipeline" not in told
 
 
 @pytest.mark.parametrize("hosts", [["a", "b"], []])
@@ -41,6 +41,6 @@ def test_between_computers_the_link_counts(hosts: list[str]) -> None:
 
 
 def test_only_large_models_are_worth_sharding() -> None:
-    assert "InfiniBand" not in advice(0.4, ["a", "b"])
-    assert "InfiniBand" in advice(0.4, ["a", "b"], params=7 * 10**9)
-    assert "InfiniBand" in advice(0.4, ["a", "a"], params=7 * 10**9, backend="nccl")
+    assert "--strategy pipeline" not in advice(0.4, ["a", "b"])
+    assert "--strategy pipeline" in advice(0.4, ["a", "b"], params=7 * 10**9)
+    assert "--strategy pipeline" in advice(0.4, ["a", "a"], params=7 * 10**9, backend="nccl")

@@ -72,7 +72,7 @@ def test_checkpointing_comes_after_smaller_micro_batches_and_with_them() -> None
     alone = planned(13.0, machines=1, optimizer="sgd", **half)
     assert alone.advice.title == "one machine, with --micro-batch-tokens 4096"
     tight = planned(6.9, machines=1, weights_bytes=1_450_000_000, trained_bytes=1_450_000_000, optimizer="sgd")
-    assert tight.advice.title == "a framework that divides the model itself"
+    assert tight.advice.title == "more computers, or more memory in them"
     long = {"tokens": 131_072, "row_tokens": 65_536, "masters": False, "optimizer": "sgd", "accumulated": False}
     rows = planned(45.0, machines=1, **long)
     assert rows.advice.title == f"one machine, with {BOTH} 65536"

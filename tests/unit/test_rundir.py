@@ -17,7 +17,7 @@ from allhands.config.pretrain_schema import PretrainConfig
 from allhands.config.schema import build_config
 from allhands.errors import ModelError
 from allhands.run.context import RunContext
-from allhands.run.preparing import starting_weights
+from allhands.run.starting import starting_weights
 
 FILES = ("metrics.jsonl", "loss.png", "0000200_adapters.safetensors", "0000400_adapters.safetensors")
 ANSWERS = "answers.json"

@@ -38,6 +38,8 @@ _DROPPED = (
     *("epochs", "hosts", "hostfile", "num_ranks", "rank_weights", "min_ranks", "report_to", "project_name", "test"),
     *("early_stopping_patience", "resume", "profile", "config", "max_restarts", "backend", "warmup_steps"),
     *("resume_adapter_file", "sample_every"),
+    # The division of a model, of which one process has all.
+    *("strategy", "tp", "cp", "ep", "dp_shard", "reshard", "pp", "pp_schedule", "pp_split"),
 )
 
 

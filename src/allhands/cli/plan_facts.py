@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from allhands.model.sources import resolve
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
+from allhands.plan.dividing import dividing_of
 from allhands.plan.job import Job
 from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
@@ -62,6 +63,7 @@ class _Model:
         bits: of quantised weights, 0 for dense ones.
         tied: whether the table of tokens is the head, too.
         forms: of these as a CPU holds them, see :func:`forms_on_cpu`.
+        values: its config.json; ``group``: numbers of a group of quantised weights, 1 for dense ones.
     """
 
     blocks: DecoderShape | None
@@ -70,6 +72,8 @@ class _Model:
     bits: int = 0
     tied: bool = False
     forms: tuple[tuple[float, float], ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    group: int = 1
 
 
 def facts_of(config: TrainConfig, asked: AskedComputers, say: Say) -> tuple[Job, list[str], Calibration | None]:
@@ -149,6 +153,7 @@ class _Facts:
             kind=self.kind,
             tied=self.model.tied,
             forms=self.model.forms,
+            dividing=dividing_of(self.model.values, self.blocks, config, self.model.group),
         )
         return self._with_small_passes(self._with_measured(job))
 
@@ -389,16 +394,32 @@ def _read(config: TrainConfig, kind: str) -> _Model:
         raise full_of_quantised(f"{bits} bits")
     size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
     tied = bool(values.get("tie_word_embeddings", False))
-    half = str(values.get("torch_dtype") or values.get("dtype") or "") in ("bfloat16", "float16")
-    blocks = blocks_of(values)
+    half = _stored_as(values) in ("bfloat16", "float16")
+    blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1
+    facts: dict[str, Any] = {"bits": bits, "tied": tied, "values": values, "group": group}
     if kind != "cpu":
-        return _Model(blocks, size, 2 if half else 4, bits, tied)
+        return _Model(blocks, size, 2 if half else 4, **facts)
     # A CPU computes in float32, in which dense weights are held there.
     if not bits or blocks is None:
-        return _Model(blocks, size if bits or not half else 2 * size, 4, bits, tied)
-    forms = forms_on_cpu(blocks, bits, int(quantised.get("group_size", 64)))
-    of_block, of_table = forms[0]
-    return _Model(blocks, int(blocks.layers * of_block + (2 - tied) * of_table), 4, bits, tied, forms)
+        return _Model(blocks, size if bits or not half else 2 * size, 4, **facts)
+    codes, packed = _forms(blocks, bits, group, size, tied=tied)
+    of_block, of_table = codes
+    weights_bytes = int(blocks.layers * of_block + (2 - tied) * of_table)
+    return _Model(blocks, weights_bytes, 4, forms=(codes, packed), **facts)
+
+
+def _forms(
+    blocks: DecoderShape, bits: int, group: int, size: int, *, tied: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return :func:`forms_on_cpu`, packed ones as the files of ``size`` bytes have them: scales may be of any type."""
+    codes, (of_block, of_table) = forms_on_cpu(blocks, bits, group)
+    by_file = size / (blocks.layers * of_block + (2 - tied) * of_table) if size else 1.0
+    return codes, (by_file * of_block, by_file * of_table)
+
+
+def _stored_as(values: dict[str, Any]) -> str:
+    """Return the type of a model's dense weights; empty if its configuration does not tell."""
+    return str(values.get("torch_dtype") or values.get("dtype") or "")
 
 
 def _quantisation(values: dict[str, Any]) -> dict[str, Any]:
@@ -417,7 +438,12 @@ def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
     mixed = shape.experts, shape.experts_per_token
     blocks = DecoderShape(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
     word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
-    return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied)
+    values = {
+        "model_type": shape.family,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+    }
+    return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied, values=values)
 
 
 def _trained_layers(config: TrainConfig, blocks: DecoderShape) -> int:

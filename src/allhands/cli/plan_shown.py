@@ -165,7 +165,7 @@ def _show_memory(console: Console, outlook: Outlook) -> None:
     ways = {f"{way.ranks}: {way.name}": way for way in outlook.memory if way.ranks in shown}
     sends = any(way.sent_bytes for way in ways.values())
     rows = [{f"{_unit(job)}: way": name, **_memory_row(way, sends=sends)} for name, way in ways.items()]
-    _show_table(console, rows, "grads", "logits", "optim.", "sent")
+    _show_table(console, rows, "grads", "logits", "optim.", "sent", "a step")
     sent = "; sent: by a rank in a step" * sends
     console.print(f"optim.: optimizer state; activ.: activations{sent}")
     for number in sorted({way.ranks for way in ways.values()}):
@@ -182,6 +182,7 @@ def _memory_row(way: Way, *, sends: bool) -> dict[str, str]:
     row["peak"] = format_bytes(way.rank_bytes)
     if sends:
         row["sent"] = format_size(way.sent_bytes) if way.sent_bytes else "-"
+        row["a step"] = _milliseconds(way.step_s) if way.step_s else ""
     return {**row, "fits": _FITS[way.fits]}
 
 

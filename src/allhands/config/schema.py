@@ -169,8 +169,8 @@ class TrainConfig(Strict):
     strategy: Literal["auto", "data", "zero1", "zero2", "zero3", "fsdp", "pipeline"] = Field(
         "auto",
         description="Division of the work over ranks: data, zero1 (sharded optimizer state), fsdp or zero3 (sharded "
-        "weights, too), zero2, or pipeline (each rank has some of the blocks); auto: zero1 with NCCL and float32 "
-        "copies, else data.",
+        "weights, too), zero2, or pipeline (each rank has some of the blocks); auto: data, or zero1 with NCCL and "
+        "float32 copies; where memory is short what fits.",
     )
     reshard: Literal["auto", "on", "off"] = Field(
         "auto",

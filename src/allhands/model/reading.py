@@ -26,6 +26,11 @@ Json = dict[str, Any]
 Arrays = dict[str, mx.array]
 
 
+def module_of(model_type: str) -> str:
+    """Return the name of the module in mlx_lm.models that builds models of this type."""
+    return mlx_lm.MODEL_REMAPPING.get(model_type, model_type)
+
+
 def opened(path: Path) -> Iterator[tuple[Arrays, dict[str, str]]]:
     """Open the weight files in the directory ``path``: yield arrays by name, not read yet, and metadata of each."""
     for file in present(path):

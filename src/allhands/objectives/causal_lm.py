@@ -111,7 +111,11 @@ def make_loss(model: Any, *, cpu_native: bool, with_grad: bool = True, caches: C
     parts = split(model)
     if parts is None:
         return partial(_plain_loss, model, caches)
-    return partial(_eager_loss, parts, caches) if cpu_native else partial(_split_loss, parts, caches, with_grad)
+    if cpu_native:
+        return partial(_eager_loss, parts, caches)
+    # A graph of all chunks, each made when it is asked for, would keep the logits of all of them.
+    form = _loss_at_once if native.is_native(model) else _split_loss
+    return partial(form, parts, caches, with_grad)
 
 
 def _plain_loss(model: Any, caches: Caches, *batch: mx.array) -> mx.array:
@@ -132,13 +136,28 @@ def _rows(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array:
 def _split_loss(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.array) -> mx.array:
     rows, targets = _rows(parts, caches, *batch), batch[2]
     trained, selection = parts.head_is_trained, parts.selection
-    if isinstance(head := parts.head_product(), PackedProduct):  # of a model that computes when it is called
-        how: Any = {"train_weight": False, "selection": selection}
-        if with_grad:
-            return eager_loss(rows, None, targets, values=head, **how)
-        return eager_linear_cross_entropy(rows, head, targets, with_grad=False, **how)[0]
+    if isinstance(parts.head_product(), PackedProduct):
+        return _loss_of_rows(parts, with_grad, rows, targets)
     weight = parts.head_weight().astype(rows.dtype)
     return linear_cross_entropy(rows, weight, targets, train_weight=trained, with_grad=with_grad, selection=selection)
+
+
+def _loss_at_once(parts: SplitModel, caches: Caches, with_grad: bool, *batch: mx.array) -> mx.array:
+    """Like :func:`_split_loss`, of a model that computes when it is called, chunk by chunk."""
+    return _loss_of_rows(parts, with_grad, _rows(parts, caches, *batch).astype(mx.float32), batch[2])
+
+
+def _loss_of_rows(parts: SplitModel, with_grad: bool, rows: mx.array, targets: mx.array) -> mx.array:
+    """Cross-entropy of (N, D) hidden states, at once; differentiable ``with_grad``."""
+    values, trained = parts.head_product(), parts.head_is_trained
+    how: Any = {"train_weight": trained and with_grad, "selection": parts.selection}
+    if not with_grad:
+        return eager_linear_cross_entropy(rows, values, targets, with_grad=False, **how)[0]
+    if trained and isinstance(values, mx.array):
+        weight = values
+        # A copy, because what is computed of an array that is being differentiated is kept.
+        return eager_loss(rows, weight, targets, values=mx.array(np.asarray(weight)), **how)
+    return eager_loss(rows, None, targets, values=values, **how)
 
 
 def _eager_loss(parts: SplitModel, caches: Caches, *batch: mx.array) -> mx.array:

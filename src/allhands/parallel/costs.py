@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -99,6 +99,16 @@ class Memory:
         return self.weights + self.optimizer + max(self.backward, self.loss, self.update)
 
 
+# Function of the number of ranks.
+PartOf = Callable[[int], Memory]
+
+
+def memory_of_stages(memory: Memory, ranks: int) -> Memory:
+    """Return the memory of each of so many ranks with an equal part of the weights, and all activations."""
+    parts = {name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")}
+    return replace(memory, **parts)
+
+
 def with_left_out(memory: Memory, work: Work) -> Memory:
     """Return the work of one of several ranks, with the rest that it keeps because packing has left it out of
     gradients.
@@ -191,53 +201,104 @@ class DataCosts:
         return packed or Traffic(all_reduced=gradient_bytes)
 
 
+@dataclass(frozen=True)
 class ShardedCosts:
-    """Costs of fully sharded ranks: each has one of ``ranks`` parts of every array, and whole blocks for a while."""
+    """Costs of fully sharded ranks: each has one of ``ranks`` parts of every array, and whole blocks for a while.
+
+    :func:`allhands.run.divided_costs.sharded_costs` fills in the attributes for a model.
+
+    Attributes:
+        part: function that returns the arrays of a rank with such a part of every array, 0 to 1; ``None``: without
+            blocks that are whole for a while, which is the least.
+        fetched_bytes: bytes of all weights that the passes of a micro-batch fetch; 0: trained weights alone, twice.
+        pushed_bytes: bytes of all gradients that they add up; 0: each once.
+        micro_batches: number of micro-batches of a step, each of which fetches weights anew.
+    """
+
+    part: Callable[[float], Memory] | None = None
+    fetched_bytes: int = 0
+    pushed_bytes: int = 0
+    micro_batches: int = 1
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
+        return self.memory_of(memory, 1 / ranks)
+
+    def memory_of(self, memory: Memory, share: float) -> Memory:
+        """Return the memory of a rank with such a part of every array: ranks of unlike memory have unlike parts."""
+        if self.part is not None:
+            return self.part(share)
+        names = ("weights", "trained", "optimizer", "update", "renewed")
+        parts = {name: int(getattr(memory, name) * share) for name in names}
         gradients = memory.backward - memory.activations
-        backward = memory.activations + gradients // ranks
-        return replace(
-            memory,
-            weights=memory.weights // ranks,
-            trained=memory.trained // ranks,
-            optimizer=memory.optimizer // ranks,
-            backward=backward,
-            update=memory.update // ranks,
-            renewed=memory.renewed // ranks,
-        )
+        return replace(memory, **parts, backward=memory.activations + int(gradients * share))
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
+        fetched = self.micro_batches * (self.fetched_bytes or 2 * weight_bytes)
+        pushed = self.micro_batches * (self.pushed_bytes or gradient_bytes)
         if scatters:
-            return Traffic(gathered=2 * weight_bytes, scattered=gradient_bytes)
-        return Traffic(gathered=2 * weight_bytes, all_reduced=gradient_bytes)
+            return Traffic(gathered=fetched, scattered=pushed)
+        return Traffic(gathered=fetched, all_reduced=pushed)
 
 
 @dataclass(frozen=True)
 class TensorCosts:
     """Costs of divided matrices: each rank has one of ``ranks`` parts of the blocks, and computes all rows.
 
+    :func:`allhands.run.divided_costs.tensor_costs` fills in the attributes for a model.
+
     Attributes:
-        hidden_bytes: bytes of the hidden states of a step; each block adds them up four times.
-        blocks: number of blocks.
+        part: function that returns the arrays of each of so many ranks; ``None``: as if everything were in blocks.
+        hidden_bytes: bytes of the hidden states of a step, which are added up ``sums`` times: twice a block in the
+            forward pass, and twice in the backward pass.
+        partial_bytes: bytes of gradients of whole arrays in blocks, of which each rank has a part.
     """
 
+    part: PartOf | None = None
     hidden_bytes: int = 0
-    blocks: int = 0
+    sums: int = 0
+    partial_bytes: int = 0
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
-        """What is not in blocks is whole on each rank, and small beside them."""
-        parts = {
-            name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")
-        }
-        return replace(memory, **parts)
+        return memory_of_stages(memory, ranks) if self.part is None else self.part(ranks)
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        return Traffic(all_reduced=4 * self.blocks * self.hidden_bytes)
+        return Traffic(all_reduced=self.sums * self.hidden_bytes + self.partial_bytes)
+
+
+@dataclass(frozen=True)
+class ContextCosts:
+    """Costs of divided rows: each rank has all weights, and computes one of ``ranks`` parts of each row.
+
+    :func:`allhands.run.divided_costs.context_costs` fills in the attributes for a model.
+
+    Attributes:
+        part: function that returns the arrays of each of so many ranks; ``None``: without activations.
+        fetched_bytes: bytes of the keys and values of whole rows that all layers fetch in a step, with those that are
+            fetched again where blocks are recomputed; ``pushed_bytes``: of their gradients, which are added up.
+    """
+
+    part: PartOf | None = None
+    fetched_bytes: int = 0
+    pushed_bytes: int = 0
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        return memory if self.part is None else self.part(ranks)
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        gradients = packed or Traffic(all_reduced=gradient_bytes)
+        summed, scattered = (0, self.pushed_bytes) if scatters else (self.pushed_bytes, 0)
+        return replace(
+            gradients,
+            gathered=gradients.gathered + self.fetched_bytes,
+            scattered=gradients.scattered + scattered,
+            all_reduced=gradients.all_reduced + summed,
+        )
 
 
 class DividedOptimizerCosts:
@@ -301,10 +362,7 @@ class PipelineCosts:
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         """With an equal part of the blocks; :mod:`allhands.parallel.splitting` has what unequal ones take."""
-        parts = {
-            name: getattr(memory, name) // ranks for name in ("weights", "optimizer", "update", "renewed", "trained")
-        }
-        return replace(memory, **parts)
+        return memory_of_stages(memory, ranks)
 
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None

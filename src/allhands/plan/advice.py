@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from allhands.io.formatting import format_duration
+from allhands.io.formatting import format_bytes, format_duration
 from allhands.plan.pipelines import Pipelined
-from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
+from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD, Way
 
 Outcome = Literal[
     "one machine",
@@ -17,6 +17,9 @@ Outcome = Literal[
     "smaller",
     "divide the optimizer",
     "pipeline",
+    "fully sharded",
+    "tensor parallel",
+    "context parallel",
     "framework",
     "measure again",
 ]
@@ -84,6 +87,8 @@ class Situation:
         kind: kind of processor.
         doubt: reason not to conclude anything; empty if there is none.
         pipeline: several computers with the model's blocks divided among them, if it fits no single one.
+        parts: several computers with arrays, matrices or rows divided among them, if it fits no single one.
+        inside: several computers that divide matrices or rows, if that takes less time than anything else.
     """
 
     again: bool
@@ -106,17 +111,24 @@ class Situation:
     rounded: Offer | None = None
     larger: Offer | None = None
     pipeline: Pipelined | None = None
+    parts: Way | None = None
+    inside: Way | None = None
+
+    @property
+    def several_hold(self) -> bool:
+        """Return whether several computers hold this model, divided in some way."""
+        return self.pipeline is not None or self.parts is not None
 
     @property
     def smaller(self) -> str:
         """The flags with which it fits one; not weights in 4 bits, another model, if several hold this one."""
-        return "" if self.pipeline is not None and QUANTISE in self.fits_smaller else self.fits_smaller
+        return "" if self.several_hold and QUANTISE in self.fits_smaller else self.fits_smaller
 
     @property
     def divided(self) -> Offer | None:
         """The offer, likewise."""
         rounded = self.offer is not None and QUANTISE in f"{self.offer.flags} {self.offer.more}"
-        return None if self.pipeline is not None and rounded else self.offer
+        return None if self.several_hold and rounded else self.offer
 
     @property
     def long(self) -> bool:
@@ -126,7 +138,8 @@ class Situation:
     @property
     def saved_s(self) -> float:
         """Return the time that several computers save."""
-        return max(0.0, self.alone_s - self.offer.training_s) if self.offer else 0.0
+        seconds = [each.training_s for each in (self.offer, self.inside) if each is not None]
+        return max(0.0, self.alone_s - min(seconds, default=self.alone_s))
 
     @property
     def pays(self) -> bool:
@@ -178,10 +191,19 @@ FITS = "Does it fit one machine?"
 SMALLER = "Does it fit with flags that save memory?"
 MORE = "Are there others to help?"
 DIVIDED = "Does it fit if it is divided among several?"
-STAGES = "Does it fit if the model's blocks are divided?"
+STAGES = "Does it fit if the model is divided?"
 PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
+# Answers of the chart that lead to other ways than the usual one.
+_IN_PARTS = {"fsdp": "each array", "tensor": "each matrix", "context": "each row"}
+_INSIDE = "each row by several"
+_OUTCOMES: dict[str, Outcome] = {"fsdp": "fully sharded", "tensor": "tensor parallel", "context": "context parallel"}
+_PARTS = {
+    "fsdp": "each with a part of every array",
+    "tensor": "each with a part of every matrix",
+    "context": "each with a part of every row",
+}
 
 
 class _Walk:
@@ -227,7 +249,7 @@ def _done_soon(at: Situation, walk: _Walk) -> Advice | None:
 
 def _saved(at: Situation, judged: str) -> str:
     """Say what several computers would save, with a judgement of that."""
-    if not at.offer:
+    if at.offer is None and at.inside is None:
         return "no other computer is named"
     return f"several would be done {format_duration(at.saved_s)} sooner: {judged}"
 
@@ -247,10 +269,14 @@ def _unfit(at: Situation, walk: _Walk) -> Advice | None:
 def _helped(at: Situation, walk: _Walk) -> Advice:
     """Go on where one machine would do, and the question is what others save."""
     there = f"{'if there were ' if at.imagined else ''}{at.machines} in all" if at.machines > 1 else "none is named"
-    if at.offer is None:
+    if at.offer is None and at.inside is None:
         walk.ask(MORE, False, "not all can hold their share" if at.machines > 1 else there)
         return walk.end("one machine", f"stay on one machine{at.which}", *_why_no_others(at))
     walk.ask(MORE, True, there)
+    if at.inside is not None:
+        walk.ask(PAYS, True, f"{_fast(at, at.inside)} on {at.several(at.inside.ranks)}", besides=_INSIDE)
+        return _inside(at, at.inside, walk)
+    assert at.offer is not None
     little = ", less than 5 % for each" if at.offer.speed_up >= _WORTH and not at.pays else ""
     if walk.ask(PAYS, at.pays, f"{at.offer.fast(at)}{little}"):
         return _data_parallel(at, at.offer, walk)
@@ -343,26 +369,35 @@ def _too_large(at: Situation, walk: _Walk) -> Advice:
     walk.ask(DIVIDED, at.divided is not None, over)
     if at.divided is not None:
         return _divided(at, at.divided, walk)
-    if at.pipeline is not None:
-        walk.ask(STAGES, True, f"over {at.several(at.pipeline.machines)}")
-        return _in_stages(at, at.pipeline, walk)
-    walk.ask(STAGES, False, over)
-    return _elsewhere(at, walk)
+    return _model_divided(at, walk) or _nowhere(at, walk, over)
 
 
-def _elsewhere(at: Situation, walk: _Walk) -> Advice:
+def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
+    """End with the fastest way in which several computers divide the model, or rows; ``None``: none fits."""
+    parts, stages = at.parts, at.pipeline
+    if stages is not None and (parts is None or stages.training_s <= parts.training_s):
+        walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
+        return _in_stages(at, stages, walk)
+    if parts is not None:
+        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[parts.strategy])
+        return _in_parts(at, parts, walk)
+    return None
+
+
+def _nowhere(at: Situation, walk: _Walk, over: str) -> Advice:
     """The model fits nowhere here, in no way that there is."""
-    where = "torchtitan or DeepSpeed (ZeRO-3) on NVIDIA GPUs; SageMaker or Vertex AI where you have none of your own"
-    if at.kind == "metal":
-        where += ". For Macs there is none: these do not run on them"
+    walk.ask(STAGES, False, over)
+    where = "more of them hold a model that is fully sharded, each its part (--strategy fsdp), or a pipeline's blocks"
+    if at.kind == "cuda":
+        where += "; DeepSpeed (ZeRO-Infinity) leaves weights and states in the computer's memory, or on its disk"
     smaller = "shorter rows (--max-seq-length)" if at.adapters else "LoRA in place of full training"
     return walk.end(
         "framework",
-        "a framework that divides the model itself",
+        "more computers, or more memory in them",
         *at.unable,
-        f"parameters or tensors must be spread over devices, which allhands does not do: {where}",
+        f"no way of dividing it among these fits: {where}",
         f"or a smaller model, {smaller}, 4 bits ({QUANTISE}); or a computer with more memory",
-        "what you have goes there: allhands export --to peft for an adapter; data and model are files as they are",
+        "what you have goes elsewhere: allhands export --to peft for an adapter; data and model are files as they are",
     )
 
 
@@ -395,4 +430,40 @@ def _in_stages(at: Situation, found: Pipelined, walk: _Walk) -> Advice:
         f"{waiting}micro-batches: less with a larger --batch-size, or --pp-schedule interleaved",
         f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
         machines=found.machines,
+    )
+
+
+def _fast(at: Situation, way: Way) -> str:
+    return as_fast(at.alone_s / way.training_s)
+
+
+def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
+    """The model, or a row, fits no single computer, and parts of its arrays, matrices or rows fit several."""
+    other = at.pipeline
+    slower = other is not None and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
+    return walk.end(
+        _OUTCOMES[way.strategy],
+        f"{way.name} over {at.several(way.ranks)}, {_PARTS[way.strategy]}: {way.flags}",
+        f"{format_bytes(way.rank_bytes)} on each; a rank sends {format_bytes(way.sent_bytes)} in a step",
+        f"{format_duration(way.training_s)} on {at.several(way.ranks)}; on one it does not fit",
+        slower or "",
+        f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
+        machines=way.ranks,
+    )
+
+
+def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
+    """One machine would do; several that compute each row together are done sooner than in any other way."""
+    other = at.offer
+    shares = "its rows cannot be divided among so many" if other is None else f"with rows of its own: {other.fast(at)}"
+    return walk.end(
+        _OUTCOMES[way.strategy],
+        f"{way.name} over {at.several(way.ranks)}, {_PARTS[way.strategy]}: {way.flags}",
+        f"{_fast(at, way)} on {at.several(way.ranks)}: {format_duration(way.training_s)} in place of "
+        f"{format_duration(at.alone_s)}",
+        shares,
+        "the others are only imagined: as many of the same kind, and this link, would have to be there"
+        if at.imagined
+        else "",
+        machines=way.ranks,
     )

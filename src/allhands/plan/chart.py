@@ -35,7 +35,10 @@ _OUTCOMES: dict[Outcome, str] = {
     "smaller": "one machine, with flags that save memory",
     "divide the optimizer": "data parallel, each with a part",
     "pipeline": "a pipeline, each with some blocks",
-    "framework": "a framework that divides the model itself",
+    "fully sharded": "fully sharded, each with a part of every array",
+    "tensor parallel": "matrices divided, each with a part",
+    "context parallel": "rows divided, each with a part",
+    "framework": "more computers, or more memory",
 }
 _ARROWS: tuple[tuple[str, str, str], ...] = (
     (chart.AGAIN, chart.LONG, "yes"),
@@ -231,7 +234,7 @@ def _placed(advice: Advice, y: float) -> tuple[dict[tuple[str, str], _Node], flo
     nodes: dict[tuple[str, str], _Node] = {}
     for question in _QUESTIONS:
         asked = _asked(advice, question)
-        ends = {end for start, end, _ in _ARROWS if start == question} - {"faster link"}
+        ends = {arrow.end for arrow in arrows_of(advice) if arrow.start == question} - {"faster link"}
         beside = {name: _ended(advice, name, question, 21) for name in _OUTCOMES if name in ends}
         height = sum(_high(lines) + _PAD for lines, _ in beside.values()) - _PAD
         row = max(_high(asked[0]), height)

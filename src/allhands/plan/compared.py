@@ -217,8 +217,8 @@ class _Compared:
         ways = [way for way in self.plan.memory if way.ranks == self.ranks and QUANTISE not in way.flags]
         same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
-            ways = [way for way in ways if (SHARD in way.flags) == self._is_divided()]
-            same.append("strategy")
+            ways = [way for way in ways if _strategy_of(way) == self._strategy()]
+            same += ["strategy", "tp", "cp"]
         if not ways:
             return
         way, saving = self._saving(ways)
@@ -228,13 +228,24 @@ class _Compared:
         peaks = [max(one.needed_bytes or one.peak_memory_bytes) for one in self.reports if one.peak_memory_bytes]
         yield Figure("memory", name, way.rank_bytes, max(peaks, default=0) or None, self._differs(*same, *saving))
 
-    def _is_divided(self) -> bool:
-        """Tell if the run divided the optimizer's state."""
-        choice = self.config.get("strategy", self.plan.options.get("strategy"))
+    def _strategy(self) -> str:
+        """Return the way in which the run divided the work, by the name that the plan has for it."""
+
+        def given(name: str, usual: Any) -> Any:
+            return self.config.get(name, self.plan.options.get(name, usual))
+
+        choice = str(given("strategy", "auto"))
+        if given("tp", 1) > 1:
+            return "tensor"
+        if given("cp", 1) > 1:
+            return "context"
+        if choice in ("zero2", "zero3"):
+            return "fsdp"
         if choice != "auto":
-            return choice == "zero1"
+            return choice
         # As auto decides, for trainings that are large enough.
-        return can(self.started.backend, "overlap") and bool(self.config.get("master_weights"))
+        divided = can(self.started.backend, "overlap") and bool(self.config.get("master_weights"))
+        return "zero1" if divided else "data"
 
     def _saving(self, ways: Sequence[KeptMemory]) -> tuple[KeptMemory, Sequence[str]]:
         """Return the way with what saves memory that the run had and the plan had not, and the names of these options.
@@ -345,3 +356,8 @@ def _seconds(seconds: float) -> str:
     if seconds >= 9.95:
         return format_duration(seconds)
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
+
+
+def _strategy_of(way: KeptMemory) -> str:
+    """Return the strategy of a way, in which earlier plans have the optimizer divided, or not."""
+    return way.strategy or ("zero1" if SHARD in way.flags else "data")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from allhands.parallel.rounds import Rounds
 from allhands.plan.computers import Computer
+from allhands.plan.dividing import Dividing
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.speed import StepModel
 from allhands.run.training_memory import BACKEND_BYTES, DecoderShape, Memory, Work
@@ -84,6 +85,7 @@ class Job:
         forms: bytes of a block's weights, and of an embedding, in each form in which a rank may hold them, the
             fastest first; empty if all weights take the same bytes.
         small: a step in small micro-batches, if one was measured.
+        dividing: ways of dividing the model beside those; ``None``: none is looked at.
     """
 
     steps: int
@@ -118,6 +120,7 @@ class Job:
     tied: bool = False
     forms: tuple[tuple[float, float], ...] = ()
     small: SmallPasses | None = None
+    dividing: Dividing | None = None
 
     @property
     def mixed(self) -> bool:

@@ -33,7 +33,22 @@ OPTIONS = (
     *("grad_accumulation_steps", "max_seq_length", "packing", "isolate_documents", "lora_parameters", "mask_prompt"),
     "train_on",
     *("grad_checkpoint", "micro_batch_tokens", "compile", "clear_cache_threshold", "master_weights", "rank_weights"),
-    *("bucket_mb", "strategy", "compress", "backend", "tokenizer", "shape", "layers", "dims", "mlp_dims", "heads"),
+    *(
+        "bucket_mb",
+        "strategy",
+        "tp",
+        "cp",
+        "dp_shard",
+        "reshard",
+        "compress",
+        "backend",
+        "tokenizer",
+        "shape",
+        "layers",
+        "dims",
+        "mlp_dims",
+        "heads",
+    ),
     *("sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
     *("kv_heads", "head_dim", "vocabulary", "tied", "experts", "experts_per_token", "dtype"),
     *("steps_per_eval", "val_batches"),
@@ -72,12 +87,13 @@ class KeptLine:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """A way of dividing the work, and the bytes of a rank at its peak."""
+    """A way of dividing the work, and the bytes of a rank at its peak; ``strategy`` is empty in earlier plans."""
 
     name: str
     ranks: int
     rank_bytes: _Bytes
     flags: str
+    strategy: str = ""
 
 
 @dataclass(frozen=True)

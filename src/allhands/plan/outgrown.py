@@ -70,8 +70,8 @@ def _of_memory(samples: Sequence[Sample]) -> Iterator[Sign]:
     if (most := max(used, default=0.0)) > _FULL:
         yield Sign(
             f"{100 * most:.0f} % of a GPU's memory was in use",
-            "--grad-checkpoint, --strategy zero1, fewer --micro-batch-tokens; what is larger needs its "
-            "parameters sharded: torchtitan, DeepSpeed (ZeRO-3)",
+            "--grad-checkpoint, --strategy zero1, fewer --micro-batch-tokens; what is larger is divided among "
+            "several: --strategy fsdp over a fast link, --strategy pipeline over a slow one",
         )
 
 
@@ -90,7 +90,7 @@ def _of_length(history: RunHistory, started: RunStarted) -> Iterator[Sign]:
     if started.num_ranks > _MANY and total > _DAY_S:
         yield Sign(
             f"{started.num_ranks} ranks computed for {total / _DAY_S:.1f} days",
-            "at this size sharding parameters, tensors and layers together pays: torchtitan, DeepSpeed, Megatron"
+            "at this size dividing a model in two ways together pays: --strategy fsdp or pipeline with --tp"
             if started.total_params >= _LARGE
             else "allhands plan says how many ranks a model of this size is worth",
         )
@@ -127,5 +127,5 @@ def _of_exchange(started: RunStarted, step_s: float, share: float, one_computer:
         advice += f", and together they take {format_duration(step_s)}"
     if started.total_params < _LARGE:
         return advice
-    sharded = "tensors and parameters sharded over NVLink or InfiniBand, by torchtitan or DeepSpeed"
-    return f"{advice}. Where nothing of it helps: {sharded}"
+    divided = "--strategy pipeline sends hidden states in place of gradients; allhands plan tells the time of each way"
+    return f"{advice}. Where nothing of it helps: {divided}"

@@ -9,15 +9,17 @@ from functools import partial
 from typing import Any
 
 from allhands.io.formatting import format_bytes
+from allhands.parallel.costs import Memory, Work
 from allhands.plan.advice import Advice, Offer, Situation, advise
 from allhands.plan.computers import Computer, Team, all_hold, alone, fractions, largest, names, ordered, shown
+from allhands.plan.divided import Held, best_divided, divided_ways
 from allhands.plan.job import Job
 from allhands.plan.lighter import Lighter, lighter_ways
 from allhands.plan.links import Link, faster_than
-from allhands.plan.pipelines import Pipelined, best_pipeline, pipelined
+from allhands.plan.pipelines import FEWER, Pipelined, best_pipeline, pipelined
 from allhands.plan.speed import Prediction, enough, laws, predict
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, Setting, Way, all_ways, cheapest, those_told
-from allhands.run.training_memory import Memory, of_process
+from allhands.run.training_memory import DecoderShape, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _MOST = 1024  # computers that are looked at
@@ -149,9 +151,12 @@ class _Planner:
         teams = [self._team(number) for number in self._numbers()]
         ways = {len(team): those_told(self._ways(team) if len(team) > 1 else self.ones) for team in teams}
         lines = [self._line(team, ways[len(team)]) for team in teams]
-        memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number])]
-        pipelines = [] if self.fits_one else [each for team in teams[1:] if (each := pipelined(job, team)) is not None]
+        ways = {line.machines: [self._timed(way, line) for way in ways[line.machines]] for line in lines}
+        pipelines = self._pipelines(teams[1:])
+        divided = [way for team in teams for way in self._divided(team)]
+        memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number]), *divided]
         situation = self._situation(teams, lines, ways, best_pipeline(pipelines))
+        situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
         lighter = lighter_ways(job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind)
         return Outlook(
@@ -208,7 +213,8 @@ class _Planner:
 
     def _able(self) -> Callable[[Computer], bool]:
         """Return a test if a computer holds its share of a batch that is divided among all, in any way."""
-        ways = [way for way in self._ways(self.job.computers) if self._is_open(way.flags)]
+        team = self.job.computers
+        ways = [way for way in self._ways(team) if self._is_open(way.flags)] + self._divided(team)
         places = {each: place for place, each in enumerate(self.job.computers)}
         return lambda each: not ways or any(each.holds(way.by_rank[places[each]]) is not False for way in ways)
 
@@ -269,8 +275,22 @@ class _Planner:
         job = self.job
         if job.blocks is None or job.work is None:
             return []
-        blocks, work = job.blocks, job.work
+        held = self._needs(team, job.blocks, job.work)
+        setting = Setting(
+            of=partial(job.of, job.blocks),
+            needed=held.needed,
+            quantised=job.quantised,
+            bucket_bytes=held.bucket_bytes,
+            together=job.together,
+            divides=not job.present_bytes,
+            scatters=job.step.overlapped,
+            rounds=job.rounds,
+        )
+        return [self._held_to(way, team) for way in all_ways(job.work, held.shares, setting)]
 
+    def _needs(self, team: Team, blocks: DecoderShape, work: Work) -> Held:
+        """Return what a rank of these computers needs for some arrays, and the part of a batch of each."""
+        job = self.job
         # What was seen beyond what is computed is taken to be needed in every other way, too. The steps that were made
         # may not have met the largest batch, so that less than was computed proves nothing.
         more = max(0, job.needed_bytes - job.of(blocks, work).arrays)
@@ -281,20 +301,46 @@ class _Planner:
             # Of a process on a CPU everything counts.
             return of_process(memory, job.present_bytes, 0) + (job.backend_bytes if ranks > 1 else 0)
 
-        setting = Setting(
-            of=partial(job.of, blocks),
-            needed=needed,
-            quantised=job.quantised,
-            bucket_bytes=min(job.step.bucket_bytes, job.step.gradient_bytes),
-            together=job.together,
-            divides=not job.present_bytes,
-            scatters=job.step.overlapped,
-            rounds=job.rounds,
-        )
         rows = job.batch_rows
         # No rank gets a part of a row.
         shares = [math.ceil(rows * part - 1e-9) / rows if rows else part for part in fractions(team)]
-        return [self._held_to(way, team) for way in all_ways(work, shares, setting)]
+        return Held(needed, min(job.step.bucket_bytes, job.step.gradient_bytes), shares)
+
+    def _divided(self, team: Team) -> list[Way]:
+        """Return the ways in which these computers divide arrays, matrices or rows, and whether each fits."""
+        job = self.job
+        if job.blocks is None or job.work is None:
+            return []
+        held = self._needs(team, job.blocks, job.work)
+        return [self._held_to(way, team) for way in divided_ways(job, team, self.link, held)]
+
+    def _timed(self, way: Way, line: OutlookLine) -> Way:
+        """Return a way of ranks that all have the model, with its time, where no flag changes that."""
+        if way.ranks == 1 or way.combined or QUANTISE in way.flags:
+            return way
+        more = 0.0
+        if way.strategy == "zero1" and not self.job.step.overlapped:  # new weights travel, half as long as sums of them
+            more = self.link.seconds(self.job.step.gradient_bytes, way.ranks) / 2
+        step_s = line.prediction.step_s + more
+        return replace(way, step_s=step_s, training_s=line.training_s + self.job.steps * more)
+
+    def _pipelines(self, teams: Sequence[Team]) -> list[Pipelined]:
+        """Return the pipelines of these computers, where no single one is enough."""
+        if self.fits_one:
+            return []
+        return [each for team in teams if (each := pipelined(self.job, team)) is not None]
+
+    def _parts(self, ways: Sequence[Way], at: Situation) -> dict[str, Way | None]:
+        """Return the ways of several computers that divide more than a batch, and are worth it: for their time where
+        one computer would do, else for their memory.
+        """
+        if self.job.link is None:
+            return {}
+        if not self.fits_one:
+            return {"parts": best_divided(ways, FEWER)}
+        best = best_divided([way for way in ways if way.strategy in ("tensor", "context")], FEWER)
+        least = self.alone_s if at.offer is None else min(self.alone_s, at.offer.training_s)
+        return {"inside": None if best is None or best.training_s > FEWER * least else best}
 
     def _held_to(self, way: Way, team: Team) -> Way:
         if self.job.shares:

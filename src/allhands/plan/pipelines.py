@@ -34,7 +34,7 @@ _FLOAT, _HALF = 4, 2
 # Of a process on a CPU that has not begun to train: Python, its libraries and MLX.
 PROGRAM_BYTES = 120_000_000
 _ROUNDED = 0.01  # of a micro-batch: whole tokens
-_WORTH = 0.85  # what more computers must take of fewer ones' time
+FEWER = 0.85  # what more computers must take of fewer ones' time
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
     """Return the fitting pipeline with the fewest computers, or one with more if they save enough of the time."""
     best: Pipelined | None = None
     for each in found:
-        if each.fits is not False and (best is None or each.training_s < _WORTH * best.training_s):
+        if each.fits is not False and (best is None or each.training_s < FEWER * best.training_s):
             best = each
     return best
 

@@ -61,6 +61,8 @@ class Way:
         sent_bytes: that a rank sends in a step.
         fits: whether each rank's bytes do; ``None`` where that is not known.
         combined: whether several flags save memory together, which is of interest where none alone is enough.
+        strategy: name in the registry, or ``context``; empty: plain data parallel with what saves memory.
+        step_s: seconds of a step, and ``training_s`` of the whole training; 0 where that is not told.
     """
 
     name: str
@@ -73,6 +75,9 @@ class Way:
     sent_bytes: int = 0
     fits: bool | None = None
     combined: bool = False
+    strategy: str = ""
+    step_s: float = 0.0
+    training_s: float = 0.0
 
 
 def all_ways(work: Work, shares: Sequence[float], setting: Setting) -> list[Way]:
@@ -161,6 +166,7 @@ class _AllWays:
             more=more,
             sent_bytes=self._sent(entry) if self.ranks > 1 else 0,
             combined=combined,
+            strategy="zero1" if entry is _ZERO1 else "data" if self.ranks > 1 and self.rounds is None else "",
         )
 
     def _memory(self, entry: Entry, work: Work) -> Memory:

@@ -112,6 +112,49 @@ def split_agreed(
     return sizes, [f"stages: {_told(sizes)} blocks{_why(best, layers, seats, per_rank)}"]
 
 
+@dataclass(frozen=True)
+class PipedSplit:
+    """Stages of a pipeline that fit the ranks' memory.
+
+    Attributes:
+        seconds: time of each stage, in any unit.
+        micro_batches: of a step; ``hidden_bytes`` that a stage hands on for each.
+        again: True if stages compute their forward passes twice.
+    """
+
+    seconds: tuple[float, ...]
+    micro_batches: int
+    hidden_bytes: int
+    again: bool
+
+
+def split_that_fits(
+    config: TrainConfig,
+    divided: DividedModel,
+    mesh: Mesh,
+    accelerator: Accelerator,
+    rooms: Sequence[int],
+    taken: Sequence[int],
+) -> PipedSplit | None:
+    """Return the stages that :func:`split_agreed` would find for equally fast ranks; ``None``: none fit.
+
+    Args:
+        mesh: with an axis of stages.
+        rooms: bytes that each rank may have, of which its process takes so many without the model (``taken``).
+    """
+    blocks: Any = divided.model.layers
+    if len(blocks) < mesh.pipe:
+        return None
+    found, again = _part_costs(config, divided, mesh, accelerator), accelerator.runs_natively(config.compile)
+    told = [{"room": room, "taken": int(each + found.once)} for room, each in zip(rooms, taken, strict=True)]
+    seats = _seats(config, found, mesh, told, 1, native=again)
+    splits = [divide(way, seats, 1) for way in found.ways]
+    best = next((split for split in splits if split.fits), None)
+    if best is None:
+        return None
+    return PipedSplit(tuple(best.seconds), found.micro_batches, found.hidden_bytes, again)
+
+
 def split_given(config: TrainConfig, num_blocks: int, num_ranks: int) -> list[int]:
     """Return the blocks of each stage from ``--pp-split``; empty if they have to be found.
 

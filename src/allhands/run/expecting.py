@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from allhands.errors import ModelError
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
 from allhands.kernels import native
+from allhands.kernels.known import head_of
 from allhands.model.load import LoadedModel
 from allhands.model.quantized import bytes_of_form
 from allhands.model.stages import Stage
 from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import DelayedCosts, LocalCosts, Memory, PackedGradients, with_left_out
 from allhands.parallel.rounds import rounds_of
+from allhands.run.divided_costs import Divided, memory_of_matrices, memory_of_rows, sharded_costs
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
-from allhands.run.stage_costs import alive
+from allhands.run.stage_costs import Model, Weights, alive
 from allhands.run.training_memory import WRITING_BYTES, DecoderShape, Work, blocks_of, of_process, on_cpu, on_gpu
 from allhands.runtime.accelerator import Accelerator
 from allhands.runtime.memory import memory_limit
@@ -37,6 +40,7 @@ from allhands.runtime.sizing import Sizing
 
 # To answer: caches of keys and values, and a prompt's activations.
 ANSWERING_BYTES = 100_000_000
+_FLOAT, _HALF = 4, 2  # bytes of a number of activations on a CPU, and on a GPU
 # Of a device's memory what arrays may take; of a computer's what one program may.
 _USABLE = {"cpu": 0.95, "cuda": 0.94, "metal": 0.75}
 
@@ -93,7 +97,7 @@ def estimated_bytes(
     On a GPU it is what the rank needs of MLX's memory on one of NVIDIA's.
 
     Args:
-        largest: as :meth:`allhands.data.loader.Loader.largest` has it.
+        largest: as :meth:`allhands.data.loader.Loader.largest` has it, of whole rows.
         stages: this rank's, where it has no more of the model.
         weights_bytes: of all weights, where they will be held in another way than now.
     """
@@ -121,12 +125,46 @@ def estimated_bytes(
         alive=_alive(config, device.mesh, cuts, len(stages), native=native_way),
         has_head=has_head,
     )
+    memory = _of_rank(_own_arrays(model, blocks, work, device), work, config, device.mesh)
     if not accelerator.cpu_native:
-        return _of_rank(on_gpu(blocks, work), work, config, device.mesh).arrays
-    memory = _of_rank(on_cpu(blocks, work), work, config, device.mesh)
+        return memory.arrays
     return _writing_bytes(config, device.mesh) + of_process(
         memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory()
     )
+
+
+def _own_arrays(model: Any, blocks: DecoderShape, work: Work, device: Device) -> Memory:
+    """The arrays of a rank that has all of the model, or a part of its arrays, of its matrices, or of rows."""
+    mesh, on_a_cpu = device.mesh, device.accelerator.cpu_native
+    of, word = (on_cpu, _FLOAT) if on_a_cpu else (on_gpu, _HALF)
+    if mesh.pipe > 1:
+        return of(blocks, work)
+    if mesh.tensor > 1:
+        of = partial(memory_of_matrices, of, ranks=mesh.tensor, word=word)
+    if mesh.context > 1:
+        of = partial(memory_of_rows, of, ranks=mesh.context, word=word)
+    if mesh.shard == 1:
+        return of(blocks, work)
+    held, tied = _held(model)
+    return sharded_costs(Divided(held, blocks, work, of, tied, on_a_cpu)).memory(of(blocks, work), mesh.shard)
+
+
+def _held(model: Any) -> tuple[Model, bool]:
+    """The weights of a model as they are, with half of what is outside of its blocks for the head; whether it has none
+    of its own.
+    """
+
+    def of(module: Any) -> Weights:
+        return Weights(0.0, _bytes(module.parameters()), _bytes(module.trainable_parameters()))
+
+    blocks, whole = tuple(map(of, model.layers)), of(model)
+    tied = head_of(model) is getattr(getattr(model, "model", None), "embed_tokens", model)
+    outside = Weights(
+        0.0,
+        (whole.held_bytes - sum(each.held_bytes for each in blocks)) // (1 if tied else 2),
+        (whole.trained_bytes - sum(each.trained_bytes for each in blocks)) // (1 if tied else 2),
+    )
+    return Model(blocks, outside, outside), tied
 
 
 def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tuple[DecoderShape, int, bool]:
@@ -272,7 +310,8 @@ def require_room_for_weights(path: Path, accelerator: Accelerator, mesh: Mesh) -
     raise ModelError(
         f"the weights are {format_bytes(needed)}, and this process may have {format_bytes(device.room)} of memory",
         where=str(path),
-        hint="divide the model among computers: --strategy pipeline with a second computer (--hosts), or quantise it",
+        hint="divide the model among computers: with a second one (--hosts) --strategy auto takes --strategy fsdp or "
+        "--strategy pipeline; or quantise it",
     )
 
 

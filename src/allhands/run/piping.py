@@ -143,10 +143,14 @@ def parts_by_memory(communicator: Communicator, mesh: Mesh, room: int) -> tuple[
         return (), []
     places = [mesh.coordinates(rank).shard for rank in range(mesh.size)]
     least = [min(room for room, at in zip(rooms, places, strict=True) if at == place) for place in range(mesh.shard)]
-    if max(least) <= _UNLIKE * min(least):
-        return (), []
+    shares = shares_by_memory(least)
     told = ", ".join(f"{part / sum(least):.0%}" for part in least)
-    return tuple(map(float, least)), [f"each array is divided by the ranks' memory: {told}"]
+    return shares, [f"each array is divided by the ranks' memory: {told}"] if shares else []
+
+
+def shares_by_memory(rooms: Sequence[int]) -> tuple[float, ...]:
+    """Return the sizes of the parts of every array for ranks that may have so many bytes; empty: all are equal."""
+    return tuple(map(float, rooms)) if max(rooms) > _UNLIKE * min(rooms) else ()
 
 
 def sharded(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import psutil
 
-from allhands.checkpoints import Checkpoint, run_name
+from allhands.checkpoints import Checkpoint
 from allhands.checkpoints.resuming import (
     Restored,
     date_of,
@@ -25,7 +25,6 @@ from allhands.checkpoints.resuming import (
     keeps_files,
     receive,
 )
-from allhands.checkpoints.rundir import kept_as
 from allhands.checkpoints.settings import check_contents, check_settings, check_versions
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import COMPILE_FROM_BATCHES, TrainConfig
@@ -33,9 +32,8 @@ from allhands.distributed.agree import agree
 from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
-from allhands.errors import ConfigError, ModelError
+from allhands.errors import ConfigError
 from allhands.io.formatting import format_count
-from allhands.io.paths import meant
 from allhands.kernels.documents import require_isolation
 from allhands.kernels.known import can_be_compiled
 from allhands.kernels.selection import KernelSelection
@@ -65,6 +63,7 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
 from allhands.parallel.matrices import Matrices, compute_together
 from allhands.parallel.sharding import Sharding
+from allhands.run.choosing import chosen_by_memory, may_choose, reads_later
 from allhands.run.context import RunContext
 from allhands.run.contexts import check_context
 from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
@@ -74,7 +73,7 @@ from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divided, divides, has_parts, parts_by_memory, put_back, sharded
+from allhands.run.piping import divided, divides, has_parts, parts_by_memory, piped, put_back, sharded
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
@@ -145,8 +144,14 @@ class _Opened(NamedTuple):
     notes: list[str]
 
 
-def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None) -> LoadedRun:
-    """Load model and data, join the group and agree; go on from a checkpoint."""
+def prepare(
+    config: TrainConfig, surroundings: RunContext, directory: Path, start: Path | None, *, hooked: bool = False
+) -> LoadedRun:
+    """Load model and data, join the group and agree; go on from a checkpoint.
+
+    Args:
+        hooked: whether a callback looks at whole gradients.
+    """
     prepare_process()
     mesh, notes = surroundings.mesh, list(config.notes)
     config, tested = _tested(config, start)
@@ -160,25 +165,27 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     mx.random.seed(config.seed)
     trainable = _made_trainable(model, config, start)
     notes += opened.notes + _notes(loaded, data, config, trainable)
-    in_stages, in_parts = divides(config), has_parts(config, mesh)
     check_context(model, mesh)
-    if in_parts:
+    early = has_parts(config, mesh) or may_choose(config, mesh, loaded)
+    if early:
         _start_from(start, model, config)
     notes += _checkpoint_notes(checkpoint, opened)
-    facts = RankFacts(config, loaded, data, start, equal=() if in_stages else None)
+    facts = RankFacts(config, loaded, data, start, equal=() if divides(config) else None)
     communicator, stages, split = None, tuple[Stage, ...](), tuple[int, ...]()
-    if in_parts:
-        # Before the model is cut, because all ranks have a say in where.
+    if early:
+        # Before the model is read or cut, because all ranks have a say in how, and in where.
         communicator, data = _met(facts, surroundings, opened.made_data)
-        if in_stages:
-            stages, split, told = _cut(replace(facts, data=data), mesh, accelerator, communicator, checkpoint)
-            notes += told
+        facts, told = chosen_by_memory(replace(facts, data=data), mesh, accelerator, communicator, hooked=hooked)
+        config, mesh = facts.config, piped(facts.config, mesh)
+        surroundings = replace(surroundings, mesh=mesh)
+        stages, split, cut = _cut(facts, mesh, accelerator, communicator, checkpoint)
+        notes += told + cut
     with _busy(surroundings):
         matrices = divided(model, communicator, mesh)
         if mesh.shard == 1:
             read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
-    if not in_parts:
+    if not early:
         _start_from(start, model, config)
     compute_together(matrices)
     if checkpoint is not None:
@@ -193,7 +200,7 @@ def prepare(config: TrainConfig, surroundings: RunContext, directory: Path, star
     notes += told
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=in_stages)
+    restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=divides(config))
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()
@@ -255,8 +262,13 @@ def _start_from(start: Path | None, model: Any, config: TrainConfig) -> None:
 def _cut(
     facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, checkpoint: Checkpoint | None
 ) -> tuple[tuple[Stage, ...], tuple[int, ...], list[str]]:
-    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about."""
+    """Leave the model with this rank's stages: these, the blocks of all stages, and how they came about.
+
+    Without stages everything stays as it is.
+    """
     config, loaded, trained = facts.config, facts.loaded, facts.data.train
+    if not divides(config):
+        return (), (), []
     work = trained.work if config.train and trained is not None else None
     divided = DividedModel(loaded.model, loaded.config, work)
     recorded = None if checkpoint is None else checkpoint.state
@@ -317,11 +329,11 @@ def _met(
 def _loaded(
     config: TrainConfig, tokenizer: LoadedTokenizer, accelerator: Accelerator, mesh: Mesh, *, compared: bool
 ) -> LoadedModel:
-    """The model, which may be read later where ranks divide it; ``compared``: its fingerprint will be asked for."""
-    in_parts = has_parts(config, mesh)
-    if not in_parts:
+    """The model, not read yet where ranks may divide it; ``compared``: its fingerprint will be asked for."""
+    later = has_parts(config, mesh) or reads_later(config, tokenizer.path, accelerator, mesh)
+    if not later:
         require_room_for_weights(tokenizer.path, accelerator, mesh)
-    how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": in_parts}
+    how: Any = {"trust_remote_code": config.trust_remote_code, "hashed": compared, "lazy": later}
     loaded = load_model(str(tokenizer.path), tokenizer=tokenizer.tokenizer, **how)
     if compared:
         _ = loaded.fingerprint  # reads all weights
@@ -458,33 +470,6 @@ def _tell_progress(surroundings: RunContext) -> Progress:
             surroundings.say(f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far")
 
     return tell
-
-
-def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
-    """Return the file with the weights to start from or to test, which exists; looked for before anything is loaded."""
-    if config.resume_adapter_file:
-        resumed = Path(config.resume_adapter_file)
-        kept = kept_as(directory, resumed)
-        if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
-            return kept  # the first attempt has set it aside, and what is there now is this run's own
-        if not resumed.is_file():
-            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
-            weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
-            hint = meant(resumed, f"give the {weights} of an earlier run")
-            if kept:
-                hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
-            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
-        return resumed
-    if config.test and not config.train:
-        saved = directory / "adapters.safetensors"
-        if not saved.exists():
-            raise ConfigError(
-                f"there is no adapter to test in {directory}",
-                where="--adapter-path",
-                hint="train first (--train), or name the directory of an earlier run",
-            )
-        return saved
-    return None
 
 
 def versions() -> dict[str, str]:

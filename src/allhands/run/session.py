@@ -50,15 +50,10 @@ from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_
 from allhands.run.explain import choices, kernel_choices
 from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
-from allhands.run.piping import (
-    as_left,
-    micro_batch_tokens,
-    piped,
-    piping_of,
-    sums_together,
-)
-from allhands.run.preparing import LoadedRun, compiles, prepare, starting_weights, versions
+from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of, sums_together
+from allhands.run.preparing import LoadedRun, compiles, prepare, versions
 from allhands.run.samples import Sampler, answering
+from allhands.run.starting import starting_weights
 from allhands.run.state import LoopState
 from allhands.run.strategy_choice import chosen_codec, chosen_strategy
 from allhands.runtime.faults import inject_fault
@@ -114,7 +109,9 @@ def run_finetune(
         if config.train and surroundings.mesh.is_main:
             stack.enter_context(claimed(directory))
         surroundings = _observed(surroundings, observer)
-        ready = prepare(config, surroundings, directory, start)
+        ready = prepare(config, surroundings, directory, start, hooked=gradient_hook(callbacks, None) is not None)
+        # Memory may have asked for another way of dividing the work.
+        surroundings = replace(surroundings, mesh=piped(ready.config, surroundings.mesh))
         observer.write_to(monitor_file(directory / LOGS, "rank", surroundings.mesh.rank), ready.run_id)
         outputs = Outputs(directory, surroundings, ready, copies_of(directory, surroundings, ready))
         return _RankRun(ready.config, surroundings, callbacks, ready, observer, outputs, objective).execute()
@@ -383,9 +380,7 @@ class _RankRun:
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         on_cpu = device.accelerator.cpu_native
-        tokens, micro_batches = largest
-        own = -(-tokens // self.mesh.context), micro_batches
-        expected = expected_bytes(self.config, self.ready.loaded, own, device, self.ready.stages)
+        expected = expected_bytes(self.config, self.ready.loaded, largest, device, self.ready.stages)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not on_cpu)

@@ -1,0 +1,316 @@
+"""The strategy that ``--strategy auto`` takes where ranks have too little memory for whole models, before any is read.
+
+Where every rank can hold the whole training, with micro-batches as small as its rows allow, nothing is decided here.
+Otherwise all ranks agree on the first way that fits each of them: a divided optimizer, then fully sharded or a
+pipeline, whichever takes less time by the measured link and speeds. All of them give the result of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from allhands.config.combinations import refuse_combinations
+from allhands.config.schema import TrainConfig
+from allhands.distributed.backend import Communicator, finish_exchanges
+from allhands.distributed.bench import BenchPlan, time_all_sum, time_products
+from allhands.distributed.capabilities import can
+from allhands.distributed.handout import gather_json, hand_out_json
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ModelError
+from allhands.io.formatting import format_bytes
+from allhands.kernels import native
+from allhands.model.load import LoadedModel
+from allhands.model.quantized import Form, is_quantized
+from allhands.model.stages import CAN_BE_CUT, kind_of
+from allhands.model.weight_files import all_bytes
+from allhands.parallel.costs import DividedOptimizerCosts, Memory, PipelineCosts, ShardedCosts, Work
+from allhands.parallel.registry import STRATEGIES, TrainingNeeds
+from allhands.run.divided_costs import Divided, sharded_costs
+from allhands.run.dividing import DividedModel, PipedSplit, split_that_fits, weights_of
+from allhands.run.expecting import Device, has_masters
+from allhands.run.facts import RankFacts
+from allhands.run.model_sizes import flops_per_token
+from allhands.run.piping import piped, shares_by_memory
+from allhands.run.stage_costs import ROOM_OF_PRODUCTS, Model
+from allhands.run.training_memory import blocks_of, of_process, on_cpu, on_gpu
+from allhands.runtime.accelerator import Accelerator
+
+_MOST_RANKS = 1024
+_MEASURED_S = 0.1
+_MEASURED_BYTES = (1 << 20, 8 << 20)
+_STATES = 2  # of most optimizers
+
+
+def is_open(config: TrainConfig, mesh: Mesh) -> bool:
+    """Return whether memory may decide by which strategy ranks divide the work.
+
+    Args:
+        mesh: with the axes that options ask for: who divides in another way has decided.
+    """
+    whole = math.prod((mesh.shard, mesh.pipe, mesh.tensor, mesh.expert, mesh.context)) == 1
+    free = config.strategy == "auto" and config.sync_every == 1 and not config.sync_delay
+    return config.train and free and whole and mesh.size > 1
+
+
+def reads_later(config: TrainConfig, path: Path, accelerator: Accelerator, mesh: Mesh) -> bool:
+    """Return whether the model of a directory is read only when ranks have agreed on a strategy.
+
+    A GPU reads weights that fit at once, with several threads; they may be divided afterwards.
+    """
+    roomy = accelerator.kind != "cpu" and Device(accelerator, mesh, 0).holds(all_bytes(path))
+    return is_open(config, mesh) and not roomy
+
+
+def may_choose(config: TrainConfig, mesh: Mesh, loaded: LoadedModel) -> bool:
+    """Return :func:`is_open` of a model that has been opened."""
+    return hasattr(loaded.model, "layers") and is_open(config, mesh)
+
+
+def chosen_by_memory(
+    facts: RankFacts, mesh: Mesh, accelerator: Accelerator, communicator: Communicator, *, hooked: bool
+) -> tuple[RankFacts, list[str]]:
+    """Return the facts with the strategy of :func:`strategy_by_memory`, and the reason; as they are if none is open."""
+    if not may_choose(facts.config, mesh, facts.loaded):
+        return facts, []
+    assert facts.data.train is not None
+    divided = DividedModel(facts.loaded.model, facts.loaded.config, facts.data.train.work)
+    config, told = strategy_by_memory(Choosing(facts.config, divided, mesh, accelerator, hooked), communicator)
+    return replace(facts, config=config), told
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """A training whose strategy is to be found.
+
+    Attributes:
+        divided: model, its configuration and the rows of its data.
+        hooked: whether somebody looks at whole gradients.
+    """
+
+    config: TrainConfig
+    divided: DividedModel
+    mesh: Mesh
+    accelerator: Accelerator
+    hooked: bool = False
+
+
+def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the strategy that memory asks for, and the reason; called on all ranks together.
+
+    Raises:
+        ModelError: no strategy fits the ranks' memory.
+    """
+    mesh, rank = choosing.mesh, _Rank(choosing)
+    room = Device(choosing.accelerator, mesh, 0).room
+    own: dict[str, Any] = {"room": room, "present": rank.present, "needs": rank.needs(mesh.size)}
+    told: list[dict[str, Any]] = gather_json(communicator, own)
+    if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
+        told = [own] * mesh.size
+    told = rank.by_memory(told)
+    able = [name for name in own["needs"] if all(name in each["needs"] for each in told)]
+    fits = [name for name in able if all(_holds(each, name) for each in told)]
+    if "data" in fits:
+        return choosing.config, []
+    stages = rank.stages(told)
+    names = [name for name, here in (("fsdp", "fsdp" in fits), ("pipeline", stages is not None)) if here]
+    if "zero1" in fits:
+        names = ["zero1"]
+    elif len(names) > 1 and communicator.size == mesh.size:
+        names = [hand_out_json(communicator, _quicker(rank, communicator, stages))]
+    if not names:
+        raise _nothing_fits(rank, told)
+    why = f"{STRATEGIES[names[0]].title} (--strategy {names[0]}): for a whole model {_short_of(told, 'data')}"
+    return choosing.config.model_copy(update={"strategy": names[0]}), [why]
+
+
+def _holds(told: Mapping[str, Any], name: str) -> bool:
+    return not told["room"] or told["needs"][name] <= told["room"]
+
+
+def _short_of(told: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Tell what the rank with the least memory of those that have too little for a strategy would need, and has."""
+    short = [place for place, each in enumerate(told) if not _holds(each, name)]
+    least = min(short, key=lambda place: told[place]["room"])
+    needed, room = format_bytes(told[least]["needs"][name]), format_bytes(told[least]["room"])
+    others = f" ({len(short)} of {len(told)} ranks have too little)" if len(short) > 1 else ""
+    return f"rank {least} would need {needed} and may have {room}{others}"
+
+
+class _Rank:
+    """This rank's needs under each strategy, by the model's files alone.
+
+    Attributes:
+        present: bytes of its process that are no arrays.
+        work: its largest micro-batch of one row, and its share of a batch.
+    """
+
+    def __init__(self, choosing: Choosing) -> None:
+        self.choosing = choosing
+        config, accelerator, divided = choosing.config, choosing.accelerator, choosing.divided
+        self._on_cpu = accelerator.kind == "cpu"
+        self.present = 0
+        if self._on_cpu:
+            self.present = psutil.Process().memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+        form: Form = "packed" if is_quantized(divided.model) else "dense"
+        self._model = weights_of(divided, form, accelerator)
+        # Activations are known of native operations and of GPUs.
+        known = not self._on_cpu or (accelerator.runs_natively(config.compile) and native.available())
+        self.blocks = blocks_of(divided.config) if known else None
+        parts = [*self._model.blocks, self._model.embedding, self._model.head]
+        table = self._model.embedding.held_bytes
+        self._tied = bool(table) and _is_tied(self._model)
+        own = [*self._model.blocks, self._model.head] if self._tied else parts
+        self._weights = sum(each.held_bytes for each in own)
+        self._trained = sum(each.trained_bytes for each in own)
+        self.work = self._work()
+
+    def _work(self) -> Work:
+        choosing = self.choosing
+        config, lengths = choosing.config, choosing.divided.work
+        assert lengths is not None
+        longest, rows = int(lengths.max()), math.ceil(config.batch_size / choosing.mesh.size)
+        trained = [place for place, block in enumerate(self._model.blocks) if block.trained_bytes]
+        first = 0 if self._model.embedding.trained_bytes else min(trained, default=0)
+        return Work(
+            method=config.fine_tune_type,
+            tokens=longest,
+            row_tokens=longest,
+            trained_layers=len(self._model.blocks) - first,
+            weights_bytes=self._weights,
+            trained_bytes=self._trained,
+            optimizer=config.optimizer,
+            recomputed=config.grad_checkpoint,
+            accumulated=rows > 1 or config.grad_accumulation_steps > 1,
+            masters=has_masters(config, choosing.divided.model, choosing.accelerator),
+            batch_tokens=longest * rows,
+        )
+
+    def needs(self, ranks: int) -> dict[str, int]:
+        """Return the bytes of one of so many ranks under each strategy that this training can have."""
+        whole = self._whole()
+        found = {"data": self._of_process(whole)}
+        if self._can("zero1"):
+            found["zero1"] = self._of_process(DividedOptimizerCosts().memory(whole, ranks))
+        if self._can("fsdp"):
+            found["fsdp"] = self.sharded(1 / ranks)
+        return found
+
+    def sharded(self, share: float) -> int:
+        """Return the bytes of a fully sharded rank with such a part of every array."""
+        return self._of_process(self.shards(self.work).memory_of(self._whole(), share))
+
+    def by_memory(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return what ranks have told, with the needs of fully sharded ones whose parts follow their memory."""
+        rooms = [each["room"] for each in told]
+        parts = shares_by_memory(rooms) if min(rooms) and self._can("fsdp") else ()
+        if not parts:
+            return [dict(each) for each in told]
+        besides = [each["present"] - self.present for each in told]
+        needs = [self.sharded(part / sum(parts)) + more for part, more in zip(parts, besides, strict=True)]
+        return [{**each, "needs": {**each["needs"], "fsdp": need}} for each, need in zip(told, needs, strict=True)]
+
+    @property
+    def largest(self) -> Work:
+        """The work in micro-batches as large as they are where memory is not short."""
+        sizing = self.choosing.accelerator.sizing(self.choosing.config.micro_batch_tokens, compiled=False)
+        return replace(self.work, tokens=max(self.work.tokens, min(self.work.batch_tokens, sizing.max_tokens)))
+
+    def shards(self, work: Work) -> ShardedCosts:
+        """Return the costs of fully sharded ranks."""
+        if self.blocks is None:
+            return ShardedCosts()
+        of = on_cpu if self._on_cpu else on_gpu
+        return sharded_costs(Divided(self._model, self.blocks, work, of, self._tied, self._on_cpu))
+
+    def _whole(self) -> Memory:
+        """Return the arrays of a rank with everything; where activations are not known, without them."""
+        if self.blocks is not None:
+            return (on_cpu if self._on_cpu else on_gpu)(self.blocks, self.work)
+        gradients = self._trained
+        return Memory(self._weights, _STATES * gradients, gradients, 0, gradients, trained=gradients)
+
+    def _of_process(self, memory: Memory) -> int:
+        return of_process(memory, self.present, 0) if self._on_cpu else memory.arrays
+
+    def _can(self, name: str) -> bool:
+        """Return whether the training can have a strategy."""
+        choosing, config = self.choosing, self.choosing.config
+        by_blocks = name in ("fsdp", "pipeline")
+        if by_blocks and kind_of(choosing.divided.model) not in CAN_BE_CUT:
+            return False
+        native_way = choosing.accelerator.runs_natively(config.compile)
+        if STRATEGIES[name].unfit(TrainingNeeds(config.optimizer, native_way, choosing.hooked, self.work.masters)):
+            return False
+        try:
+            refuse_combinations(config.model_copy(update={"strategy": name}))
+        except ValueError:
+            return False
+        return True
+
+    def stages(self, told: Sequence[Mapping[str, Any]]) -> PipedSplit | None:
+        """Return the stages of a pipeline of all ranks that fit their memory; ``None``: there are none."""
+        if not self._can("pipeline"):
+            return None
+        config = self.choosing.config.model_copy(update={"strategy": "pipeline"})
+        mesh = piped(config, self.choosing.mesh)
+        taken = [each["present"] + ROOM_OF_PRODUCTS * self._on_cpu for each in told]
+        rooms = [each["room"] for each in told]
+        return split_that_fits(config, self.choosing.divided, mesh, self.choosing.accelerator, rooms, taken)
+
+
+def _is_tied(model: Model) -> bool:
+    return model.head.numbers == model.embedding.numbers and model.head.held_bytes >= model.embedding.held_bytes
+
+
+def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None) -> str:
+    """Return the one of fully sharded and pipeline that takes less time; called on all ranks together."""
+    blocks, work, config = rank.blocks, rank.work, rank.choosing.config
+    rates = time_products(communicator, _MEASURED_S)
+    sums = time_all_sum(communicator, BenchPlan(_MEASURED_BYTES, _MEASURED_S, 5.0))
+    finish_exchanges(communicator)
+    if blocks is None or stages is None:
+        return "fsdp"
+    ranks, trained = communicator.size, work.trained_bytes
+    latency = sums[0]["median_s"] / (2 * (ranks - 1))
+    sent_per_s = 2 * (ranks - 1) / ranks * sums[-1]["num_bytes"] / sums[-1]["median_s"]
+    lengths: Any = rank.choosing.divided.work
+    tokens = float(lengths.mean()) * config.batch_size
+    per_token = partial(flops_per_token, blocks, config.fine_tune_type, work.trained_layers)
+    again_s, once_s = (tokens * per_token(recomputed=each) / min(rates) for each in (True, work.recomputed))
+    shards = rank.shards(rank.largest)
+    sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(ranks)
+    sharded_s = max(again_s / ranks, sent / sent_per_s)
+    whole = sum(stages.seconds)
+    # A CPU computes forward passes of all stages but the last again.
+    each_s = [(again_s if stages.again else once_s) * part / whole / stages.micro_batches for part in stages.seconds]
+    message_s = latency + stages.hidden_bytes / sent_per_s
+    piped_s = PipelineCosts(stages.micro_batches, stages.hidden_bytes).step_s(each_s, message_s)
+    return "pipeline" if piped_s < sharded_s else "fsdp"
+
+
+def _nothing_fits(rank: _Rank, told: Sequence[Mapping[str, Any]]) -> ModelError:
+    """The error where no strategy fits, with the number of computers that would."""
+    config = rank.choosing.config
+    least = min((name for name in told[0]["needs"]), key=lambda name: told[0]["needs"][name])
+    hints = ["a computer with more memory, a quantised model, or shorter rows (--max-seq-length)"]
+    if not config.grad_checkpoint:
+        hints.append("--grad-checkpoint takes less memory and more time")
+    if "fsdp" in told[0]["needs"]:
+        room = min(each["room"] for each in told)
+        counts = range(len(told) + 1, _MOST_RANKS + 1)
+        enough = next((count for count in counts if rank.sharded(1 / count) <= room), None)
+        if enough is not None:
+            hints.insert(0, f"{enough} such ranks would hold it (--strategy fsdp), or fewer with --strategy pipeline")
+    return ModelError(
+        f"no strategy fits this training into the ranks' memory: with --strategy {least} {_short_of(told, least)}",
+        where=config.model,
+        hint="; or ".join(hints),
+    )

@@ -1,0 +1,40 @@
+"""The weights that a run starts from, or tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from allhands.checkpoints import run_name
+from allhands.checkpoints.rundir import kept_as
+from allhands.config.pretrain_schema import pretraining
+from allhands.config.schema import TrainConfig
+from allhands.errors import ConfigError, ModelError
+from allhands.io.paths import meant
+from allhands.run.context import RunContext
+
+
+def starting_weights(config: TrainConfig, directory: Path, surroundings: RunContext) -> Path | None:
+    """Return the file with the weights to start from or to test, which exists; looked for before anything is loaded."""
+    if config.resume_adapter_file:
+        resumed = Path(config.resume_adapter_file)
+        kept = kept_as(directory, resumed)
+        if kept and surroundings.attempt > 1 and run_name(directory) == surroundings.run_id:
+            return kept  # the first attempt has set it aside, and what is there now is this run's own
+        if not resumed.is_file():
+            problem = "this is a directory, not a file of weights" if resumed.is_dir() else "there is no such file"
+            weights = "model.safetensors" if pretraining(config) else "adapters.safetensors, or a numbered one,"
+            hint = meant(resumed, f"give the {weights} of an earlier run")
+            if kept:
+                hint = f"it was set aside when a new run began in {directory}: --resume-adapter-file {kept}"
+            raise ModelError(f"{problem} (--resume-adapter-file)", where=str(resumed), hint=hint)
+        return resumed
+    if config.test and not config.train:
+        saved = directory / "adapters.safetensors"
+        if not saved.exists():
+            raise ConfigError(
+                f"there is no adapter to test in {directory}",
+                where="--adapter-path",
+                hint="train first (--train), or name the directory of an earlier run",
+            )
+        return saved
+    return None
