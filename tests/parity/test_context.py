@@ -14,7 +14,7 @@ import pytest
 from architectures import architecture, every
 from context_ranks import model_of
 from ring_ranks import run_ring
-from tiny import write_chat_data, write_model
+from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
 from trained import assert_same, told, train, write_poisoned
 
 from allhands.errors import ModelError
@@ -164,3 +164,20 @@ def test_samples_and_the_examples_that_ruin_an_update_are_those_of_one_process(p
 )
 def test_what_cannot_be_divided_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:
     assert words in train(place, "refused", *more, code=2)
+
+
+def test_routers_that_learn_balance_need_whole_rows(tmp_path: Path) -> None:
+    """A new model without experts has none: its rows can be divided as they are."""
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text(json.dumps({"text": "hello you " * 8}) + "\n")
+    sizes = "--layers 2 --dims 32 --mlp-dims 48 --heads 2 --kv-heads 2 --block-size 32 --batch-size 2 --iters 1"
+    places = ["--data", tmp_path / "texts", "--tokenizer", tmp_path / "tokenizer", "--adapter-path", tmp_path / "run"]
+    common = ("pretrain", *places, *sizes.split(), "--val-batches", "0", "-n", "2", "--cp", "2", "--shape")
+    done = run_allhands(*common, "llama")
+    assert done.returncode == 0, done.stderr
+    mixture = (*common, "mixtral", "--experts", "4", "--experts-per-token", "2")
+    refused = run_allhands(*mixture)
+    assert refused.returncode == 2, refused.stderr
+    assert "--router-aux-loss" in refused.stderr
+    assert run_allhands(*mixture, "--router-aux-loss", "0").returncode == 0

@@ -144,11 +144,6 @@ def _refuse_context(config: Any) -> None:
             config.rank_weights not in (None, "equal"),
             f"{given} divides rows into equal parts: not with --rank-weights; leave one of the two out",
         ),
-        (
-            getattr(config, "router_aux_loss", 0),
-            f"--router-aux-loss looks at all tokens of a micro-batch, of which {given} leaves a rank some: leave one "
-            "of the two out",
-        ),
     )
 
 

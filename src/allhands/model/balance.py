@@ -42,6 +42,11 @@ def balance_together(module: nn.Module, num_ranks: int) -> None:
         object.__setattr__(gate, "_balance", (chosen, coefficient / num_ranks))
 
 
+def has_balance(model: nn.Module) -> bool:
+    """Return whether a router of ``model`` learns to keep its experts equally busy."""
+    return any(isinstance(module, _Router) for module in model.modules())
+
+
 class _Router(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         logits = super().__call__(x)

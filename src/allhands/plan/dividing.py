@@ -65,10 +65,12 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
     heads = int(values["num_attention_heads"])
     scaling: Any = values.get("rope_scaling") or values.get("rope_parameters") or {}
     by_length = "dynamic" in (scaling.get("type"), scaling.get("rope_type"))
+    # Routers that learn to keep experts equally busy look at whole rows.
+    balanced = bool(getattr(config, "router_aux_loss", 0.0) and values.get("num_local_experts"))
     able: dict[Name, bool] = {
         "fsdp": kind in CAN_BE_CUT,
         "tensor": kind in CAN_BE_DIVIDED,
-        "context": kind in CAN_DIVIDE_ROWS and not by_length,
+        "context": kind in CAN_DIVIDE_ROWS and not by_length and not balanced,
     }
     return Dividing(
         ways=frozenset(name for name, possible in able.items() if possible and _is_open(name, config)),

@@ -10,6 +10,8 @@ from allhands.distributed.backend import Communicator, SingleProcess
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
+from allhands.model.balance import has_balance
 from allhands.model.context import check_rows
 from allhands.runtime.sizing import Sizing
 
@@ -29,9 +31,17 @@ def check_context(model: nn.Module, mesh: Mesh) -> None:
 
     Raises:
         ModelError: see :func:`check_rows`.
+        ConfigError: its routers learn from all tokens of a row.
     """
-    if mesh.context > 1:
-        check_rows(model)
+    if mesh.context == 1:
+        return
+    check_rows(model)
+    if has_balance(model):
+        raise ConfigError(
+            f"--router-aux-loss looks at all tokens of a row, of which --cp {mesh.context} leaves a rank some",
+            where=f"--cp {mesh.context}",
+            hint="add --router-aux-loss 0, or leave --cp out",
+        )
 
 
 def same_rows(communicator: Communicator, mesh: Mesh) -> Communicator:
