@@ -16,6 +16,7 @@ WAYS = {
     "context": ("--cp", "2"),
     "pipe x shard": ("--backend", "mpi", "--strategy", "pipeline", "--dp-shard", "2"),
     "shard x tensor": ("--backend", "mpi", "--strategy", "fsdp", "--tp", "2"),
+    "expert": ("--ep", "2"),
 }
 HAVE_MESSAGES = ("pipeline", "fsdp", "pipe x shard", "shard x tensor")
 
@@ -33,7 +34,7 @@ class Way(NamedTuple):
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Way:
     name, flags = request.param, WAYS[request.param]
-    bench = Bench(tmp_path_factory.mktemp(name))
+    bench = Bench(tmp_path_factory.mktemp(name), experts=4 if name == "expert" else 0)
     ranks = 4 if " x " in name else 2
     with bench.trial("undisturbed") as trial:
         trial.run(*flags, ranks=ranks)
@@ -82,6 +83,22 @@ def test_a_rank_that_is_asked_to_stop_in_a_validation_leaves_it_with_the_others(
         assert max(trial.steps()) < ITERS
         trial.run(*way.flags, "--resume", ranks=way.ranks)
         assert trial.result() == way.undisturbed
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_left_alone_goes_on_with_everything(way: Way) -> None:
+    told = {"pipeline": "one rank is left of the pipeline", "fsdp": "slot 1 is left out"}
+    with way.bench.trial("left") as trial:
+        entry = {"rank": 1, "step": 7, "kind": "kill"}
+        trial.plan(entry, entry, entry)
+        job = trial.run(*way.flags, "--min-ranks", "1", ranks=2)
+        assert [event["num_ranks"] for event in trial.events("restarting")] == [2, 2, 1]
+        assert told.get(way.name, f"{way.flags[0]} is 1 now") in job.out + job.err
+        found = trial.result()
+        assert [step for step, _ in found.losses] == list(range(1, ITERS + 1))
+        # Another order of sums, which grows with each step.
+        losses = [[loss for _, loss in each.losses] for each in (found, way.undisturbed)]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-4)
 
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_alike(way: Way) -> None:

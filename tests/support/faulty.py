@@ -115,10 +115,11 @@ class Bench:
     Args:
         directory: for what should be kept; temporary files go elsewhere, under a short path.
         layers: blocks of the model.
+        experts: of each block; 0: none.
     """
 
-    def __init__(self, directory: Path, layers: int = 2) -> None:
-        self.model = write_model(directory / "model", layers=layers)
+    def __init__(self, directory: Path, layers: int = 2, experts: int = 0) -> None:
+        self.model = write_model(directory / "model", layers=layers, experts=experts)
         self.data = write_chat_data(directory / "data")
         self.directory = directory
 

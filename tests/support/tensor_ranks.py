@@ -29,7 +29,8 @@ from allhands.io.regions import Flat, Region
 from allhands.model.balance import balance_experts
 from allhands.model.passes import PassContext, apply_passes
 from allhands.parallel.base import Exchanging
-from allhands.parallel.matrices import Matrices, compute_together, divide
+from allhands.parallel.matrices import compute_together, divide
+from allhands.parallel.parts import Parts
 from allhands.parallel.sums import Gradients
 from allhands.parallel.tensor import TensorParallel
 from allhands.runtime.accelerator import detect
@@ -95,8 +96,8 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
     if form == "balanced":
         assert balance_experts(whole, 0.5) == balance_experts(model, 0.5) > 0
     expected_loss, expected = gradients(whole)
-    matrices = divide(model, world, SingleProcess())
-    if form == "native":
+    matrices = divide(model, world, SingleProcess(), whole_experts="experts" in form)
+    if "native" in form:
         apply_passes(model, PassContext(detect(), "train", at_once=True, longest=14))
     compute_together(matrices)
     if form == "forgotten":
@@ -113,7 +114,7 @@ def compared(world: Communicator, name: str, way: str, form: str) -> Any:
     return [max(abs(rank[i]) for rank in everyone) for i in range(3)]
 
 
-def far(matrices: Matrices, found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
+def far(matrices: Parts, found: dict[str, mx.array], expected: dict[str, mx.array]) -> dict[str, float]:
     """Distance of each gradient from its part of the whole model's, by the norm of that.
 
     Beside a tenth of the largest norm, what is smaller is rounding.

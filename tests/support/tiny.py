@@ -16,6 +16,7 @@ import allhands  # noqa: F401 - before MLX, for its BLAS
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.models import mixtral
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
@@ -45,9 +46,19 @@ def write_tokenizer(directory: Path, merges: Sequence[tuple[str, str]] = ()) -> 
 
 
 def write_model(
-    directory: Path, *, layers: int = 3, hidden: int = 32, tied: bool = True, bits: int | None = None, seed: int = 1
+    directory: Path,
+    *,
+    layers: int = 3,
+    hidden: int = 32,
+    tied: bool = True,
+    bits: int | None = None,
+    seed: int = 1,
+    experts: int = 0,
 ) -> Path:
-    """A random Llama with a vocabulary of 259, in mlx_lm's directory format; ``bits`` quantises it."""
+    """A random Llama with a vocabulary of 259, in mlx_lm's directory format; ``bits`` quantises it.
+
+    With ``experts`` it is a Mixtral with so many.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "model_type": "llama",
@@ -64,7 +75,11 @@ def write_model(
         "eos_token_id": 2,
     }
     mx.random.seed(seed)
-    model = Model(ModelArgs.from_dict(config))
+    if experts:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+        model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
+    else:
+        model = Model(ModelArgs.from_dict(config))
     if bits is not None:
         from mlx_lm.utils import quantize_model
 

@@ -50,9 +50,10 @@ def assert_same(one: Path, other: Path, rel: float = 2e-5) -> None:
         assert apart.item() < 10 * rel, key
 
 
-def write_poisoned(place: Path) -> None:
+def write_poisoned(place: Path, experts: int = 0) -> None:
     """A model, ``poisoned``, whose frozen table poisons what holds a z: examples 5 and 12 of the chats ``with-z``."""
-    weights = arrays(write_model(place / "poisoned", layers=3, hidden=32, tied=False) / "model.safetensors")
+    model = write_model(place / "poisoned", layers=3, hidden=32, tied=False, experts=experts)
+    weights = arrays(model / "model.safetensors")
     token = Tokenizer.from_file(str(place / "poisoned" / "tokenizer.json")).token_to_id("z")
     weights["model.embed_tokens.weight"][token] = float("nan")
     mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -64,6 +64,43 @@ def test_divided_matrices_refuse_what_they_have_not(flags: dict[str, Any], word:
     assert word in refused({"tp": 2, **flags}).message
 
 
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ({"strategy": "fsdp"}, "--strategy fsdp"),
+        ({"strategy": "pipeline"}, "--strategy pipeline"),
+        ({"strategy": "zero1"}, "--strategy zero1"),
+        ({"sync_every": 4}, "--sync-every"),
+        ({"sync_delay": 1}, "--sync-delay"),
+        ({"compress": "int8"}, "--compress"),
+        ({"rank_weights": "auto"}, "--rank-weights"),
+        ({"cp": 2}, "--cp"),
+        ({"tp": 4}, "--tp 4"),
+        ({"fine_tune_type": "dora"}, "DoRA"),
+    ],
+)
+def test_divided_experts_refuse_what_they_have_not(flags: dict[str, Any], word: str) -> None:
+    message = refused({"ep": 2, **flags}).message
+    assert "--ep 2" in message
+    assert word in message
+
+
+def test_ranks_make_up_groups_that_divide_experts() -> None:
+    """Each has rows of its own, but where the same ranks divide matrices."""
+    mesh = piped(build_config({"ep": 2}), Mesh(3, 6, weights=(1.0, 2.0, 1.0, 1.0, 1.0, 1.0)))
+    assert (mesh.expert, mesh.size_of("data"), mesh.data_size, mesh.data_rank) == (2, 3, 6, 3)
+    assert mesh.weights[1] == 2.0
+    both = piped(build_config({"ep": 2, "tp": 2}), Mesh(3, 6))
+    assert (both.expert, both.tensor, both.data_size, both.data_rank) == (1, 2, 3, 1)
+    with pytest.raises(ConfigError, match="3 ranks do not make whole groups of 2"):
+        piped(build_config({"ep": 2}), Mesh(0, 3))
+    for ranks, parts in ((8, 4), (6, 2), (3, 1)):
+        left = as_left(build_config({"ep": 4, "min_ranks": 2}), Mesh(0, ranks))
+        assert (left.ep, len(left.notes)) == (parts, parts != 4)
+        left = as_left(build_config({"ep": 4, "tp": 4, "min_ranks": 2}), Mesh(0, ranks))
+        assert (left.ep, left.tp) == (parts, parts)
+
+
 def test_ranks_make_up_groups_that_divide_matrices() -> None:
     mesh = piped(build_config({"tp": 2}), Mesh(3, 6))
     assert (mesh.tensor, mesh.data_size, mesh.data_rank) == (2, 3, 1)

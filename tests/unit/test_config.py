@@ -60,8 +60,8 @@ ALIASED: dict[str, tuple[Any, Any]] = {
     "num_epochs": (2, 2.0),
     "model_name_or_path": ("models/mine", "models/mine"),
     **dict.fromkeys(("tensor_parallel_size", "tensor_parallel_degree", "tp_size"), (2, 2)),
-    "max_seq_len": (512, 512),
-    "cutoff_len": (512, 512),
+    **dict.fromkeys(("expert_parallel_size", "expert_parallel_degree", "ep_size"), (2, 2)),
+    **dict.fromkeys(("max_seq_len", "cutoff_len"), (512, 512)),
     "global_batch_size": (16, 16),
     "resume_from_checkpoint": ("auto", "auto"),
     "save_total_limit": (3, 3),
@@ -396,11 +396,11 @@ FULL: dict[str, Any] = {
         TrainConfig.model_validate({"packing": True, "isolate_documents": True, "strategy": "zero1"}),
         TrainConfig.model_validate({"strategy": "pipeline", "pp": 2, "pp_schedule": "zb", "pp_split": "20,12"}),
         TrainConfig.model_validate({"strategy": "fsdp", "reshard": "off", "dp_shard": 2}),
-        *(TrainConfig.model_validate({"num_ranks": 4, option: 2}) for option in ("tp", "cp")),
+        *(TrainConfig.model_validate({"num_ranks": 4, option: 2}) for option in ("tp", "cp", "ep")),
         demo_config(Path("out dir"), "m", 1, 1, 60, 0),
         demo_config(Path("out"), "m", 2, 4, 9, 3),
     ],
-    ids=["defaults", "everything", "packing", "stages", "shards", "matrices", "rows", "demo on one", "demo on two"],
+    ids=["defaults", "everything", "packing", "stages", "shards", "matrices", "rows", "experts", "demo1", "demo2"],
 )
 def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> None:
     _, flags = parse(arguments(config))
@@ -413,7 +413,7 @@ def test_a_configuration_survives_its_own_command_line(config: TrainConfig) -> N
 def test_the_round_trip_covers_every_field_but_two() -> None:
     # iters excludes epochs, hosts a hostfile, sync_every a strategy; config names a file; packing without mask_prompt,
     # and a strategy, with what belongs to it, have cases of their own.
-    stages = {"strategy", "tp", "cp", "pp", "pp_schedule", "pp_split", "reshard", "dp_shard"}
+    stages = {"strategy", "tp", "cp", "ep", "pp", "pp_schedule", "pp_split", "reshard", "dp_shard"}
     missing = {"iters", "config", "packing", "isolate_documents", "hosts", *stages}
     assert set(TrainConfig.model_fields) - set(FULL) == missing
 

@@ -61,8 +61,9 @@ def test_groups_along_an_axis_are_its_lines_in_the_grid_of_ranks(sizes: dict[str
             assert sorted(sum(mesh.groups(axis), ())) == list(range(size))
             assert mesh.members(axis) in mesh.groups(axis)
         assert mesh.members(*AXES) == tuple(range(size))
-        assert mesh.data_size == shape[0] * shape[1]
-        assert mesh.data_rank == place[0] * shape[1] + place[1]
+        # Rows are divided over data, shard and expert.
+        assert mesh.data_size == shape[0] * shape[1] * shape[4]
+        assert mesh.data_rank == (place[0] * shape[1] + place[1]) * shape[4] + place[4]
         assert mesh.weights == (1.0,) * mesh.data_size
 
 
@@ -117,11 +118,13 @@ def _windows() -> TokenSet:
     return TokenSet.of_examples([(np.full(n, n), np.arange(n) > 0) for n in lengths])
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"shard": 2, "pipe": 2}, {"data": 2, "shard": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 2}, {"shard": 2, "pipe": 2}, {"data": 2, "shard": 2}, {"data": 2, "expert": 2}]
+)
 def test_rows_are_divided_among_data_ranks_and_shared_by_the_others(sizes: dict[str, int]) -> None:
     windows = _windows()
     order = GlobalOrder(windows.work, 8, seed=0)
-    weights = (2.0, 1.0, 1.0, 1.0)[: sizes.get("data", 1) * sizes.get("shard", 1)]
+    weights = (2.0, 1.0, 1.0, 1.0)[: math.prod(sizes.get(axis, 1) for axis in ("data", "shard", "expert"))]
     meshes = [Mesh(rank, 4, weights=weights, **sizes) for rank in range(4)]
     loaders = [Loader(windows, order, Sizing(90), mesh.data_rank, mesh.weights) for mesh in meshes]
     for iteration in range(10):

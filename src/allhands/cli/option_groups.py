@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Several processes and computers": (
         *("num_ranks", "hosts", "hostfile", "backend", "rank_weights", "strategy", "bucket_mb", "min_ranks"),
-        *("reshard", "dp_shard", "tp", "cp", "pp", "pp_schedule", "pp_split"),
+        *("reshard", "dp_shard", "tp", "cp", "ep", "pp", "pp_schedule", "pp_split"),
         *("compress", "sync_every", "outer_lr", "outer_momentum", "sync_fragments", "sync_delay"),
         *("max_restarts", "hang_timeout_s", "start_timeout_s", "stop_grace_s", "tag_output"),
     ),

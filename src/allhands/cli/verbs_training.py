@@ -15,7 +15,7 @@ from allhands.config.schema import TrainConfig
 _EVALUATED = (
     *("model", "adapter_path", "data", "split", "mask_prompt", "train_on", "chat_template", "system"),
     *("max_seq_length", "packing", "test_batches", "batch_size", "micro_batch_tokens", "num_ranks", "backend"),
-    *("cores_per_rank", "hostfile", "hosts", "strategy", "tp", "cp", "pp_split", "config", "trust_remote_code"),
+    *("cores_per_rank", "hostfile", "hosts", "strategy", "tp", "cp", "ep", "pp_split", "config", "trust_remote_code"),
 )
 # Options of training that decide what it sees.
 _CHECKED = (

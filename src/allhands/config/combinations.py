@@ -62,6 +62,7 @@ def refuse_combinations(config: Any) -> None:
     _refuse_stages(c)
     _refuse_divided_matrices(c)
     _refuse_context(c)
+    _refuse_divided_experts(c)
 
 
 def _refuse_given(config: Any, names: tuple[str, ...], needs: str) -> None:
@@ -126,6 +127,27 @@ def _refuse_divided_matrices(config: Any) -> None:
     )
 
 
+def _refuse_divided_experts(config: Any) -> None:
+    if config.ep == 1:
+        return
+    what = f"--ep {config.ep} divides the experts of blocks"
+    _refuse_where(
+        (config.strategy not in ("auto", "data"), f"{what}: not with --strategy {config.strategy}"),
+        (config.sync_every > 1 or config.sync_delay, f"{what}: not with --sync-every or --sync-delay"),
+        (config.compress != "none", f"{what}, whose sums are exchanged as they are: not with --compress"),
+        (
+            config.rank_weights == "auto",
+            f"{what}, so that ranks wait for each other and their speeds are not known: not with --rank-weights auto",
+        ),
+        (config.cp > 1, f"{what} among ranks with rows of their own: not with --cp; leave one of the two out"),
+        (
+            config.tp not in (1, config.ep),
+            f"--tp {config.tp} with --ep {config.ep}: the same ranks divide matrices and experts, so give one number",
+        ),
+        (config.fine_tune_type == "dora", f"{what}, for which there is no DoRA: take --fine-tune-type lora"),
+    )
+
+
 def _refuse_context(config: Any) -> None:
     if config.cp == 1:
         return
@@ -148,14 +170,16 @@ def _refuse_context(config: Any) -> None:
 
 
 def require_groups(config: Any, num_ranks: int) -> None:
-    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp`` or ``--dp-shard``.
+    """Refuse ranks that do not make up whole groups of ``--tp``, ``--cp``, ``--ep`` or ``--dp-shard``.
 
     Raises:
         ConfigError: they do not.
     """
     given: list[str] = []
     size = 1
-    for flag, own in (("--tp", config.tp), ("--cp", config.cp), ("--dp-shard", config.dp_shard or 1)):
+    experts = config.ep if config.tp == 1 else 1  # else the same ranks divide matrices and experts
+    sizes = {"--tp": config.tp, "--cp": config.cp, "--ep": experts, "--dp-shard": config.dp_shard or 1}
+    for flag, own in sizes.items():
         size *= own
         if own > 1:
             given.append(f"{flag} {own}")

@@ -182,6 +182,7 @@ class TrainConfig(Strict):
     )
     tp: int = Field(1, ge=1, description="Ranks that divide the matrices of each block, and compute the same rows.")
     cp: int = Field(1, ge=1, description="Ranks that divide each row by token positions; for long rows.")
+    ep: int = Field(1, ge=1, description="Ranks that divide the experts of each block, and compute rows of their own.")
     pp: int | None = Field(None, ge=2, description="With --strategy pipeline: ranks of a pipeline. [all]")
     pp_schedule: Literal["1f1b", "interleaved", "zb"] = Field(
         "1f1b", description="With --strategy pipeline: order of the passes; interleaved and zb wait less."

@@ -31,9 +31,9 @@ class Mesh:
     """The processes of a run, ordered along named axes, and this one's place.
 
     Each axis divides something: ``data`` the rows of a batch among copies of the model, ``shard`` the rows *and* the
-    stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the experts and
-    ``context`` the token positions of a row. Rank numbers increase along the last axis first, like the indices of a C
-    array. Without sizes all ranks are on ``data``.
+    stored parameters (fully sharded), ``pipe`` the layers, ``tensor`` the matrices, ``expert`` the rows *and* the
+    experts, and ``context`` the token positions of a row. Rank numbers increase along the last axis first, like the
+    indices of a C array. Without sizes all ranks are on ``data``.
 
     Attributes:
         rank: number of this process, 0 to ``size - 1``.
@@ -74,17 +74,17 @@ class Mesh:
     def data_rank(self) -> int:
         """Return the number of this rank's share of each batch; ranks with the same share differ on other axes only.
 
-        Rows are divided over ``data`` and over ``shard``: a fully sharded rank computes rows of its own with
-        parameters that it gathers, while ranks along ``pipe``, ``tensor``, ``expert`` and ``context`` work together on
-        the same rows.
+        Rows are divided over ``data``, over ``shard`` and over ``expert``: a fully sharded rank computes rows of its
+        own with parameters that it gathers, and one with some of the experts sends its tokens to the others, while
+        ranks along ``pipe``, ``tensor`` and ``context`` work together on the same rows.
         """
         place = self.coordinates()
-        return place.data * self.shard + place.shard
+        return (place.data * self.shard + place.shard) * self.expert + place.expert
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch: the size of ``data`` times that of ``shard``."""
-        return self.size_of("data") * self.shard
+        """Number of shares of a batch: the product of the sizes of ``data``, ``shard`` and ``expert``."""
+        return self.size_of("data") * self.shard * self.expert
 
     def size_of(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""

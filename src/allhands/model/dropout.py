@@ -73,11 +73,25 @@ class DropoutKeys:
             indices: (..., E) the experts of each place.
         """
         order = mx.argsort(indices.flatten())
-        self._routed = self._present().reshape(-1, 2)[order // indices.shape[-1]]
+        self._routed = self.present.reshape(-1, 2)[order // indices.shape[-1]]
         try:
             yield
         finally:
             self._routed = None
+
+    @contextmanager
+    def at_places(self, places: mx.array, among: mx.array | None = None) -> Generator[None]:
+        """Let layers inside the block take (N, ...) rows of these places.
+
+        Args:
+            among: (M, 2) keys of the places that are meant; default: those of the batch.
+        """
+        before = self._keys
+        self._keys = (self.present if among is None else among).reshape(-1, 2)[places][:, None]
+        try:
+            yield
+        finally:
+            self._keys = before
 
     def for_input(self, x: mx.array, layer: str) -> tuple[mx.array, tuple[int, ...]]:
         """Keys (N, 2) of the places of ``x``, and the shape in which a mask (N, features) fits on it.
@@ -85,7 +99,7 @@ class DropoutKeys:
         Raises:
             ConfigError: the axes of ``x`` are not those of the batch.
         """
-        keys, rows, axes = self._present(), 0, x.shape
+        keys, rows, axes = self.present, 0, x.shape
         if self._routed is not None and x.ndim == 3:
             keys, rows = self._routed, 1
         elif x.shape[:2] == keys.shape[:2]:
@@ -103,7 +117,9 @@ class DropoutKeys:
             axes = (*x.shape[:rows], *[1] * (x.ndim - rows - 1), x.shape[-1])
         return keys.reshape(-1, 2), axes
 
-    def _present(self) -> mx.array:
+    @property
+    def present(self) -> mx.array:
+        """(B, T, 2) keys of the batch that is being computed."""
         assert self._keys is not None, "dropout was asked for outside of a training step"
         return self._keys
 

@@ -25,6 +25,7 @@ from allhands.distributed.reduce import BUCKET_BYTES, sum_over_ranks
 from allhands.distributed.shards import Shards
 from allhands.io.regions import Region, Shape
 from allhands.kernels.fused.flat_params import FlatParams
+from allhands.parallel.experts import Experts
 from allhands.parallel.matrices import Matrices
 from allhands.parallel.passes import Passes
 from allhands.parallel.piping import Piping
@@ -49,6 +50,7 @@ class Exchanging:
             may fail on purpose.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        experts: the same for one that divides experts alone.
         context: the ranks that have the same rows, of which each computes its own token positions.
     """
 
@@ -62,6 +64,7 @@ class Exchanging:
     piping: Piping | None = None
     sharding: Sharding | None = None
     matrices: Matrices | None = None
+    experts: Experts | None = None
     context: Communicator = field(default_factory=SingleProcess)
 
     @property

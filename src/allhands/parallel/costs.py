@@ -301,6 +301,40 @@ class ContextCosts:
         )
 
 
+@dataclass(frozen=True)
+class ExpertCosts:
+    """Costs of divided experts: each rank has one of ``ranks`` parts of them, all else whole, and rows of its own.
+
+    Attributes:
+        expert_share: part of the weights, and of the trained ones, that is in experts.
+        hidden_bytes: bytes of the hidden states of all ranks' tokens of a step.
+        mixtures: number of blocks with experts; each gathers hidden states and scatters sums, in both passes.
+    """
+
+    expert_share: float = 0.0
+    hidden_bytes: int = 0
+    mixtures: int = 0
+
+    def memory(self, memory: Memory, ranks: int) -> Memory:
+        """Activations within experts stay as they are: a rank computes as many places, of all ranks' tokens."""
+        part = 1 - self.expert_share * (ranks - 1) / ranks
+        parts = {
+            name: round(getattr(memory, name) * part)
+            for name in ("weights", "optimizer", "update", "renewed", "trained")
+        }
+        gradients = memory.backward - memory.activations
+        return replace(memory, **parts, backward=memory.activations + round(gradients * part))
+
+    def traffic(
+        self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
+    ) -> Traffic:
+        exchanged = 2 * self.mixtures * self.hidden_bytes
+        rest = round(gradient_bytes * (1 - self.expert_share))
+        if scatters:
+            return Traffic(all_reduced=rest, gathered=exchanged, scattered=exchanged)
+        return Traffic(all_reduced=rest + exchanged, gathered=exchanged)
+
+
 class DividedOptimizerCosts:
     """Costs of a sharded optimizer: each rank has one of ``ranks`` parts of its state and of the updated arrays."""
 

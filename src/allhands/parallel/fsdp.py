@@ -28,9 +28,9 @@ from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute, unheard
 from allhands.parallel.gradient import Computing
-from allhands.parallel.matrices import Matrices
 from allhands.parallel.named import with_changed
 from allhands.parallel.norms import sum_of_squares
+from allhands.parallel.parts import Parts
 from allhands.parallel.passes import Passes
 from allhands.parallel.sharding import Sharding, Unit, first_trained
 from allhands.parallel.sums import Gradients, Reduced, added, joined
@@ -257,7 +257,7 @@ def fetched_stage(
     return FetchedStage(stage, units_of(stage, sharding), sharding, objective, computing, **more)
 
 
-def regions_within(sharding: Sharding, matrices: Matrices | None) -> dict[str, tuple[Shape, Region]]:
+def regions_within(sharding: Sharding, matrices: Parts | None) -> dict[str, tuple[Shape, Region]]:
     """Shape of each trained array of the whole model and this rank's place in it, by name; only where it keeps any.
 
     Args:

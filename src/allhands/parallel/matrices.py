@@ -1,9 +1,10 @@
 """Matrices of blocks that ranks have divided among them: tensor parallelism (Megatron-LM, arXiv 1909.08053).
 
-Attention is divided by heads, a feed-forward block by its inner features, and each expert of a mixture likewise. What
-comes first is divided by outputs (by columns, in the paper's words), the last projection by inputs (by rows). So a
-module needs two sums over the ranks: of its output in the forward pass, and of the gradient of its input in the
-backward pass. They are put around whole modules, so that all ranks have one order of them.
+Attention is divided by heads, a feed-forward block by its inner features, and each expert of a mixture likewise, or a
+rank has whole experts (:mod:`allhands.parallel.mixtures`). What comes first is divided by outputs (by columns, in the
+paper's words), the last projection by inputs (by rows). So a module needs two sums over the ranks: of its output in the
+forward pass, and of the gradient of its input in the backward pass. They are put around whole modules, so that all
+ranks have one order of them.
 
 Inside such a module an array is either divided, or whole on all ranks. Each rank then has a part of its gradient: norms
 of heads, routers, and the halves of adapters that are not divided. Outside of the modules all ranks compute the same.
@@ -12,7 +13,7 @@ of heads, routers, and the halves of adapters that are not divided. Outside of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +25,15 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from allhands.distributed.backend import Communicator
 from allhands.distributed.collectives import replicated, summed
 from allhands.errors import ConfigError, ModelError
-from allhands.io.regions import Box, Flat, Region, Shape, everything
+from allhands.io.regions import Flat, Region, everything
 from allhands.io.trees import flatten
 from allhands.kernels.instances import mix_in
 from allhands.kernels.known import name_of
 from allhands.model.balance import balance_together
 from allhands.model.dropout import SampleDropout
 from allhands.model.stages import kind_of
+from allhands.parallel.mixtures import MIXTURES, Mixture, OwnExperts, WithOwnExperts, check_layers, take_experts
+from allhands.parallel.parts import Parts, take
 
 _ADAPTED = (LoRALinear, LoRASwitchLinear)
 _LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
@@ -88,66 +91,56 @@ CAN_BE_DIVIDED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "
 
 
 @dataclass(frozen=True)
-class Matrices:
+class Matrices(Parts):
     """This rank's part of a model whose blocks' matrices are divided.
 
     Attributes:
         tensor: the ranks that have divided them, and compute the same rows.
         data: the ranks that have the same parts, for other rows.
-        shapes: shape of each trained array of the whole model, by name.
-        parts: this rank's place in those of them that are divided, and an empty one where another rank has the array.
         partial: whole arrays of whose gradients each rank has a part.
         modules: those that are computed together.
         by_rows: adapters of layers whose inputs are divided.
+        experts: this rank's experts, where it has whole ones.
     """
 
     tensor: Communicator
     data: Communicator
-    shapes: Mapping[str, Shape]
-    parts: Mapping[str, Region]
     partial: frozenset[str]
     modules: tuple[nn.Module, ...]
     by_rows: tuple[nn.Module, ...]
-
-    @property
-    def regions(self) -> dict[str, tuple[Shape, Region]]:
-        """Shape of each divided array and this rank's place in it, by name."""
-        return {name: (self.shapes[name], part) for name, part in self.parts.items() if part.size}
-
-    @property
-    def places(self) -> dict[str, Region]:
-        """This rank's place in every trained array, by name."""
-        return {name: self.parts.get(name, everything(shape)) for name, shape in self.shapes.items()}
-
-    def is_whole(self, name: str) -> bool:
-        """Return true if all ranks have all of an array."""
-        return name not in self.parts
+    experts: tuple[OwnExperts, ...] = ()
 
 
-def divide(model: nn.Module, tensor: Communicator, data: Communicator, *, lazy: bool = False) -> Matrices:
+def divide(
+    model: nn.Module, tensor: Communicator, data: Communicator, *, lazy: bool = False, whole_experts: bool = False
+) -> Matrices:
     """Leave this rank with its part of the blocks' matrices, which are read for it one by one.
 
     The model computes what it should once :func:`compute_together` has been called.
 
     Args:
         lazy: True if nothing is to be read yet.
+        whole_experts: give each rank some experts of a mixture, instead of a part of each.
 
     Raises:
         ModelError: the architecture cannot be divided.
         ConfigError: this number of ranks cannot divide it.
     """
-    found = list(_modules_of(model))
-    for path, module, cut in found:
-        _check(path, module, cut, tensor.size)
+    found = _checked(model, tensor.size, whole_experts=whole_experts)
     trained = {name: tuple(array.shape) for name, array in flatten(model.trainable_parameters())}
-    slicer = _Slicer(tensor.rank, tensor.size, lazy=lazy)
-    for path, module, cut in found:
+    slicer, experts = _Slicer(tensor.rank, tensor.size, lazy=lazy), list[OwnExperts]()
+    for path, module, cut, mixture in found:
         slicer.divide(path, module, cut)
-    within = tuple(f"{path}." for path, _, _ in found)
+        if mixture is not None:
+            own, places = take_experts(path, module, mixture, tensor.rank, tensor.size, lazy=lazy)
+            experts.append(own)
+            own.compute_as(WithOwnExperts)
+            slicer.parts |= places
+    within = tuple(f"{path}." for path, *_ in found)
     partial = frozenset(name for name in trained if name.startswith(within) and name not in slicer.parts)
     parts = {name: part for name, part in slicer.parts.items() if name in trained}
-    modules = tuple(module for _, module, _ in found)
-    return Matrices(tensor, data, trained, parts, partial, modules, tuple(slicer.by_rows))
+    modules = tuple(module for _, module, *_ in found)
+    return Matrices(trained, parts, tensor, data, partial, modules, tuple(slicer.by_rows), tuple(experts))
 
 
 def compute_together(matrices: Matrices | None) -> None:
@@ -155,6 +148,8 @@ def compute_together(matrices: Matrices | None) -> None:
     if matrices is None:
         return
     tensor = matrices.tensor
+    for own in matrices.experts:
+        own.drop_as_installed()
     for module in matrices.modules:
         mix_in(module, _Together, _tensor=tensor)
         balance_together(module, tensor.size)
@@ -196,6 +191,35 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
             if (cut := _CUTS.get(name_of(part))) is None:
                 raise ModelError(f"{known[id(part)]} cannot be divided: {name_of(part)}", where="--tp", hint=_WITHOUT)
             yield known[id(part)], part, cut
+
+
+def _checked(model: nn.Module, ranks: int, *, whole_experts: bool) -> list[tuple[str, nn.Module, _Cut, Mixture | None]]:
+    """The modules with their cuts, and their kinds where a rank has some of their experts whole.
+
+    Raises:
+        ModelError: the architecture cannot be divided.
+        ConfigError: so many ranks cannot divide it.
+    """
+    found: list[tuple[str, nn.Module, _Cut, Mixture | None]] = []
+    for path, module, cut in _modules_of(model):
+        mixture = MIXTURES.get(name_of(module)) if whole_experts else None
+        if mixture is not None:
+            check_layers(path, module, mixture, ranks)
+        found.append((path, module, _without_experts(cut, mixture), mixture))
+        _check(path, module, found[-1][2], ranks)
+    if whole_experts and all(mixture is None for *_, mixture in found):
+        raise ModelError("no block of this model has experts", where=f"--ep {ranks}", hint=_WITHOUT)
+    return found
+
+
+def _without_experts(cut: _Cut, mixture: Mixture | None) -> _Cut:
+    """``cut`` without the experts that a rank has whole; ``None``: it has a part of each."""
+    if mixture is None:
+        return cut
+    columns, rows = (
+        tuple(name for name in names if not name.startswith(f"{mixture.experts}.")) for names in (cut.columns, cut.rows)
+    )
+    return replace(cut, columns=columns, rows=rows)
 
 
 def _layers_of(path: str, module: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -283,18 +307,8 @@ class _Slicer:
                 del layer["bias"]
 
     def _take(self, name: str, module: Any, key: str, axis: int) -> None:
-        array = module.get(key)
-        if not isinstance(array, mx.array):
-            return
-        shape, axis = list(array.shape), axis % array.ndim
-        each, start = shape[axis] // self._size, [0] * array.ndim
-        start[axis], shape[axis] = self._rank * each, each
-        region = Box(tuple(start), tuple(shape))
-        index = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
-        module[key] = mx.contiguous(array[index])
-        if not self._lazy:
-            mx.eval(module[key])
-        self.parts[f"{name}.{key}"] = region
+        if (place := take(module, key, axis, self._rank, self._size, lazy=self._lazy)) is not None:
+            self.parts[f"{name}.{key}"] = place
 
 
 _DIVISOR = "take a number of ranks that divides it, or leave --tp out"

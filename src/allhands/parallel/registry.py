@@ -13,6 +13,7 @@ from allhands.parallel.costs import (
     DataCosts,
     DelayedCosts,
     DividedOptimizerCosts,
+    ExpertCosts,
     LocalCosts,
     PipelineCosts,
     ShardedCosts,
@@ -127,6 +128,14 @@ STRATEGIES = {
         "allhands.parallel.tensor:tensor",
         _not_in_parts,
         "--tp",
+        divides_model=True,
+    ),
+    "expert": Entry(
+        "experts divided",
+        ExpertCosts(),
+        "allhands.parallel.expert:expert",
+        _not_in_parts,
+        "--ep",
         divides_model=True,
     ),
     "local": Entry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from allhands.model.load import LoadedTokenizer, load_tokenizer
 COLUMN_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.endswith("_feature"))
 # Ranks of one host come to their data within this time of each other.
 PATIENCE_S = 3.0
+_TELL_EVERY_S = 5.0
 # Shorter work is not worth a line.
 _TOLD_FROM_S = 2.0
 
@@ -402,3 +404,16 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> Iterat
 
 def _first(places: Sequence[str], count: int) -> str:
     return ", ".join(places[:3]) + ", ..." * (count > 3)
+
+
+def tell_progress(say: Callable[[str], object]) -> Progress:
+    """Return what keeps a person informed by ``say``, from time to time."""
+    told = time.monotonic()
+
+    def tell(split: str, records: int, tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() > told + _TELL_EVERY_S:
+            told = time.monotonic()
+            say(f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far")
+
+    return tell

@@ -62,7 +62,7 @@ def _evaluated(config: EvalConfig, surroundings: RunContext) -> Evaluation:
     if windows is None or not len(windows):
         raise DataError(f"the {config.split} split is empty", where=config.data, hint="name another: --split")
     piping = piping_of(config, ready.stages, ready.communicator, surroundings.mesh) if ready.stages else None
-    together = sums_together(piping, ready.sharding, CAUSAL_LM)
+    together = sums_together(piping, ready, CAUSAL_LM)
     context = context_of(ready.communicator, surroundings.mesh)
     group = same_rows(ready.communicator, surroundings.mesh)
     evaluator = Evaluator(

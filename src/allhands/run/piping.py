@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,12 +24,16 @@ from allhands.io.regions import Flat, Region, Shape
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
 from allhands.objectives.base import Objective
+from allhands.parallel.expert import ExpertSums
+from allhands.parallel.experts import Experts, divide_experts
 from allhands.parallel.fsdp import FetchedSums, regions_within
 from allhands.parallel.matrices import Matrices, divide
+from allhands.parallel.parts import Parts
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
 from allhands.parallel.sharding import Sharding, shard
 from allhands.run.stage_costs import small_enough
+from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
 
 _UNLIKE = 1.1  # times as much memory as another rank has
@@ -42,7 +46,7 @@ def divides(config: TrainConfig) -> bool:
 
 def has_parts(config: TrainConfig, mesh: Mesh) -> bool:
     """Return true if each rank reads a part of the model alone."""
-    return divides(config) or mesh.shard > 1 or mesh.tensor > 1
+    return divides(config) or mesh.shard > 1 or mesh.tensor > 1 or mesh.expert > 1
 
 
 def as_left(config: TrainConfig, mesh: Mesh) -> TrainConfig:
@@ -70,11 +74,14 @@ def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     """``config`` with groups of ranks of which so many make up whole ones."""
     changed: dict[str, Any] = {}
     ranks = mesh.size
-    for option in ("tp", "cp", "dp_shard"):
+    # The same ranks divide matrices and experts, where both are divided.
+    for option in ("tp", "cp", "dp_shard") if config.tp > 1 else ("cp", "ep", "dp_shard"):
         size = getattr(config, option) or 1
         if (left := math.gcd(ranks, size)) != size:
             changed[option] = (None if left == 1 else left) if option == "dp_shard" else left
         ranks //= left
+    if "tp" in changed and config.ep > 1:
+        changed["ep"] = changed["tp"]
     if not changed:
         return config
     told = ", ".join(f"--{option.replace('_', '-')} is {left or 'left out'} now" for option, left in changed.items())
@@ -82,13 +89,14 @@ def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices or rows.
+    """Return the mesh with an axis of stages, or of ranks that divide arrays, matrices, experts or rows.
 
     Raises:
         ConfigError: the ranks do not make up whole pipelines, or whole groups.
     """
     require_stages(config, mesh.size)
-    sizes: dict[str, int] = {"tensor": config.tp, "context": config.cp}
+    # Ranks that have divided matrices divide experts too, for the same rows.
+    sizes: dict[str, int] = {"tensor": config.tp, "context": config.cp, "expert": config.ep if config.tp == 1 else 1}
     together = mesh.size // (config.tp * config.cp)
     if divides(config):
         shards = config.dp_shard or 1
@@ -98,8 +106,8 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     divided = math.prod(sizes.values())
     if divided == 1:
         return mesh
-    # A batch is divided by speeds among ranks that each have all of the rest.
-    weights = mesh.weights if divided == sizes.get("shard") else ()
+    # A batch is divided by speeds among ranks that each have all of the rest, and rows of their own.
+    weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
     return replace(mesh, data=mesh.size // divided, weights=weights, **sizes)
 
 
@@ -181,7 +189,21 @@ def sharded(
     return shard(model, together, copies, communicator, **how)
 
 
-def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Matrices | None:
+def experts_divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> Experts | None:
+    """Leave this rank with its part of the experts of ``model``, where they are divided; called on all ranks together.
+
+    Raises:
+        ConfigError: so many ranks cannot divide them.
+        ModelError: the architecture has none that can be divided.
+    """
+    if mesh.expert == 1:
+        return None
+    assert communicator is not None
+    # Ranks agree on the shapes, and on the number of passes.
+    return divide_experts(model, *(along(communicator, mesh, axis, alike=True) for axis in ("expert", "data")))
+
+
+def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, whole_experts: bool) -> Matrices | None:
     """Leave this rank with its part of the matrices of ``model``, where they are divided; called on all ranks together.
 
     Raises:
@@ -194,14 +216,29 @@ def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh) -> 
     # Ranks with other rows exchange other shapes at the same time.
     together = along(communicator, mesh, "tensor", alike=False)
     copies = along(communicator, mesh, "data", alike=mesh.pipe == 1)
-    return divide(model, together, copies, lazy=mesh.shard > 1)
+    return divide(model, together, copies, lazy=mesh.shard > 1, whole_experts=whole_experts)
 
 
-def sums_together(piping: Piping | None, sharding: Sharding | None, objective: Objective) -> SumsTogether | None:
+class _Divided(Protocol):
+    """What :class:`allhands.run.preparing.LoadedRun` says of a rank's part of the model."""
+
+    @property
+    def accelerator(self) -> Accelerator: ...
+
+    @property
+    def sharding(self) -> Sharding | None: ...
+
+    @property
+    def experts(self) -> Experts | None: ...
+
+
+def sums_together(piping: Piping | None, ready: _Divided, objective: Objective) -> SumsTogether | None:
     """Return the sums of an evaluation where each rank has a part of the model; ``None`` where it has everything."""
     if piping is not None:
-        return PipedSums(piping, objective, sharding)
-    return None if sharding is None else FetchedSums(sharding, objective)
+        return PipedSums(piping, objective, ready.sharding)
+    if ready.experts is not None:
+        return ExpertSums(ready.experts, objective, cpu_native=ready.accelerator.cpu_native)
+    return None if ready.sharding is None else FetchedSums(ready.sharding, objective)
 
 
 def parts_of(
@@ -242,10 +279,12 @@ def part_of_division(
     restored: Restored,
     model: nn.Module,
     sharding: Sharding | None,
-    matrices: Matrices | None,
+    matrices: Parts | None,
     progress: Callable[[], None],
 ) -> Restored:
-    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices, or of every array, or of both."""
+    """:func:`parts_of` a checkpoint for a rank whose ``model`` has parts of matrices or experts, of every array, or of
+    both.
+    """
     here = {name: array.dtype for name, array in trained_weights(model).items()}
     if matrices is None:
         assert sharding is not None
@@ -296,15 +335,19 @@ def put_back(
     received: Restored | None,
     model: nn.Module,
     sharding: Sharding | None,
-    matrices: Matrices | None,
+    parts: tuple[Parts | None, ...],
     progress: Callable[[], None],
     *,
     in_stages: bool,
 ) -> Restored | None:
-    """Return a checkpoint, or the part of it that this rank needs, whose weights the model has now."""
+    """Return a checkpoint, or the part of it that this rank needs, whose weights the model has now.
+
+    Args:
+        parts: this rank's part of matrices, or of experts; at most one is given.
+    """
     if received is None:
         return None
-    own = received
+    own, matrices = received, next((each for each in parts if each is not None), None)
     if in_stages:
         trained = trained_weights(model) if matrices is None else matrices.shapes
         own = kept_of(received, trained.keys(), progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.handout import hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
-from allhands.io.formatting import format_count
 from allhands.kernels.documents import require_isolation
 from allhands.kernels.known import can_be_compiled
 from allhands.kernels.selection import KernelSelection
@@ -61,25 +59,34 @@ from allhands.model.passes import Applied, PassContext, apply_passes
 from allhands.model.quantized import is_quantized
 from allhands.model.stages import Stage
 from allhands.model.weight_files import require_files
+from allhands.parallel.experts import Experts, let_experts_compute
 from allhands.parallel.matrices import Matrices, compute_together
 from allhands.parallel.sharding import Sharding
 from allhands.run.choosing import chosen_by_memory, may_choose, reads_later
 from allhands.run.context import RunContext
 from allhands.run.contexts import check_context
-from allhands.run.datasets import Datasets, Progress, chat_of, find_splits, open_data
+from allhands.run.datasets import Datasets, chat_of, find_splits, open_data, tell_progress
 from allhands.run.dividing import DividedModel, split_agreed, stages_of
 from allhands.run.expecting import Device, packed_note, require_room_for_weights, roomy_form_fits
 from allhands.run.facts import RankFacts
 from allhands.run.gradient_check import start_check
 from allhands.run.kernel_forms import KernelForms, kernel_forms
 from allhands.run.padding import padding_told
-from allhands.run.piping import divided, divides, has_parts, parts_by_memory, piped, put_back, sharded
+from allhands.run.piping import (
+    divided,
+    divides,
+    experts_divided,
+    has_parts,
+    parts_by_memory,
+    piped,
+    put_back,
+    sharded,
+)
 from allhands.run.unlearned import unlearned
 from allhands.runtime.accelerator import Accelerator, detect, nothing_computed
 from allhands.runtime.jit_cache import launch_directly, launches_directly, prepare_process
 from allhands.runtime.versions import versions_of
 
-TELL_EVERY_S = 5.0
 BUSY_EVERY_S = 1.0
 
 
@@ -98,7 +105,7 @@ class LoadedRun:
         stages: of the model, which are all that this rank has of it; empty where it has all.
         split: blocks of each stage of all ranks; likewise.
         sharding: the model's arrays, where each rank has a part of every one; ``None``: it has them all.
-        matrices: this rank's part of the blocks' matrices, likewise.
+        matrices: this rank's part of the blocks' matrices, likewise; ``experts``: of experts alone.
     """
 
     config: TrainConfig
@@ -118,6 +125,7 @@ class LoadedRun:
     split: tuple[int, ...] = ()
     sharding: Sharding | None = None
     matrices: Matrices | None = None
+    experts: Experts | None = None
 
     def described(self) -> tuple[int, str, datetime | None, tuple[str, ...]]:
         """Return the facts that an adapter records beside the options: trained blocks, model, date in its data, end
@@ -181,13 +189,15 @@ def prepare(
         stages, split, cut = _cut(facts, mesh, accelerator, communicator, checkpoint)
         notes += told + cut
     with _busy(surroundings):
-        matrices = divided(model, communicator, mesh)
+        matrices = divided(model, communicator, mesh, whole_experts=config.ep > 1)
+        experts = experts_divided(model, communicator, mesh)
         if mesh.shard == 1:
             read_weights(model)
         context, applied = _passes_checked(config, loaded, accelerator, kernels, data, surroundings, notes, stages)
     if not early:
         _start_from(start, model, config)
     compute_together(matrices)
+    let_experts_compute(experts)
     if checkpoint is not None:
         kernels = kernels.check_resumed(checkpoint.state)
     if communicator is None:
@@ -200,12 +210,13 @@ def prepare(
     notes += told
     run_id: str = hand_out_json(communicator, surroundings.run_id)
     received = receive(communicator, checkpoint, directory, partial(_busy, surroundings))
-    restored = put_back(received, model, sharding, matrices, surroundings.busy, in_stages=divides(config))
+    restored = put_back(received, model, sharding, (matrices, experts), surroundings.busy, in_stages=divides(config))
     keeps = config.train and keeps_files(communicator, mesh, directory, config.checkpoint_copies)
     surroundings.beat("start", restored.step if restored else 0)
     surroundings.started()
     parts = (config, accelerator, communicator, data, loaded, trainable, dropout_keys_of(model), restored, keeps)
-    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, sharding, matrices)
+    divisions = sharding, matrices, experts
+    return LoadedRun(*parts, (*notes, *kernels.notes), run_id, kernels, applied, stages, split, *divisions)
 
 
 def _checkpoint_notes(checkpoint: Checkpoint | None, opened: _Opened) -> list[str]:
@@ -236,7 +247,7 @@ def _opened(
         checkpoint, notes = _checkpoint_of(config, surroundings, directory)
         sources = find_splits(config)
         tokenizer = tokenizer or load_tokenizer(config.model, trust_remote_code=trust, chat=chat)
-        progress = _tell_progress(surroundings)
+        progress = tell_progress(surroundings.say)
         made_data = partial(open_data, config, sources, tokenizer, progress, leads=mesh.local_rank == 0)
         data = made_data(moment=_moment(surroundings, tested, checkpoint))
         if fresh is not None:
@@ -457,19 +468,6 @@ def _busy(surroundings: RunContext) -> Generator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _tell_progress(surroundings: RunContext) -> Progress:
-    """Keep a person informed, from time to time."""
-    told = time.monotonic()
-
-    def tell(split: str, records: int, tokens: int) -> None:
-        nonlocal told
-        if time.monotonic() > told + TELL_EVERY_S:
-            told = time.monotonic()
-            surroundings.say(f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far")
-
-    return tell
 
 
 def versions() -> dict[str, str]:

@@ -11,6 +11,8 @@ import mlx.nn as nn
 
 from allhands.io.trees import number
 from allhands.observe.metrics import Sampled
+from allhands.parallel.expert import AlikeModel
+from allhands.parallel.experts import Experts
 from allhands.parallel.fsdp import FetchedModel
 from allhands.parallel.pipeline import PipedModel
 from allhands.parallel.piping import Piping
@@ -18,11 +20,13 @@ from allhands.parallel.sharding import Sharding
 
 
 def answering(
-    model: nn.Module, piping: Piping | None, sharding: Sharding | None
-) -> nn.Module | PipedModel | FetchedModel:
+    model: nn.Module, piping: Piping | None, sharding: Sharding | None, experts: Experts | None = None
+) -> nn.Module | PipedModel | FetchedModel | AlikeModel:
     """Return ``model`` as it is called for the logits of the next token, by all ranks that have parts of it."""
     if piping is not None:
         return PipedModel(piping, sharding)
+    if experts is not None:
+        return AlikeModel(experts)
     return model if sharding is None else FetchedModel(sharding)
 
 
@@ -39,7 +43,7 @@ class Sampler:
         beat: called with "validate" and the number of steps done before each token, and with "reduce" before a wait.
     """
 
-    model: nn.Module | PipedModel | FetchedModel
+    model: nn.Module | PipedModel | FetchedModel | AlikeModel
     tokenizer: Any
     prompts: Sequence[str]
     num_tokens: int
@@ -51,7 +55,7 @@ class Sampler:
     def __call__(self, step: int, iteration: int) -> list[Sampled]:
         """A text for each prompt."""
         self.model.eval()
-        if isinstance(self.model, PipedModel | FetchedModel):
+        if isinstance(self.model, PipedModel | FetchedModel | AlikeModel):
             self.model.heartbeat = lambda phase: self.beat("reduce" if phase == "reduce" else "validate", step)
         try:
             texts = [self._text(place, prompt, step, iteration) for place, prompt in enumerate(self.prompts)]

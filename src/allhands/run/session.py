@@ -256,10 +256,10 @@ class _RankRun:
         config = self.config
         sharding = self.ready.sharding
         together = self.mesh.data_rank == 0 and self.mesh.coordinates().context == 0
-        if not (config.sample_prompts and (together or sharding is not None)):
+        if not (config.sample_prompts and (together or sharding or self.ready.experts)):
             return lambda step, iteration: []
         return Sampler(
-            model=answering(self.ready.loaded.model, self._piping, sharding),
+            model=answering(self.ready.loaded.model, self._piping, sharding, self.ready.experts),
             tokenizer=self.ready.loaded.tokenizer,
             prompts=config.sample_prompts,
             num_tokens=config.sample_tokens,
@@ -323,6 +323,7 @@ class _RankRun:
             piping=self._piping,
             sharding=self.ready.sharding,
             matrices=self.ready.matrices,
+            experts=self.ready.experts,
             codec=self._codec,
             bucket_bytes=bucket_bytes_for(self.ready.communicator.backend, config.bucket_mb),
             dropout=self.ready.dropout,
@@ -333,7 +334,7 @@ class _RankRun:
             heartbeat=heartbeat,
         )
         communicator = self.ready.communicator
-        divided = options.piping or options.sharding or options.matrices
+        divided = options.piping or options.sharding or options.matrices or options.experts
         if options.codec is None and not options.rounds.delay and not divided:
             communicator = by_computer(communicator, self.mesh.local_rank, self.mesh.local_size)
         return make_step(self.ready.loaded.model, optimizer, communicator, options)
@@ -482,7 +483,7 @@ class _RankRun:
             weights=weights,
             stop_requested=self.surroundings.stop_requested,
             beat=self.surroundings.beat,
-            together=sums_together(self._piping, self.ready.sharding, self.objective),
+            together=sums_together(self._piping, self.ready, self.objective),
             same_rows=self._same_rows,
         )
 

@@ -55,6 +55,8 @@ def _asked_for(config: TrainConfig) -> tuple[str, str]:
         return "fsdp", f"--strategy {config.strategy}"
     if config.tp > 1 and config.strategy != "pipeline":
         return "tensor", f"--tp {config.tp}"
+    if config.ep > 1:
+        return "expert", f"--ep {config.ep}"
     return config.strategy, f"--strategy {config.strategy}"
 
 

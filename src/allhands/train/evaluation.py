@@ -94,7 +94,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         # What is added up is of each share once: ranks that compute the same one are in groups of their own.
-        self._shares = along(self.communicator, self.mesh, "data", "shard", "pipe", "context", alike=True)
+        self._shares = along(self.communicator, self.mesh, "data", "shard", "pipe", "expert", "context", alike=True)
         # Not compiled: forward passes alone gain little by it, and each shape would cost seconds.
         self._sums = self.together or self.objective.sums(self.model, cpu_native=self.cpu_native, with_grad=False)
         self._arrays = arrays_of_batches()

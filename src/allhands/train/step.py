@@ -22,6 +22,7 @@ from allhands.model.dropout import DropoutKeys
 from allhands.objectives.base import Objective
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.base import Exchanging, Strategy, make_strategy
+from allhands.parallel.experts import Experts
 from allhands.parallel.gradient import Computing
 from allhands.parallel.matrices import Matrices
 from allhands.parallel.passes import Passes
@@ -46,6 +47,7 @@ class StepOptions:
         rounds: of local steps, for a strategy with rounds.
         piping: this rank's part of the model, for a strategy that divides its blocks.
         sharding: the same for a strategy that divides its arrays; ``matrices``: for one that divides its matrices.
+        experts: the same for one that divides experts alone.
         context: the ranks that have the same rows, of which each computes its own token positions.
         bucket_bytes: approximate bytes of arrays that are exchanged together.
         codec: form of packed gradients in the exchange; ``None``: not packed.
@@ -66,6 +68,7 @@ class StepOptions:
     piping: Piping | None = None
     sharding: Sharding | None = None
     matrices: Matrices | None = None
+    experts: Experts | None = None
     context: Communicator = field(default_factory=SingleProcess)
     bucket_bytes: int = BUCKET_BYTES
     codec: Codec | None = None
@@ -85,14 +88,16 @@ def make_step(
     rounds, inject = options.rounds, options.rules.inject_fault
     parts: Any = {"piping": options.piping, "sharding": options.sharding, "matrices": options.matrices}
     how = options.bucket_bytes, native, heartbeat, options.codec, rounds, inject
-    exchanging = Exchanging(communicator, *how, **parts, context=options.context)
+    exchanging = Exchanging(communicator, *how, **parts, experts=options.experts, context=options.context)
     # Gradients and what ranks exchange within a pass would be on two streams, in an order of their own on each rank.
     overlap = False if options.context.size > 1 else options.overlap
     strategy = make_strategy(options.strategy, exchanging, overlap=overlap)
     rules = replace(options.rules, heartbeat=heartbeat)
     trained = model if options.sharding is None else options.sharding.parts
     updater = make_updater(trained, optimizer, strategy, rules, cpu_native=native, compiled=options.compiled)
-    computing = Computing(native, options.compiled, options.dropout, heartbeat)
+    # How many places go to the experts of a rank is known only when its router has been computed.
+    chooses = options.experts is not None or bool(options.matrices and options.matrices.experts)
+    computing = Computing(native, options.compiled and not chooses, options.dropout, heartbeat)
     passes = Passes(model, options.objective, computing, updater.flat, waits=strategy.passes_wait)
     strategy.prepare(passes, updater.expected)
     return TrainStep(passes, strategy, updater, options)
