@@ -413,7 +413,7 @@ def test_an_older_run_is_no_match_for_a_new_one_that_dies_at_once(
     assert (back / "checkpoints" / "step-0000012").is_dir()
 
 
-def dying(*_: Any) -> Any:
+def dying(*_: Any, **__: Any) -> Any:
     raise Killed
 
 
