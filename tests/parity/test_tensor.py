@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from ring_ranks import run_ring
 from tiny import write_chat_data, write_model
-from trained import arrays, assert_same, assert_same_samples, told, train
+from trained import assert_same, assert_same_samples, told, train, write_poisoned
 
 from allhands.parallel.matrices import CAN_BE_DIVIDED
 
@@ -159,11 +158,11 @@ def test_samples_are_those_of_one_process(place: Path) -> None:
 
 @pytest.mark.slow
 def test_examples_that_ruin_an_update_are_named_as_by_one_process(place: Path) -> None:
-    weights = arrays(write_model(place / "poisoned", layers=2, hidden=32, tied=False) / "model.safetensors")
-    weights["model.embed_tokens.weight"][100] = float("nan")
-    mx.save_safetensors(str(place / "poisoned" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_poisoned(place)
+    more = ("--data", str(place / "with-z"), "--non-finite", "skip", "--val-batches", "0")
     found: list[Any] = []
-    for name, more in (("skipped-1", ()), ("skipped-2", DIVIDED)):
-        train(place, name, "--non-finite", "skip", "--val-batches", "0", *more, model="poisoned")
+    for name, ways in (("skipped-1", ()), ("skipped-2", DIVIDED)):
+        train(place, name, *more, *ways, model="poisoned")
         found.append(told(place / name, "skipped", "step", "examples"))
     assert found[0] == found[1]
+    assert {each for examples in found[0][1::2] for each in examples} == {5, 12}
