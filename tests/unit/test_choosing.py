@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
 }
 CPU = Accelerator("cpu", "cpu", 0, 8, True, None)
 GPU = Accelerator("cuda", "gpu", 0, 8, False, None)
+METAL = Accelerator("metal", "gpu", 0, 8, False, None)
 
 
 def choosing(
@@ -97,6 +98,16 @@ def test_what_fits_nowhere_is_refused_with_what_would() -> None:
     assert chosen(5, number, rank_weights="auto")[0] == "fsdp"
     with pytest.raises(ModelError):  # nor a pipeline, which does not divide a batch by speeds
         chosen(5, number - 1, rank_weights="auto")
+
+
+def test_a_gpu_is_refused_by_its_weights_alone() -> None:
+    """Its other memory is an estimate: a run that may not fit begins with the way that needs least, and says so."""
+    for device in (GPU, METAL):
+        name, told = chosen(3, 4, device)
+        assert name == "fsdp"
+        assert "memory may not suffice, rank 0 would need" in told
+        with pytest.raises(ModelError):
+            chosen(0.8, 4, device)
 
 
 def test_nothing_is_taken_that_changes_the_result_or_the_architecture_cannot() -> None:

@@ -106,11 +106,12 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     """Return the configuration with the strategy that memory asks for, and the reason; called on all ranks together.
 
     Raises:
-        ModelError: no strategy fits the ranks' memory.
+        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, not even with its weights alone.
     """
     mesh, rank = choosing.mesh, _Rank(choosing)
     room = Device(choosing.accelerator, mesh, 0).room
-    own: dict[str, Any] = {"room": room, "present": rank.present, "needs": rank.needs(mesh.size)}
+    facts = {"needs": rank.needs(mesh.size), "weights": rank.weights(mesh.size)}
+    own: dict[str, Any] = {"room": room, "present": rank.present, **facts}
     told: list[dict[str, Any]] = gather_json(communicator, own)
     if len(told) < mesh.size:  # a rank on trial, alone: it stands for all
         told = [own] * mesh.size
@@ -126,7 +127,11 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     elif len(names) > 1 and communicator.size == mesh.size:
         names = [hand_out_json(communicator, _quicker(rank, communicator, stages))]
     if not names:
-        raise _nothing_fits(rank, told)
+        least = min(able, key=lambda name: max(each["needs"][name] for each in told))
+        if rank.is_sure or any(each["room"] and each["weights"][least] > each["room"] for each in told):
+            raise _nothing_fits(rank, told)
+        doubt = f"{STRATEGIES[least].title} (--strategy {least}): memory may not suffice, {_short_of(told, least)}"
+        return choosing.config.model_copy(update={"strategy": least}), [doubt]
     why = f"{STRATEGIES[names[0]].title} (--strategy {names[0]}): for a whole model {_short_of(told, 'data')}"
     return choosing.config.model_copy(update={"strategy": names[0]}), [why]
 
@@ -203,6 +208,16 @@ class _Rank:
             found["fsdp"] = self.sharded(1 / ranks)
         return found
 
+    @property
+    def is_sure(self) -> bool:
+        """True if these needs have been compared with what processes take: on a CPU."""
+        return self._on_cpu
+
+    def weights(self, ranks: int) -> dict[str, int]:
+        """Return the bytes of the weights alone that one of so many ranks has under each strategy."""
+        whole = dict.fromkeys(("data", "zero1"), self._weights)
+        return {**whole, "fsdp": self._weights // ranks}
+
     def sharded(self, share: float) -> int:
         """Return the bytes of a fully sharded rank with such a part of every array."""
         return self._of_process(self.shards(self.work).memory_of(self._whole(), share))
@@ -232,7 +247,8 @@ class _Rank:
 
     def _whole(self) -> Memory:
         """Return the arrays of a rank with everything; where activations are not known, without them."""
-        if self.blocks is not None:
+        # Those of a Mac have not been compared with what it takes.
+        if self.blocks is not None and self.choosing.accelerator.kind != "metal":
             return (on_cpu if self._on_cpu else on_gpu)(self.blocks, self.work)
         gradients = self._trained
         return Memory(self._weights, _STATES * gradients, gradients, 0, gradients, trained=gradients)
