@@ -106,7 +106,7 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     """Return the configuration with the strategy that memory asks for, and the reason; called on all ranks together.
 
     Raises:
-        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, not even with its weights alone.
+        ModelError: no strategy fits the ranks' memory; on GPUs, whose need is estimated, by its weights alone.
     """
     mesh, rank = choosing.mesh, _Rank(choosing)
     room = Device(choosing.accelerator, mesh, 0).room
@@ -127,13 +127,22 @@ def strategy_by_memory(choosing: Choosing, communicator: Communicator) -> tuple[
     elif len(names) > 1 and communicator.size == mesh.size:
         names = [hand_out_json(communicator, _quicker(rank, communicator, stages))]
     if not names:
-        least = min(able, key=lambda name: max(each["needs"][name] for each in told))
-        if rank.is_sure or any(each["room"] and each["weights"][least] > each["room"] for each in told):
-            raise _nothing_fits(rank, told)
-        doubt = f"{STRATEGIES[least].title} (--strategy {least}): memory may not suffice, {_short_of(told, least)}"
-        return choosing.config.model_copy(update={"strategy": least}), [doubt]
+        return _least(rank, told, able)
     why = f"{STRATEGIES[names[0]].title} (--strategy {names[0]}): for a whole model {_short_of(told, 'data')}"
     return choosing.config.model_copy(update={"strategy": names[0]}), [why]
+
+
+def _least(rank: _Rank, told: Sequence[Mapping[str, Any]], able: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """The way that needs least where none fits, and the doubt.
+
+    Raises:
+        ModelError: it is sure that it does not fit.
+    """
+    name = min(able, key=lambda name: max(each["needs"][name] for each in told))
+    if rank.is_sure or any(each["room"] and each["weights"][name] > each["room"] for each in told):
+        raise _nothing_fits(rank, told)
+    doubt = f"{STRATEGIES[name].title} (--strategy {name}): memory may not suffice, {_short_of(told, name)}"
+    return rank.choosing.config.model_copy(update={"strategy": name}), [doubt]
 
 
 def _holds(told: Mapping[str, Any], name: str) -> bool:
