@@ -51,8 +51,8 @@ def test_a_run_in_fast_forms_is_the_plain_run(
         monkeypatch.setattr(preparing, "detect", lambda: device)
         fuse = passes.fuse
 
-        def counted(model: Any, *more: Any) -> int:
-            fused.append(fuse(model, *more))
+        def counted(model: Any, *more: Any, **how: Any) -> int:
+            fused.append(fuse(model, *more, **how))
             return fused[-1]
 
         with monkeypatch.context() as patch:

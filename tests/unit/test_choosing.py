@@ -41,7 +41,8 @@ def choosing(
     make_trainable(model, config)
     divided = DividedModel(model, sizes, np.full(64, 512))
     mesh = Mesh(rank=0, size=ranks, local_rank=0, local_size=1)
-    return Choosing(config, divided, mesh, replace(accelerator, memory_bytes=int(gigabytes * GIGABYTE)))
+    device = replace(accelerator, memory_bytes=int(gigabytes * GIGABYTE))
+    return Choosing(config, divided, mesh, device, present_bytes=0 if accelerator is not CPU else GIGABYTE // 8)
 
 
 def chosen(*how: Any, **options: Any) -> tuple[str, str]:

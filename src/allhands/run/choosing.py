@@ -82,7 +82,11 @@ def chosen_by_memory(
         return facts, []
     assert facts.data.train is not None
     divided = DividedModel(facts.loaded.model, facts.loaded.config, facts.data.train.work)
-    config, told = strategy_by_memory(Choosing(facts.config, divided, mesh, accelerator, hooked), communicator)
+    present = 0
+    if accelerator.kind == "cpu":
+        present = psutil.Process().memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+    choosing = Choosing(facts.config, divided, mesh, accelerator, present, hooked)
+    config, told = strategy_by_memory(choosing, communicator)
     return replace(facts, config=config), told
 
 
@@ -92,6 +96,7 @@ class Choosing:
 
     Attributes:
         divided: model, its configuration and the rows of its data.
+        present_bytes: of the process, that are no arrays.
         hooked: whether somebody looks at whole gradients.
     """
 
@@ -99,6 +104,7 @@ class Choosing:
     divided: DividedModel
     mesh: Mesh
     accelerator: Accelerator
+    present_bytes: int
     hooked: bool = False
 
 
@@ -170,9 +176,7 @@ class _Rank:
         self.choosing = choosing
         config, accelerator, divided = choosing.config, choosing.accelerator, choosing.divided
         self._on_cpu = accelerator.kind == "cpu"
-        self.present = 0
-        if self._on_cpu:
-            self.present = psutil.Process().memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+        self.present = choosing.present_bytes
         form: Form = "packed" if is_quantized(divided.model) else "dense"
         self._model = weights_of(divided, form, accelerator)
         # Activations are known of native operations and of GPUs.
