@@ -248,10 +248,13 @@ class PartExchange:
         shared = votes(communicator, sees_main(communicator, directory)) == communicator.size
         return cls(communicator, ownership, directory, held, keeps, shared, busy)
 
-    def begin(self, target: Path | None) -> Delivery | None:
+    def begin(self, target: Path | None, writes: Callable[[], object] = lambda: None) -> Delivery | None:
         """Let every rank's part come to the checkpoint at ``target``; on ranks that keep files, what is to be finished.
 
         ``None``: no checkpoint is written, and weights come alone, if they are divided.
+
+        Args:
+            writes: called before this rank writes a file into a directory that all ranks see.
 
         Raises:
             RuntimeError: from MLX: another rank has ended.
@@ -261,7 +264,9 @@ class PartExchange:
         tensors = partial(self._tensors, only_weights=target is None)
         target = target or self.directory / _NOWHERE
         delivery = self._opened(target) if self.keeps else None
-        return self._begin_shared(target, delivery, tensors) if self.shared else self._begin_sent(delivery, tensors())
+        if self.shared:
+            return self._begin_shared(target, delivery, tensors, writes)
+        return self._begin_sent(delivery, tensors())
 
     def settle(self) -> None:
         """Wait for what this rank writes.
@@ -296,7 +301,11 @@ class PartExchange:
     # --- into one directory ---
 
     def _begin_shared(
-        self, target: Path, delivery: Delivery | None, tensors: Callable[[], dict[str, list[Tensor]]]
+        self,
+        target: Path,
+        delivery: Delivery | None,
+        tensors: Callable[[], dict[str, list[Tensor]]],
+        writes: Callable[[], object],
     ) -> Delivery | None:
         wait(self._pending)
         draft = None if delivery is None else delivery.draft
@@ -304,17 +313,20 @@ class PartExchange:
         if name is None:
             return delivery
         directory = target.resolve().parent / name
-        self._pending = [self._thread.submit(self._write, directory, tensors())]
+        self._pending = [self._thread.submit(self._write, directory, tensors(), writes)]
         if self.held.waits():
             wait(self._pending)
         if delivery is not None:
             delivery.collect = lambda progress: self._collected(directory, progress)
         return delivery
 
-    def _write(self, directory: Path, tensors: dict[str, list[Tensor]]) -> None:
+    def _write(self, directory: Path, tensors: dict[str, list[Tensor]], writes: Callable[[], object]) -> None:
         """Write this rank's part, then a note of it."""
+        files: dict[str, dict[str, Any]] = {}
         try:
-            files = {n: vars(write_file(directory / n, safetensors_pieces(t), self.busy)) for n, t in tensors.items()}
+            for name, each in tensors.items():
+                writes()
+                files[name] = vars(write_file(directory / name, safetensors_pieces(each), self.busy))
             said: dict[str, Any] = {"files": files}
         except (AllhandsError, OSError) as error:
             told = error if isinstance(error, AllhandsError) else storage_error_of(error, directory)

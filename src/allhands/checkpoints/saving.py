@@ -376,7 +376,7 @@ def saving(
     def offer(state: Progress, kind: SaveKind) -> None:
         target = checkpoint_of(plan.directory, state.step, kind, plan.keep_last)
         if parts is not None:
-            parts.begin(target)
+            parts.begin(target, lambda: inject_fault("save", state.step, plan.rank))
 
     def nothing(wait_for_all: bool) -> list[SavedReport | Warned | AllhandsError]:
         if parts is not None and wait_for_all:
