@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from memory_groups import memory_groups
-from tiny import run_allhands, write_chat_data, write_model, write_tokenizer
-from trained import arrays, assert_same, assert_same_samples, told, train, write_poisoned
+from tiny import run_allhands, write_tokenizer
+from trained import arrays, assert_same, assert_same_samples, told, train, write_models, write_poisoned
 
 SHARDED = ("--strategy", "fsdp")
 pytestmark = pytest.mark.slow
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fsdp")
-    write_model(folder / "model", layers=4, hidden=64)
-    write_model(folder / "untied", layers=3, hidden=64, tied=False)
-    write_model(folder / "quantised", layers=3, hidden=64, bits=4)
-    write_chat_data(folder / "data")
-    return folder
+    return write_models(tmp_path_factory.mktemp("fsdp"))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import write_chat_data, write_model
-from trained import assert_same, assert_same_samples, told, train, write_poisoned
+from trained import assert_same, assert_same_samples, told, train, write_models, write_poisoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -23,12 +22,7 @@ ADAM = ("--fine-tune-type", "full", "--optimizer", "adamw", "--learning-rate", "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("together")
-    write_model(folder / "model", layers=4, hidden=64)
-    write_model(folder / "untied", layers=3, hidden=64, tied=False)
-    write_model(folder / "quantised", layers=3, hidden=64, bits=4)
-    write_chat_data(folder / "data")
-    return folder
+    return write_models(tmp_path_factory.mktemp("together"))
 
 
 @pytest.fixture(scope="module")

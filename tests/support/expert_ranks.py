@@ -8,11 +8,8 @@ they should be if all ranks are one group; or what was refused.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import allhands  # noqa: F401 - before MLX, for its BLAS
@@ -22,13 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from tensor_ranks import far, model_of
+from tensor_ranks import answer, far, model_of
 
 from allhands.data.loader import MicroBatch
-from allhands.distributed.backend import Communicator, connect, sent_bytes
+from allhands.distributed.backend import Communicator, sent_bytes
 from allhands.distributed.groups import along
 from allhands.distributed.mesh import Mesh
-from allhands.errors import AllhandsError
 from allhands.io.trees import numbers
 from allhands.model.balance import balance_experts
 from allhands.model.passes import PassContext, apply_passes
@@ -127,19 +123,5 @@ def held(model: Any) -> int:
     )
 
 
-def main() -> None:
-    """Join the others and do every case in order."""
-    size = len(json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text()))
-    world = connect("ring", size, int(os.environ["MLX_RANK"]))
-    told: list[Any] = []
-    for case in json.loads(sys.argv[1]):
-        try:
-            told.append(compared(world, int(sys.argv[2]), *case))
-        except AllhandsError as error:
-            told.append(f"{type(error).__name__}: {error.message}")
-    print(json.dumps(told), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda world, *case: compared(world, int(sys.argv[2]), *case))

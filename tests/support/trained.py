@@ -17,6 +17,15 @@ OPTIONS = (
 )
 
 
+def write_models(folder: Path) -> Path:
+    """Models and chats for :func:`train`: with a shared table, without, and in 4 bits."""
+    write_model(folder / "model", layers=4, hidden=64)
+    write_model(folder / "untied", layers=3, hidden=64, tied=False)
+    write_model(folder / "quantised", layers=3, hidden=64, bits=4)
+    write_chat_data(folder / "data")
+    return folder
+
+
 def train(place: Path, name: str, *more: str, code: int = 0, model: str = "model") -> str:
     """Train into the folder ``name``; what the command has said on standard error."""
     given = [*OPTIONS.split(), "--model", place / model, "--data", place / "data", "--adapter-path", place / name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -47,8 +48,8 @@ def rows_of(shapes: Sequence[tuple[int, ...]], ranks: int, boxed: bool, shares: 
             module.weight = mx.arange(start, start + size).reshape(shape).astype(mx.float32)
             places.append(Place(f"{number}.weight", module, "weight", shape, start, size))
             start += size
-        kind = BoxedRow if boxed else DividedRow
-        found.append(kind(places, mx.float32, Seat(rank, ranks), trained=True, shares=shares))
+        make = BoxedRow if boxed else partial(DividedRow, shares=shares)
+        found.append(make(places, mx.float32, Seat(rank, ranks), trained=True))
     return found
 
 

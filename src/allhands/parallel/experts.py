@@ -35,7 +35,7 @@ from allhands.model.stages import kind_of
 from allhands.parallel.mixtures import MIXTURES, Chosen, Mixture, OwnExperts, WithOwnExperts, take_experts
 from allhands.parallel.parts import Parts
 
-# Of mlx_lm.models.
+# Modules of mlx_lm.models.
 HAVE_EXPERTS = frozenset(name.partition(".")[0] for name in MIXTURES)
 # Numbers of experts travel as two digits, which types of two bytes hold exactly.
 _DIGIT = 128

@@ -132,7 +132,7 @@ class FetchedStage(StageCompute):
     def _through(
         self, units: Sequence[Unit], received: mx.array | None, arguments: tuple[mx.array, ...] | None
     ) -> tuple[list[mx.array], dict[int, mx.array]]:
-        """What ``units`` make of an input, and the inputs of those that have a backward pass."""
+        """Return the outputs of ``units``, and the inputs of the units that have a backward pass."""
         outputs, inputs = [] if received is None else [received], dict[int, mx.array]()
         for place, _ in enumerate(self._sharding.fetched(units, self._wait)):
             if arguments is None:

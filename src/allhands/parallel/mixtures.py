@@ -194,7 +194,7 @@ class WithOwnExperts:
     training: bool
 
     def routed_part(self, x: mx.array, keys: DropoutKeys | None) -> mx.array:
-        """What the experts add that places are routed to."""
+        """Return the sum of the outputs of the routed experts."""
         return self._own.of(x, keys)
 
     def __call__(self, x: mx.array) -> mx.array:

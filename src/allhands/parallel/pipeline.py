@@ -84,7 +84,7 @@ class Pipeline(Strategy):
             else:
                 how: Any = {"wait": self._wait, "goes_on": goes_on}
                 compute[place] = fetched_stage(stage, sharding, passes.objective, computing, **how)
-        # What is fetched is there while it is computed with.
+        # Each pass is computed at once, so that fetched arrays can go.
         more: Any = {"cpu_native": native or sharding is not None, "first_trained": self._first_trained}
         return Engine(compute, messages, passes.arguments, **more)
 

@@ -67,11 +67,16 @@ class DividedRow:
         self.trained = trained
         self.size = sum(place.size for place in places)
         self._bounds = _bounds(self.size, shares) if shares else []
-        equal = -(-self.size // (communicator.size * _ALIGNED)) * _ALIGNED
-        self.each = max((stop - start for start, stop in pairwise(self._bounds)), default=equal)
-        rank = communicator.rank
-        self._own = tuple(self._bounds[rank : rank + 2]) if shares else (rank * equal, (rank + 1) * equal)
+        self._rank, self._ranks = communicator.rank, communicator.size
+        self.each = self._longest()
+        ends = self._bounds or [place * self.each for place in range(self._ranks + 1)]
+        self._own = ends[self._rank], ends[self._rank + 1]
         self._frozen: list[mx.array] = []
+
+    def _longest(self) -> int:
+        """The numbers of the largest part."""
+        equal = -(-self.size // (self._ranks * _ALIGNED)) * _ALIGNED
+        return max((stop - start for start, stop in pairwise(self._bounds)), default=equal)
 
     @property
     def kept(self) -> int:
@@ -158,18 +163,8 @@ class BoxedRow(DividedRow):
     Arrays lie in it part by part, so that whole ones have to be copied out of it.
     """
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        dtype: mx.Dtype,
-        communicator: Communicator,
-        *,
-        trained: bool,
-        shares: Sequence[float] = (),
-    ) -> None:
-        super().__init__(places, dtype, communicator, trained=trained)
-        self._rank, self._ranks = communicator.rank, communicator.size
-        self.each = -(-sum(map(self._most, places)) // _ALIGNED) * _ALIGNED
+    def _longest(self) -> int:
+        return -(-sum(map(self._most, self.places)) // _ALIGNED) * _ALIGNED
 
     @property
     def kept(self) -> int:
@@ -422,7 +417,7 @@ def shard(
     Raises:
         ModelError: the architecture cannot be cut into stages.
     """
-    make = partial(BoxedRow if boxed else DividedRow, shares=shares)
+    make = BoxedRow if boxed else partial(DividedRow, shares=shares)
     units = _units(model, shard, stages, make)
     every = {id(row): row for unit in units for row in unit.rows}.values()
     taken = [pair for row in every for pair in row.take().items()]

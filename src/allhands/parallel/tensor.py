@@ -81,7 +81,7 @@ class TensorParallel(Strategy):
 
 
 class WholeArrays:
-    """What ranks that have divided matrices do about the arrays that all of them have.
+    """The arrays that all ranks with parts of matrices have: their gradients, and their part of sums.
 
     Where nothing is divided, nothing is done.
     """

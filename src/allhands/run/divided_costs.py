@@ -66,7 +66,7 @@ class Divided:
 
     @property
     def outside(self) -> list[Weights]:
-        """What is not in blocks, each once."""
+        """Weights outside of the blocks, each once."""
         return [self.model.embedding] if self.tied else [self.model.embedding, self.model.head]
 
     def memory(self, work: Work) -> Memory:

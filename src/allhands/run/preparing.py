@@ -369,7 +369,7 @@ def _passes_checked(
     # By this rank's own request, which the agreement may replace.
     context = pass_context(loaded.model, config, accelerator, kernels.selection)
     if mesh.shard > 1:
-        context = replace(context, short=True, fetched=True)  # what travels stays packed
+        context = replace(context, short=True, fetched=True)  # weights travel packed
     elif accelerator.kind == "cpu" and is_quantized(loaded.model):
         device = Device(accelerator, surroundings.mesh, psutil.Process().memory_info().rss)
         if not roomy_form_fits(config, loaded, data.train if config.train else None, device, stages):
