@@ -21,7 +21,8 @@ from allhands.distributed.mesh import Mesh
 from allhands.io.regions import Flat
 from allhands.objectives.causal_lm import CAUSAL_LM
 from allhands.parallel.fsdp import FetchedModel, FetchedSums
-from allhands.parallel.sharding import BoxedRow, DividedRow, Place, shard
+from allhands.parallel.rows import BoxedRow, DividedRow, Place
+from allhands.parallel.sharding import shard
 from allhands.runtime.sizing import Sizing
 from allhands.train.evaluation import Evaluator
 

@@ -171,6 +171,12 @@ def _kept(model: Any, _: PassContext) -> str:
     return f"{{}} products keep dense copies of quantised weights that a step needs twice, {size}"
 
 
+def _why_not_recomputed(context: PassContext) -> Reason:
+    if not (context.grad_checkpoint and context.in_passes):
+        return "not asked for (--grad-checkpoint)"
+    return "done with the weights that are fetched for the backward pass" if context.fetched else None
+
+
 def _in_passes(kind: str, reason: str) -> Callable[[PassContext], Reason]:
     """Return the condition of a pass for whole rows on one kind of device."""
     return lambda c: "for many tokens at a time" if not c.in_passes else None if c.kind == kind else reason
@@ -248,7 +254,7 @@ PASSES = (
     # Around whole blocks, whatever they are by now: computes again what is called then.
     Pass(
         "recomputation",
-        lambda c: None if c.grad_checkpoint and c.in_passes else "not asked for (--grad-checkpoint)",
+        _why_not_recomputed,
         _recompute,
         "{} blocks compute their activations again in the backward pass (--grad-checkpoint)",
     ),

@@ -125,6 +125,7 @@ class Strategy:
         left: rounding error of packing for each trained array, in the passes' order, after the last update. It differs
             between ranks and is part of a checkpoint. Empty if nothing is packed.
         shards: the parts of the flat weights that each rank keeps and updates; ``None``: everything.
+        laid: the trained arrays, where it is settled in which arrays gradients come; ``None``: the updater decides.
         overlaps: True if gradients are exchanged while others are computed.
         passes_wait: True if passes wait for data from other ranks.
         sees_passes: True if this rank's passes are computed when :meth:`gradients` returns, and not only queued.
@@ -138,6 +139,7 @@ class Strategy:
     communicator: Communicator
     left: list[Left]
     shards: Shards | None = None
+    laid: FlatParams | None = None
     overlaps = False
     passes_wait = False
     sees_passes = False

@@ -203,7 +203,7 @@ class StageCompute:
         return []
 
     def _outputs(self, received: mx.array, *arguments: mx.array) -> list[mx.array]:
-        return self._computed(received if received.size else None, arguments)
+        return self.computed(received if received.size else None, arguments)
 
     def _vjp(
         self, trained: list[mx.array], received: mx.array, cotangent: mx.array, *arguments: mx.array
@@ -223,7 +223,8 @@ class StageCompute:
         )
         return outputs, list(gradients)
 
-    def _computed(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+    def computed(self, received: mx.array | None, arguments: tuple[mx.array, ...]) -> list[mx.array]:
+        """Return the outputs of the stage with the arrays that the model has."""
         dropout = self._computing.dropout
         keys, arrays = (None, arguments) if dropout is None else (arguments[0], arguments[1:])
         with self.stage.computing(received), nullcontext() if keys is None else cast("Any", dropout).using(keys):

@@ -11,7 +11,8 @@ and computes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,18 +24,27 @@ from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.regions import Box, Region, Shape
 from allhands.io.trees import flatten
+from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute, unheard
-from allhands.parallel.gradient import Computing
-from allhands.parallel.named import with_changed
+from allhands.parallel.fetched import FetchedGraph
+from allhands.parallel.gradient import Computing, FlatWeights
+from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
 from allhands.parallel.parts import Parts
 from allhands.parallel.passes import Passes
+from allhands.parallel.rows import DividedRow
 from allhands.parallel.sharding import Sharding, Unit, first_trained
-from allhands.parallel.sums import Gradients, Reduced, added, joined
+from allhands.parallel.sums import Gradients, Named, Reduced, added, joined
 from allhands.parallel.tensor import WholeArrays
+from allhands.runtime.accelerator import device_memory
+
+# Of a device's memory: what is not left to others.
+_ROOM = 0.9
+# Whole rows of a block in memory at once, at most: of weights and gradients, some on their way.
+_ON_THE_WAY = 6
 
 
 def fully_sharded(exchanging: Exchanging, overlap: bool) -> FullySharded:
@@ -127,7 +137,7 @@ class FetchedStage(StageCompute):
 
     def named(self, gradients: Sequence[mx.array]) -> dict[str, mx.array]:
         """Return this rank's parts of the gradients by the names of the arrays."""
-        return {name: array for row, part in zip(self.rows, gradients, strict=True) for name, array in row.named(part)}
+        return named_parts(self.rows, gradients)
 
     def _through(
         self, units: Sequence[Unit], received: mx.array | None, arguments: tuple[mx.array, ...] | None
@@ -169,39 +179,84 @@ class FullySharded(Strategy):
         self._sharding = exchanging.sharding.moved(lambda group: on_stream(group, stream))
         self._whole = WholeArrays(exchanging.matrices, self._exchanging)
         self.left: list[Left] = []
-        self._compute: FetchedStage | None = None
+        self._compute: FetchedStage | FetchedGraph | None = None
+        self._flat: FlatWeights | None = None
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
+        # As parts are exchanged, so that nothing has to be joined for that.
+        self._laid = [row for row in self._sharding.rows if row.trained and any(row.regions())]
+        if not exchanging.cpu_native and self._laid:
+            self.laid = FlatParams.laid(self._sharding.parts, [row.laid() for row in self._laid])
 
     def prepare(self, passes: Passes, expected: Expected) -> None:
-        self._compute = self._passes_of(passes, passes.computing)
+        self._flat = passes.flat
+        if passes.computing.cpu_native:
+            self._compute = self._passes_of(passes, passes.computing)
+        else:
+            room = None if passes.run_ahead is None else self._room
+            how: Any = {"wait": self._wait, "pushes": self._pushes, "room": room}
+            self._compute = FetchedGraph(self._sharding, passes.objective, passes.computing, **how)
 
     def _passes_of(self, passes: Passes, computing: Computing) -> FetchedStage:
-        more: Any = {"wait": self._wait, "pushes": lambda: self._exchanging.inject_fault("message")}
+        more: Any = {"wait": self._wait, "pushes": self._pushes}
         return whole_model(self._sharding, passes.objective, computing, **more)
 
+    def _pushes(self) -> None:
+        self._exchanging.inject_fault("message")
+
+    def _room(self) -> float:
+        """Bytes of the device for what blocks keep between their passes, beside what is there and will be."""
+        parts = sum(array.nbytes for _, array in flatten(self._sharding.parts.trainable_parameters()))
+        return _ROOM * device_memory() - mx.get_active_memory() - parts - _ON_THE_WAY * _largest(self._sharding)
+
     def gradients(self, passes: Passes, micro_batches: Sequence[MicroBatch]) -> Gradients:
-        assert self._compute is not None
         before, objective = self._waited_s, passes.objective
         sums: list[mx.array] = []
         found: list[mx.array] = []
         counts = {"targets": 0, "tokens": 0}
         left = list(micro_batches)
-        while self._sharding.anyone(bool(left)):
-            arguments = None
-            if left:
-                batch = left.pop(0)
-                passes.note(batch)
-                counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
-                arguments = passes.arguments(batch)
-            outputs, _, new = self._compute.begin(None, None, arguments)
-            found, sums = added(found, new), added(sums, outputs)
+        with self._held():
+            while self._sharding.anyone(bool(left)):
+                batch = left.pop(0) if left else None
+                if batch is not None:
+                    passes.note(batch)
+                    counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
+                outputs, new = self._begin(passes, batch)
+                found, sums = added(found, new), added(sums, outputs)
+                mx.async_eval(found)  # so that no micro-batch's are kept
         self._sharding.forget()
         total = joined(sums, len(objective.further))
         self._wait([total, *found])
-        own = self._compute.named(found)
-        named = [(name, own[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]
-        return self._whole.counted(Gradients(total, named, counts, waited_s=self._waited_s - before))
+        return self._whole.counted(Gradients(total, self._named(found), counts, waited_s=self._waited_s - before))
+
+    def _begin(self, passes: Passes, batch: MicroBatch | None) -> tuple[list[mx.array], list[mx.array]]:
+        """The sums of a micro-batch, and this rank's parts of its gradients."""
+        arguments = None if batch is None else passes.arguments(batch)
+        if isinstance(self._compute, FetchedGraph):
+            return self._compute.begin(arguments, 0 if batch is None else batch.inputs.size)
+        assert self._compute is not None
+        outputs, _, new = self._compute.begin(None, None, arguments)
+        return outputs, new
+
+    @contextmanager
+    def _held(self) -> Generator[None]:
+        """Let rows be fetched as they lie in memory, inside the block; an update could not write there."""
+        if self._flat is not None:
+            self._sharding.held.update(zip(map(id, self._laid), self._flat.weights(), strict=True))
+        try:
+            yield
+        finally:
+            self._sharding.held.clear()
+
+    def _named(self, parts: Sequence[mx.array]) -> list[Named]:
+        """This rank's parts of the gradients as the updater takes them."""
+        assert self._compute is not None
+        rows = self._compute.rows
+        if self._flat is not None:
+            own = {id(row): part for row, part in zip(rows, parts, strict=True)}
+            return [(str(place), own[id(row)]) for place, row in enumerate(self._laid)]
+        named = named_parts(rows, parts)
+        return [(name, named[name]) for name, _ in flatten(self._sharding.parts.trainable_parameters())]
 
     def _wait(self, arrays: list[mx.array]) -> None:
         """Wait for what other ranks send."""
@@ -224,14 +279,20 @@ class FullySharded(Strategy):
     def reduce(self, mine: Gradients, numbers: Sequence[float | mx.array], extra: Sequence[float] = ()) -> Reduced:
         exchanging, data = self._exchanging, self._sharding.data
         exchanging.heartbeat("reduce")
-        arrays = with_changed(None, mine.grads, self._whole.summed(mine.grads))
+        leaves = None if self._flat is None else self._flat.leaves
+        arrays = with_changed(leaves, mine.grads, self._whole.summed(by_name(leaves, mine.grads)))
         if data.size > 1:
             arrays, _ = sum_over_ranks(data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        own = [array for name, array in named if self._whole.counts(name)]
+        own = [array for name, array in by_name(leaves, named) if self._whole.counts(name)]
         squares = mx.zeros(()) if data.rank else sum_of_squares(own)
         return exchanging.reduced(named, numbers, squares, extra)
+
+
+def named_parts(rows: Sequence[DividedRow], parts: Sequence[mx.array]) -> dict[str, mx.array]:
+    """Return the numbers in this rank's parts of rows by the names of the arrays."""
+    return {name: array for row, part in zip(rows, parts, strict=True) for name, array in row.named(part)}
 
 
 def whole_model(sharding: Sharding, objective: Objective, computing: Computing, **more: Any) -> FetchedStage:
@@ -239,6 +300,11 @@ def whole_model(sharding: Sharding, objective: Objective, computing: Computing, 
     first, last = sharding.units[0].stage, sharding.units[-1].stage.blocks
     stage = replace(first, blocks=Blocks(0, last.stop, last.count))
     return FetchedStage(stage, sharding.units, sharding, objective, computing, **more)
+
+
+def _largest(sharding: Sharding) -> int:
+    """Bytes of the largest unit's rows."""
+    return max(sum(row.size * row.dtype.size for row in unit.rows) for unit in sharding.units)
 
 
 def units_of(stage: Stage, sharding: Sharding) -> list[Unit]:

@@ -31,7 +31,7 @@ from allhands.parallel.matrices import Matrices, divide
 from allhands.parallel.parts import Parts
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
-from allhands.parallel.sharding import Sharding, shard
+from allhands.parallel.sharding import Fetching, Sharding, shard
 from allhands.run.stage_costs import small_enough
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
@@ -185,7 +185,8 @@ def sharded(
     alike = mesh.pipe == mesh.tensor == 1
     together = along(communicator, mesh, "shard", alike=alike)
     copies = along(communicator, mesh, "data", alike=alike)
-    how: Any = {"keeps": keeps_fetched(config), "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
+    fetching = Fetching(keeps_fetched(config), twice=config.grad_checkpoint)
+    how: Any = {"fetching": fetching, "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
     return shard(model, together, copies, communicator, **how)
 
 

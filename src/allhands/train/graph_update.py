@@ -44,11 +44,13 @@ class GraphUpdate:
         *,
         compiled: bool,
         place: Callable[[FlatParams | None], Shards | None] = lambda leaves: None,
+        laid: FlatParams | None = None,
         travelling: bool = False,
     ) -> None:
         """Prepare; the optimizer's state may be new or restored.
 
         Args:
+            laid: the weights, where it is settled in which arrays they lie.
             place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: True if ranks add up gradients while others are computed.
         """
@@ -57,9 +59,13 @@ class GraphUpdate:
         self._optimizer = optimizer
         self._max_norm = max_norm
         initialise(optimizer, model)
-        joins = isinstance(optimizer, _ELEMENTWISE) and FlatParams.fits(model)
+        leaves = None
         apart = getattr(optimizer, "matrices_only", False)
-        leaves = FlatParams(model, apart=apart, travelling=travelling) if joins else None
+        if isinstance(optimizer, _ELEMENTWISE):
+            if laid is not None and not apart:
+                leaves = laid
+            elif FlatParams.fits(model):
+                leaves = FlatParams(model, apart=apart, travelling=travelling)
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for

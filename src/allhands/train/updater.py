@@ -215,7 +215,7 @@ class GraphUpdater(Updater):
         self, model: nn.Module, optimizer: optim.Optimizer, strategy: Strategy, rules: Rules, *, compiled: bool
     ) -> None:
         super().__init__(model, optimizer, rules)
-        how: Any = {"compiled": compiled, "travelling": strategy.overlaps}
+        how: Any = {"compiled": compiled, "travelling": strategy.overlaps, "laid": strategy.laid}
         # A hook wants whole gradients, and nothing is known of what state a foreign optimizer has.
         if isinstance(optimizer, Optimizer) and rules.after_backward is None:
             how["place"] = strategy.place

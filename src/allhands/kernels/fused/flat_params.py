@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from allhands.io.trees import flatten
+from allhands.io.trees import flatten, part_of
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels
 from allhands.kernels.fused.linear import Product, drops, products_of
@@ -47,6 +47,15 @@ class _Place:
     @property
     def array(self) -> mx.array:
         return self.module[self.key]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Arrays that lie in one array already: their names, where each begins there, and how many numbers it has."""
+
+    names: tuple[str, ...]
+    starts: tuple[int, ...]
+    size: int
 
 
 class _Layout:
@@ -81,6 +90,10 @@ class FlatBuffer(_Layout):
         matrices = apart and places[0].array.ndim > 1
         self.shape = (self.size // _ALIGNED, _ALIGNED) if matrices else (self.size,)
 
+    def lay(self, laid: Laid) -> None:
+        """Have the arrays where they lie already."""
+        self.starts, self.size, self.shape = [*laid.starts, laid.size], laid.size, (laid.size,)
+
     @property
     def is_one(self) -> bool:
         """True if the buffer is one array, with nothing after it."""
@@ -97,7 +110,7 @@ def _aligned(count: int) -> int:
 
 def _joined(arrays: Sequence[mx.array], ends: Sequence[int]) -> mx.array:
     """One array of ``arrays``, which begin at ``ends[:-1]``, with zeros between and up to ``ends[-1]``."""
-    pieces: list[mx.array] = []
+    pieces: list[mx.array] = [mx.zeros((ends[0],), dtype=arrays[0].dtype)] if ends[0] else []
     for array, (start, end) in zip(arrays, itertools.pairwise(ends), strict=True):
         pieces.append(array.reshape(-1))
         if array.size < end - start:
@@ -128,9 +141,23 @@ class FlatParams:
         again = any(hasattr(module, "_recomputes") for module in modules.values())
         products = [] if again else products_of(modules.values())
         packed = _Packed.of(self._places, products, apart=apart)
-        self._spreads: list[_Packed | _Views] = (
-            [packed] if packed else _views(self._places, products, apart=apart, travelling=travelling)
+        self._spreads: list[_Packed | _Views | _AsTheyLie] = (
+            [packed] if packed else [*_views(self._places, products, apart=apart, travelling=travelling)]
         )
+
+    @staticmethod
+    def laid(tree: Any, rows: Sequence[Laid]) -> FlatParams:
+        """Return the arrays of a tree of trained arrays as ``rows``, in which all of them lie."""
+        found = FlatParams.__new__(FlatParams)
+        found._spreads = []
+        for row in rows:
+            owners = ((name, *name.rpartition(".")[::2]) for name in row.names)
+            places = [_Place(name, part_of(tree, owner) if owner else tree, key) for name, owner, key in owners]
+            chunk = FlatBuffer(places)
+            chunk.lay(row)
+            found._spreads.append(_AsTheyLie(chunk))
+        found._places = [place for chunk in found.chunks for place in chunk.places]
+        return found
 
     @staticmethod
     def fits(model: nn.Module) -> bool:
@@ -199,6 +226,20 @@ class FlatParams:
     def joined(self, named: Mapping[str, mx.array]) -> list[mx.array]:
         """Return the reverse of :meth:`named`."""
         return [chunk.joined([named[place.name] for place in chunk.places]) for chunk in self.chunks]
+
+
+@dataclass(frozen=True)
+class _AsTheyLie:
+    """Arrays of a chunk that are used one by one."""
+
+    chunk: FlatBuffer
+
+    def install(self, whole: mx.array) -> None:
+        for place, part in zip(self.chunk.places, self.chunk.parts(whole), strict=True):
+            place.module[place.key] = part
+
+    def clear(self) -> None:
+        """Nothing was given."""
 
 
 class _Views:

@@ -16,6 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.fused import kernels, ops
+from allhands.kernels.fused.again import again_of, for_backward, other_weight, quantised_product
 from allhands.kernels.instances import give_form
 from allhands.kernels.selection import BY_RULE, DENSE_FROM_TOKENS, PLAIN, SELECTION, KernelSelection, selection_of
 
@@ -27,10 +28,16 @@ class DenseQuantizedLinear(nn.QuantizedLinear):
     """A frozen quantised layer that multiplies by its dequantised weight when there are many tokens."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        selection = selection_of(self)
+        selection, again = selection_of(self), again_of(self)
         if x.dtype != self.scales.dtype or not makes_dense(x, selection):
-            return super().__call__(x)
-        y = ops.product_with(lambda after: dequantized(self, selection, after))(x)
+            if again is self:
+                return super().__call__(x)
+            y = quantised_product([self], [again])(x)
+        else:
+            back = for_backward(self)
+            y = ops.product_with(
+                lambda after: dequantized(self, selection, after), lambda after: dequantized(back, selection, after)
+            )(x)
         return y + self.bias if "bias" in self else y
 
 
@@ -83,7 +90,7 @@ class TrainedLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != self.weight.dtype:
             return super().__call__(x)
-        y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], -1)
+        y = ops.trained_product(x.reshape(-1, x.shape[-1]), self.weight, other_weight(self)).reshape(*x.shape[:-1], -1)
         return y + self.bias if "bias" in self else y
 
     def of_swiglu(self, x: mx.array) -> mx.array:
@@ -91,7 +98,7 @@ class TrainedLinear(nn.Linear):
         selection = selection_of(self)
         if "bias" in self or x.dtype != self.weight.dtype or not ops.fuses_swiglu(x, selection):
             return self(ops.swiglu(x, selection))
-        return ops.swiglu_product(x, self.weight)
+        return ops.swiglu_product(x, self.weight, other_weight(self))
 
 
 class TypedLoRALinear(LoRALinear):
@@ -145,6 +152,7 @@ class Product:
         self._selection = selection
         self._frozen = frozen
         self._given: tuple[mx.array, ...] | None = None
+        self._given_again: mx.array | None = None
         self._kept: mx.array | None = None
 
     def keep_dense(self, most_bytes: int) -> int:
@@ -174,9 +182,13 @@ class Product:
         """The bytes of the dense weight that is kept."""
         return 0 if self._kept is None else self._kept.nbytes
 
-    def give(self, arrays: mx.array | tuple[mx.array, ...] | None) -> None:
-        """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors."""
+    def give(self, arrays: mx.array | tuple[mx.array, ...] | None, again: mx.array | None = None) -> None:
+        """Compute with these, not with what the layers have: their weights as one, or (K, R) and (R, N) factors.
+
+        ``again``: the weights for the backward pass, where that has other ones; see :func:`again_of`.
+        """
         self._given = (arrays,) if isinstance(arrays, mx.array) else arrays
+        self._given_again = again
 
     @property
     def widths(self) -> list[int]:
@@ -197,13 +209,20 @@ class Product:
     def __call__(self, x: mx.array) -> mx.array:
         bases = [base_of(layer) for layer in self.layers]
         if any(map(_is_trained, bases)):
-            y = ops.trained_product(x, self._given[0] if self._given else _together([base.weight for base in bases]))
+            weight = self._given[0] if self._given else _together([base.weight for base in bases])
+            y = ops.trained_product(x, weight, self._again(bases))
         elif self.adapted:
             a, b = self._factors(x.dtype)
             y = _adapted(x, self._dense(), a, b) if self._is_dense(x) else self._quantised(x) + (x @ a) @ b
         else:
-            y = ops.product_with(self._dense())(x) if self._is_dense(x) else self._quantised(x)
+            y = ops.product_with(*self._dense())(x) if self._is_dense(x) else self._quantised(x)
         return _with_biases(y, bases)
+
+    def _again(self, bases: Sequence[Any]) -> mx.array | None:
+        """The trained weights for the backward pass, where that has other ones."""
+        if self._given is None and any(again_of(base) is not base for base in bases):
+            return _together([again_of(base).weight for base in bases])
+        return self._given_again
 
     def adapted_mlp(self, x: mx.array, down: Product) -> mx.array | None:
         """``down`` of SwiGLU of this product of gate and up, all adapted; ``None`` if there is no such form.
@@ -255,19 +274,16 @@ class Product:
 
     def _quantised(self, x: mx.array) -> mx.array:
         weights = self._weights
-        facts: dict[str, Any] = {name: getattr(weights[0], name) for name in ("group_size", "bits", "mode")}
-        products = [
-            mx.quantized_matmul(x, each.weight, each.scales, each.get("biases"), transpose=True, **facts)
-            for each in weights
-        ]
-        return mx.concatenate(products, axis=-1) if len(products) > 1 else products[0]
+        return quantised_product(weights, [again_of(each) for each in weights])(x)
 
-    def _dense(self) -> Dense:
-        """A function that makes the dense weight."""
+    def _dense(self) -> tuple[Dense, Dense]:
+        """Functions that make the dense weight, for the forward and for the backward pass."""
         if (kept := self._kept) is not None:
-            return lambda _: kept
-        weights = self._weights
-        if isinstance(weights[0], nn.QuantizedLinear):
+            return (lambda _: kept), (lambda _: kept)
+        return self._dense_of(self._weights), self._dense_of([for_backward(each) for each in self._weights])
+
+    def _dense_of(self, weights: Sequence[Any]) -> Dense:
+        if isinstance(self._weight, nn.QuantizedLinear):
             return lambda after: _together([dequantized(each, self._selection, after) for each in weights])
         return lambda _: _together([each.weight for each in weights])
 
@@ -315,8 +331,8 @@ def _factors(layers: Sequence[Any], widths: Sequence[int]) -> tuple[mx.array, mx
     return a, _together(second)
 
 
-def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array, *, of_swiglu: bool = False) -> mx.array:
-    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``.
+def _adapted(x: mx.array, dense: tuple[Dense, Dense], a: mx.array, b: mx.array, *, of_swiglu: bool = False) -> mx.array:
+    """``x @ (dense(x).T + a @ b)``, differentiable in ``x``, ``a`` and ``b``; ``dense`` as :class:`Product` makes it.
 
     With ``of_swiglu`` of ``swiglu(x)``, which is computed again in the backward pass instead of being kept.
     """
@@ -325,12 +341,12 @@ def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array, *, of_swiglu: 
         y = kernels.swiglu(x) if of_swiglu else x
         inner = y @ a
         # The small product first: the large one then adds to it as it ends, without a pass of its own.
-        return mx.addmm(inner @ b, y, dense(y).T), inner
+        return mx.addmm(inner @ b, y, dense[0](y).T), inner
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
         (x, a, b), cotangent = primals, cotangents[0]
         inner = cotangent @ b.T
-        dy = mx.addmm(inner @ a.T, cotangent, dense(cotangent))
+        dy = mx.addmm(inner @ a.T, cotangent, dense[1](cotangent))
         dx, y = kernels.swiglu_vjp(x, dy, again=True) if of_swiglu else (dy, x)
         return dx, y.T @ inner, outputs[1].T @ cotangent
 
@@ -339,8 +355,8 @@ def _adapted(x: mx.array, dense: Dense, a: mx.array, b: mx.array, *, of_swiglu: 
 
 def _adapted_mlp(
     x: mx.array,
-    dense: Dense,
-    dense_down: Dense,
+    dense: tuple[Dense, Dense],
+    dense_down: tuple[Dense, Dense],
     ranks: tuple[int, int],
     *factors: mx.array,
 ) -> mx.array:
@@ -348,18 +364,18 @@ def _adapted_mlp(
 
     def forward(x: mx.array, a: mx.array, b: mx.array, a_down: mx.array, b_down: mx.array) -> tuple[mx.array, ...]:
         inner = x @ a
-        wide = x @ dense(x).T
+        wide = x @ dense[0](x).T
         y = kernels.swiglu_adapted(wide, inner, b, ranks)
         inner_down = y @ a_down
-        return mx.addmm(inner_down @ b_down, y, dense_down(y).T), wide, inner, inner_down
+        return mx.addmm(inner_down @ b_down, y, dense_down[0](y).T), wide, inner, inner_down
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, ...]:
         (x, a, b, a_down, b_down), (_, wide, inner, inner_down), cotangent = primals, outputs, cotangents[0]
         back_down = cotangent @ b_down.T
-        of_y = cotangent @ dense_down(cotangent)
+        of_y = cotangent @ dense_down[1](cotangent)
         dwide, y = kernels.swiglu_adapted_vjp(wide, inner, b, ranks, of_y, back_down, a_down)
         back = dwide @ b.T
-        dx = mx.addmm(back @ a.T, dwide, dense(dwide))
+        dx = mx.addmm(back @ a.T, dwide, dense[1](dwide))
         return dx, x.T @ back, inner.T @ dwide, y.T @ back_down, inner_down.T @ cotangent
 
     return with_vjp(forward, backward)(x, *factors)[0]

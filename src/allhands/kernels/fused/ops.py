@@ -40,15 +40,21 @@ def plain_swiglu(x: mx.array) -> mx.array:
 _swiglu = with_vjp(kernels.swiglu, lambda x, cotangent, _: kernels.swiglu_vjp(x, cotangent)[0])
 
 
-def _swiglu_product_vjp(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
-    x, weight = primals
-    dx, y = kernels.swiglu_vjp(x, cotangent @ weight, again=True)
-    return dx, cotangent.T @ y
+def swiglu_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
+    """``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
 
+    (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
 
-# ``swiglu(x) @ weight.T``, whose factor is computed again in the backward pass instead of being kept.
-# (N, 2 F), (M, F) -> (N, M), with gradients in both; where :func:`fuses_swiglu`.
-swiglu_product = with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, _swiglu_product_vjp)
+    Args:
+        again: see :func:`trained_product`.
+    """
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        x, weight = primals
+        dx, y = kernels.swiglu_vjp(x, cotangent @ (weight if again is None else again), again=True)
+        return dx, cotangent.T @ y
+
+    return with_vjp(lambda x, weight: kernels.swiglu(x) @ weight.T, backward)(x, weight)
 
 
 def rope_split(
@@ -147,14 +153,33 @@ def rows_at(x: mx.array, places: mx.array, targets: mx.array) -> mx.array:
     return take(x)
 
 
-def product_with(dense: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+def product_with(
+    dense: Callable[[mx.array], mx.array], again: Callable[[mx.array], mx.array] | None = None
+) -> Callable[[mx.array], mx.array]:
     """``x @ dense(x).T`` for a frozen weight that is made anew for the backward pass instead of being kept.
 
-    ``dense`` is given what the weight is multiplied by, before which it is not to be made.
+    ``dense`` is given what the weight is multiplied by, before which it is not to be made. ``again`` makes it for the
+    backward pass, if something else does.
     """
-    return with_vjp(lambda x: x @ dense(x).T, lambda _x, cotangent, _y: cotangent @ dense(cotangent))
+    back = dense if again is None else again
+
+    def backward(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+        return (cotangent @ back(cotangent)).astype(x.dtype)
+
+    return with_vjp(lambda x: x @ dense(x).T, backward)
 
 
-# ``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it; MLX's own
-# comes transposed. (N, K), (M, K) -> (N, M).
-trained_product = with_vjp(lambda x, weight: x @ weight.T, lambda primals, c, _: (c @ primals[1], c.T @ primals[0]))
+def trained_product(x: mx.array, weight: mx.array, again: mx.array | None = None) -> mx.array:
+    """``x @ weight.T``, whose gradient in ``weight`` comes in the order of the weight, as optimizers read it.
+
+    MLX's own comes transposed. (N, K), (M, K) -> (N, M).
+
+    Args:
+        again: the weight once more, for the backward pass; then ``weight`` itself is not kept for that.
+    """
+
+    def backward(primals: Any, cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        x, weight = primals
+        return cotangent @ (weight if again is None else again), cotangent.T @ x
+
+    return with_vjp(lambda x, weight: x @ weight.T, backward)(x, weight)

@@ -1,0 +1,413 @@
+"""Passes over blocks whose arrays are fetched, as one graph that a device computes block by block.
+
+Forward and backward pass of a micro-batch are made together, and computed apart. A block is computed once: its products
+keep their inputs for the backward pass, which multiplies by weights that are fetched anew
+(:mod:`allhands.kernels.fused.again`). Where a block multiplies in another way, or where memory is short, only its input
+is kept, and the block is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tuner.dora import DoRALinear
+
+from allhands.kernels.fastmath import with_vjp
+from allhands.kernels.fused.again import FrozenLinear, FrozenQuantizedLinear, give_again
+from allhands.kernels.fused.linear import DenseQuantizedLinear, Product, TrainedLinear, products_of
+from allhands.kernels.instances import give_form
+from allhands.objectives.base import Objective
+from allhands.parallel.engine import StageCompute
+from allhands.parallel.gradient import Computing
+from allhands.parallel.rows import DividedRow, Place
+from allhands.parallel.sharding import Sharding, Unit, begun
+
+_FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
+# Bytes of a block that may stay from the forward to the backward pass, of all that it has.
+_MAY_STAY = 1 / 16
+# What a block keeps beside the outputs of its products, of those.
+_BESIDE = 1.25
+
+
+@dataclass
+class _Segment:
+    """Arrays end to end in a row that are used as one: one array, or the weights of all layers of a product.
+
+    Attributes:
+        again: whether the backward pass takes it from elsewhere.
+    """
+
+    places: tuple[Place, ...]
+    again: bool
+    product: Product | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.places[0].shape
+        return first if self.product is None else (sum(place.shape[0] for place in self.places), *first[1:])
+
+    def part(self, row: mx.array) -> mx.array:
+        """The segment of a row whose arrays lie end to end."""
+        start, last = self.places[0].start, self.places[-1]
+        return row[start : last.start + last.size].reshape(self.shape)
+
+
+class _Block:
+    """A unit whose arrays are given, twice.
+
+    Attributes:
+        segments: of each of the unit's rows, in order.
+        again: the rows that the backward pass needs once more.
+        keeps: True if nothing large stays from the forward pass to the backward pass.
+    """
+
+    def __init__(
+        self, unit: Unit, objective: Objective, computing: Computing, able: set[int], products: Sequence[Product]
+    ) -> None:
+        self.unit = unit
+        self._compute = StageCompute(unit.stage, objective, computing, unit, modules=unit.modules)
+        self.segments = [_segments(row, able, products) for row in unit.rows]
+        sizes = {True: 0, False: 0}
+        for segment in self.every:
+            sizes[segment.again] += sum(place.size * place.module[place.key].dtype.size for place in segment.places)
+        self.keeps = sizes[False] <= _MAY_STAY * sum(sizes.values())
+        rows = zip(unit.rows, self.segments, strict=True)
+        self.again = [row for row, parts in rows if not self.keeps or any(each.again for each in parts)]
+
+    @property
+    def every(self) -> list[_Segment]:
+        """All segments of the unit."""
+        return [segment for segments in self.segments for segment in segments]
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each of :attr:`every` is trained."""
+        rows = zip(self.unit.rows, self.segments, strict=True)
+        return [row.trained for row, segments in rows for _ in segments]
+
+    def bytes_kept(self, tokens: int) -> float:
+        """Bytes that stay between the passes of so many tokens if the block is computed once; an estimate."""
+        outputs = sum(segment.shape[-2] for segment in self.every if segment.again and len(segment.shape) > 1)
+        return _BESIDE * tokens * outputs * self.unit.stage.dtype.size
+
+    def values(self, wholes: Sequence[mx.array], *, alone: bool) -> list[mx.array]:
+        """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets memory of its own."""
+        found: list[mx.array] = []
+        for row, segments, whole in zip(self.unit.rows, self.segments, wholes, strict=True):
+            arrays = [each.part(row.row(whole)) for each in segments] if row.end_to_end else row.arrays(whole)
+            if alone and row in self.again:
+                arrays = [a if each.again else mx.contiguous(a) for a, each in zip(arrays, segments, strict=True)]
+            found += arrays
+        return found
+
+    def values_again(self, wholes: Sequence[mx.array], first: Sequence[mx.array]) -> list[mx.array]:
+        """The arrays of :attr:`every` for the backward pass: of the rows :attr:`again`, else those of the ``first``."""
+        rows, at, found = iter(wholes), 0, list[mx.array]()
+        for row, segments in zip(self.unit.rows, self.segments, strict=True):
+            own = first[at : at + len(segments)]
+            at += len(segments)
+            if row not in self.again:
+                found += own
+                continue
+            whole = next(rows)
+            arrays = [each.part(row.row(whole)) for each in segments] if row.end_to_end else row.arrays(whole)
+            kept = self.keeps
+            found += [o if kept and not s.again else a for o, s, a in zip(own, segments, arrays, strict=True)]
+        return found
+
+    def outputs(
+        self,
+        received: mx.array | None,
+        arrays: Sequence[mx.array],
+        again: Sequence[mx.array] | None,
+        arguments: tuple[mx.array, ...],
+    ) -> list[mx.array]:
+        """The unit's outputs, computed with ``arrays``, and in the backward pass with those of ``again``."""
+        with self._installed(arrays, again):
+            return self._compute.computed(received, arguments)
+
+    def outputs_of_input(
+        self,
+        received: mx.array | None,
+        arrays: Sequence[mx.array],
+        again: Sequence[mx.array],
+        arguments: tuple[mx.array, ...],
+    ) -> list[mx.array]:
+        """:meth:`outputs`, of which nothing is kept but the input: the backward pass computes the unit once more."""
+        trained = self.trained
+        before = [] if received is None else [received]
+
+        def run(primals: Sequence[mx.array], base: Sequence[mx.array]) -> mx.array:
+            given = iter(primals[len(before) :])
+            mine = [next(given) if own else array for own, array in zip(trained, base, strict=True)]
+            return self.outputs(primals[0] if before else None, mine, None, arguments)[0]
+
+        def backward(primals: Any, cotangent: mx.array, _: Any) -> Any:
+            primals = [primals] if isinstance(primals, mx.array) else list(primals)
+            mine = [array for own, array in zip(trained, again, strict=True) if own]
+            _, found = mx.vjp(lambda *p: run(p, again), [*primals[: len(before)], *mine], [cotangent])
+            return tuple(found) if len(found) > 1 else found[0]
+
+        mine = [array for own, array in zip(trained, arrays, strict=True) if own]
+        return [with_vjp(lambda *primals: run(primals, arrays), backward)(*before, *mine)]
+
+    def gradients(self, found: Sequence[mx.array], ranks: int) -> list[mx.array]:
+        """The gradients of the trained rows, of those of their segments."""
+        rest, rows = list(found), list[mx.array]()
+        for row, segments in zip(self.unit.rows, self.segments, strict=True):
+            if row.trained:
+                rows.append(row.joined(rest[: len(segments)], ranks))
+                del rest[: len(segments)]
+        return rows
+
+    @contextmanager
+    def _installed(self, arrays: Sequence[mx.array], again: Sequence[mx.array] | None) -> Generator[None]:
+        others: dict[int, tuple[nn.Module, dict[str, mx.array]]] = {}
+        try:
+            for at, (segment, array) in enumerate(zip(self.every, arrays, strict=True)):
+                other = again[at] if again is not None and segment.again else None
+                if segment.product is not None:
+                    segment.product.give(array, other)
+                    continue
+                (place,) = segment.places
+                place.module[place.key] = array
+                if other is not None:
+                    others.setdefault(id(place.module), (place.module, {}))[1][place.key] = other
+            for module, mine in others.values():
+                give_again(module, mine)
+            yield
+        finally:
+            for segment in self.every:
+                if segment.product is not None:
+                    segment.product.give(None)
+            for module, mine in others.values():
+                give_again(module, None)
+                # For backward passes that look at their module when they are made.
+                module.update(mine)
+
+
+def _able(model: nn.Module) -> set[int]:
+    """The identities of linear layers whose backward pass may be with other arrays; gives layers that form."""
+    modules = model.modules()
+    # DoRA looks at the weights of the layer below.
+    below = {id(module["linear"]) for module in modules if isinstance(module, DoRALinear)}
+    for module in modules:
+        if type(module) is nn.Linear:
+            give_form(module, TrainedLinear if "weight" in module.trainable_parameters() else FrozenLinear)
+        elif type(module) is nn.QuantizedLinear:
+            give_form(module, FrozenQuantizedLinear)
+    return {id(module) for module in modules if isinstance(module, _FETCHED_AGAIN)} - below
+
+
+def _segments(row: DividedRow, able: set[int], products: Sequence[Product]) -> list[_Segment]:
+    """What is used as one in a row: where arrays lie end to end, the trained weights of a product's layers."""
+    rest, found = list(row.places), list[_Segment]()
+    while rest:
+        again = id(rest[0].module) in able and rest[0].key in ("weight", "scales", "biases")
+        product = _product_at(rest, products) if row.trained and row.end_to_end and again else None
+        found.append(_Segment(tuple(rest[: 1 if product is None else len(product.layers)]), again, product))
+        del rest[: len(found[-1].places)]
+    return found
+
+
+def _product_at(places: Sequence[Place], products: Sequence[Product]) -> Product | None:
+    """The product of several layers whose weights are the first of ``places``, if there is one."""
+    for product in products:
+        several = places[: len(product.layers)]
+        if len(several) > 1 and [(each.module, each.key) for each in several] == [
+            (x, "weight") for x in product.layers
+        ]:
+            return product
+    return None
+
+
+class _Graph:
+    """A micro-batch's passes, still to be computed; without ``found`` nothing.
+
+    Attributes:
+        sums: of the objective.
+        hidden: what each block but the last one hands on.
+        gradients: of each block's rows, from the block ``first`` on.
+    """
+
+    def __init__(self, first: int, found: tuple[Any, Any, Any] | None) -> None:
+        self._first = first
+        self.sums: list[mx.array] = [] if found is None else found[0]
+        self.hidden: list[mx.array] = [] if found is None else found[1]
+        self.gradients: list[list[mx.array]] = [] if found is None else found[2]
+
+    def forward(self, at: int) -> list[mx.array]:
+        """What is to be computed once a block's rows are there: its output; of the last block everything."""
+        if not self.sums:
+            return []
+        return [self.hidden[at]] if at < len(self.hidden) else [*self.sums, *self.backward(at)]
+
+    def backward(self, at: int) -> list[mx.array]:
+        """The gradients of a block's rows."""
+        return self.gradients[at - self._first] if self.sums else []
+
+    def drop(self, at: int) -> None:
+        """Forget the gradients of a block's rows."""
+        if self.sums:
+            self.gradients[at - self._first] = []
+
+
+class FetchedGraph:
+    """The passes of a whole model whose arrays are fetched for one block at a time.
+
+    Args:
+        wait: called with arrays that other ranks send.
+        pushes: called before gradients are added up over ranks.
+        room: gives the bytes that there are for what blocks keep between the passes; ``None``: enough.
+
+    Attributes:
+        rows: those that are trained, in the order of their gradients.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        objective: Objective,
+        computing: Computing,
+        *,
+        wait: Callable[[list[mx.array]], None] = mx.eval,
+        pushes: Callable[[], object] = lambda: None,
+        room: Callable[[], float] | None = None,
+    ) -> None:
+        self._sharding, self._wait, self._pushes, self._room = sharding, wait, pushes, room
+        self._compiled = computing.compiled
+        self._units, self._first = sharding.units, sharding.first_trained
+        facts = _able(sharding.model), products_of(sharding.model.modules())
+        self._blocks = [_Block(unit, objective, computing, *facts) for unit in sharding.units]
+        self._functions: dict[frozenset[int], Any] = {}
+        self.rows = list({id(row): row for unit in self._units for row in unit.trained_rows}.values())
+
+    def computed_twice(self, tokens: int) -> frozenset[int]:
+        """The blocks that are computed once more in the backward pass of a micro-batch of so many tokens."""
+        last, fetching = len(self._units) - 1, self._sharding.fetching
+        if fetching.twice:
+            return frozenset(range(self._first, last))
+        found = {at for at in range(self._first, last) if not (self._blocks[at].keeps or fetching.keeps)}
+        if self._room is None:
+            return frozenset(found)
+        # The first block's input is looked up; of the others the first ones keep theirs the longest.
+        others = [at for at in range(max(self._first, 1), last) if at not in found]
+        missing = sum(self._blocks[at].bytes_kept(tokens) for at in others) - self._room()
+        for at in others:
+            if missing <= 0:
+                break
+            missing -= self._blocks[at].bytes_kept(tokens)
+            found.add(at)
+        return frozenset(found)
+
+    def begin(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> tuple[list[mx.array], list[mx.array]]:
+        """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`, summed over ranks.
+
+        Called on all ranks together; without ``arguments`` this rank only takes part in what others exchange.
+        """
+        last, first, sharding = len(self._units) - 1, self._first, self._sharding
+        wholes = [sharding.wholes(unit.rows) for unit in self._units]
+        again = [sharding.wholes(self._again(at)) for at in range(last + 1)]
+        function = None if arguments is None else self._function(self.computed_twice(tokens))
+        graph = _Graph(first, None if function is None else function(wholes, again, list(arguments or ())))
+        before, parts = list[mx.array](), dict[int, mx.array]()
+        begun(wholes[0])
+        for at in range(last + 1):
+            before = self._next(wholes, at, graph.forward(at), before)
+            begun(wholes[at + 1] if at < last else again[at - 1])
+        # The last block's passes are one; the others' backward passes follow.
+        for at in range(last, first - 1, -1):
+            if at < last:
+                before = self._next(again, at, graph.backward(at), before)
+                begun(again[at - 1])
+            self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
+            graph.drop(at)
+        return graph.sums, [parts[id(row)] for row in self.rows]
+
+    def idle(self) -> list[mx.array]:
+        """Take part in what others exchange for a micro-batch; the gradients are zeros."""
+        return self.begin(None, 0)[1]
+
+    def _next(
+        self, fetched: list[list[mx.array]], at: int, wanted: list[mx.array], before: list[mx.array]
+    ) -> list[mx.array]:
+        """Have ``wanted`` computed with a block's rows, while the host waits for what is ``before`` it."""
+        self._wait(fetched[at])
+        fetched[at] = []
+        mx.async_eval(wanted)
+        # Nothing is ahead but one block, so that no more rows are in memory than two blocks have.
+        mx.eval(before)
+        return wanted
+
+    def _again(self, at: int) -> list[DividedRow]:
+        """The rows of a block that are fetched once more."""
+        between = self._first <= at < len(self._units) - 1
+        return self._blocks[at].again if between and not self._sharding.fetching.keeps else []
+
+    def _push(self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]) -> None:
+        ranks = self._sharding.shard.size
+        given = [row.joined(None, ranks) for row in unit.trained_rows] if gradients is None else gradients
+        for row, gradient in zip(unit.trained_rows, given, strict=True):
+            self._pushes()
+            new, before = self._sharding.push_row(row, gradient), parts.get(id(row))
+            parts[id(row)] = new if before is None else before + new
+
+    def _function(self, twice: frozenset[int]) -> Any:
+        """The function of whole rows and a micro-batch that makes a :class:`_Graph`."""
+        if twice not in self._functions:
+
+            def function(wholes: Any, again: Any, arguments: Any) -> Any:
+                return self._traced(wholes, again, tuple(arguments), twice)
+
+            state = [mx.random.state]
+            self._functions[twice] = mx.compile(function, inputs=state, outputs=state) if self._compiled else function
+        return self._functions[twice]
+
+    def _traced(
+        self,
+        wholes: list[list[mx.array]],
+        again: list[list[mx.array]],
+        arguments: tuple[mx.array, ...],
+        twice: frozenset[int],
+    ) -> tuple[list[mx.array], list[mx.array], list[list[mx.array]]]:
+        blocks, first = self._blocks, self._first
+        values = [
+            block.values(whole, alone=bool(again[at]))
+            for at, (block, whole) in enumerate(zip(blocks, wholes, strict=True))
+        ]
+
+        def run(trained: list[list[mx.array]]) -> tuple[mx.array, list[mx.array]]:
+            hidden: list[mx.array] = []
+            for at, block in enumerate(blocks):
+                given = iter(trained[at - first] if at >= first else ())
+                arrays = [
+                    next(given) if own and at >= first else array
+                    for own, array in zip(block.trained, values[at], strict=True)
+                ]
+                other = block.values_again(again[at], arrays) if again[at] else None
+                received = hidden[-1] if hidden else None
+                if at in twice:
+                    found = block.outputs_of_input(received, arrays, other or arrays, arguments)
+                else:
+                    found = block.outputs(received, arrays, other, arguments)
+                hidden += found
+            count = len(blocks) - 1
+            return hidden[count], [*hidden[:count], *hidden[count + 1 :]]
+
+        trained = [
+            [array for own, array in zip(block.trained, arrays, strict=True) if own]
+            for block, arrays in zip(blocks[first:], values[first:], strict=True)
+        ]
+        try:
+            (loss, rest), found = mx.value_and_grad(run)(trained)
+        finally:
+            for block in blocks:
+                block.unit.remove()
+        count, ranks = len(blocks) - 1, self._sharding.shard.size
+        gradients = [block.gradients(each, ranks) for block, each in zip(blocks[first:], found, strict=True)]
+        return [loss, *rest[count:]], rest[:count], gradients

@@ -1,0 +1,160 @@
+"""Passes over fetched blocks as one graph against mlx_lm's own model: sums and gradients, of each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from test_stages import CUT, loss_of, model_of, tokens_of
+
+from allhands.distributed.backend import SingleProcess
+from allhands.io.trees import number
+from allhands.kernels.fused.blocks import fuse
+from allhands.parallel.fetched import FetchedGraph
+from allhands.parallel.gradient import Computing
+from allhands.parallel.sharding import Fetching, Sharding, shard
+
+OBJECTIVE: Any = SimpleNamespace(
+    further=(),
+    sums=lambda model, **_: lambda tokens: (loss_of(model(tokens), tokens),),
+    model_inputs=lambda _, tokens: (tokens, {}),
+)
+
+
+class Copying(SingleProcess):
+    """One process, in whose memory a whole row is another array than its part."""
+
+    def all_gather(self, array: mx.array) -> mx.array:
+        return array + 0
+
+
+def sharded(model: Any, **more: Any) -> Sharding:
+    alone: Any = Copying()
+    return shard(model, alone, alone, alone, **more)
+
+
+def passes(sharding: Sharding, room: Callable[[], float] | None = None) -> FetchedGraph:
+    return FetchedGraph(sharding, OBJECTIVE, Computing(cpu_native=False, compiled=False), room=room)
+
+
+def found_by(graph: FetchedGraph, tokens: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+    """Loss and gradients by name."""
+    (loss,), parts = graph.begin((tokens,), tokens.size)
+    named: dict[str, mx.array] = {}
+    for row, part in zip(graph.rows, parts, strict=True):
+        shapes = {place.name: place.shape for place in row.places}
+        named |= {name: array.reshape(shapes[name]) for name, array in row.named(part)}
+    return loss, named
+
+
+def assert_same(one: tuple[mx.array, dict[str, mx.array]], other: tuple[mx.array, dict[str, mx.array]]) -> None:
+    assert other[0].item() == pytest.approx(one[0].item(), rel=1e-6)
+    assert other[1].keys() == one[1].keys()
+    for name, array in one[1].items():
+        apart = mx.linalg.norm(other[1][name] - array) / mx.maximum(mx.linalg.norm(array), 1e-6)
+        assert number(apart) < 5e-6, name
+
+
+def by_mlx(model: Any, tokens: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+    loss, gradients = nn.value_and_grad(model, lambda: loss_of(model(tokens), tokens))()
+    return loss, dict(tree_flatten(gradients))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_every_architecture_has_the_gradient_of_its_whole_model(name: str) -> None:
+    tokens = tokens_of(name)
+    expected = by_mlx(model_of(name), tokens)
+    assert_same(expected, found_by(passes(sharded(model_of(name))), tokens))
+    assert_same(expected, found_by(passes(sharded(model_of(name)), lambda: 0.0), tokens))
+
+
+def adapted(name: str, kind: str, *, bits: int = 0, blocks: int = 1) -> Any:
+    model = model_of(name)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda _, m: divides(m))
+    model.freeze()
+    mx.random.seed(11)
+    linear_to_lora_layers(model, blocks, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=kind == "dora")
+    for module in model.modules():
+        if "lora_b" in module:
+            module["lora_b"] = 0.1 * mx.random.normal(module["lora_b"].shape)
+    mx.eval(model.parameters())
+    return model
+
+
+def divides(module: Any) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % 32 == 0
+
+
+@pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
+@pytest.mark.parametrize("blocks", [1, 9], ids=["the last block", "all"])
+@pytest.mark.parametrize(("kind", "bits"), [("lora", 0), ("lora", 4), ("dora", 0), ("dora", 4)])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_adapters_have_the_gradients_of_a_whole_model(
+    kind: str, bits: int, blocks: int, room: Callable[[], float] | None, fused: bool
+) -> None:
+    tokens = tokens_of("llama")
+    expected = by_mlx(adapted("llama", kind, bits=bits, blocks=blocks), tokens)
+    model = adapted("llama", kind, bits=bits, blocks=blocks)
+    if fused:
+        fuse(model, 64, joins=False)
+    assert_same(expected, found_by(passes(sharded(model), room), tokens))
+
+
+@pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"boxed": True}, {"shares": (1.0,)}, {"fetching": Fetching(True)}, {"fetching": Fetching(False, True)}],
+    ids=str,
+)
+def test_fused_blocks_have_the_gradient_of_a_whole_model(
+    more: dict[str, Any], room: Callable[[], float] | None
+) -> None:
+    tokens = tokens_of("llama")
+    expected = by_mlx(model_of("llama"), tokens)
+    model = model_of("llama")
+    fuse(model, 64, joins=False)
+    assert_same(expected, found_by(passes(sharded(model, **more), room), tokens))
+
+
+def wide(*, bits: int = 0) -> Any:
+    """A model whose blocks are larger than all that is computed with them."""
+    mx.random.seed(5)
+    shape = {"hidden_size": 256, "num_hidden_layers": 16, "intermediate_size": 512, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model: Any = Model(ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, **shape, **heads}))
+    if bits:
+        nn.quantize(model, group_size=64, bits=bits)
+        model.freeze()
+        linear_to_lora_layers(model, 16, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_whole_arrays_of_few_blocks_are_in_memory_at_once(
+    bits: int, fused: bool, room: Callable[[], float] | None
+) -> None:
+    model = wide(bits=bits)
+    if fused:
+        fuse(model, 64, joins=False)
+    sharding = sharded(model)
+    blocks = [sum(row.size * row.dtype.size for row in unit.rows) for unit in sharding.units]
+    gradients = sum(row.size * row.dtype.size for row in sharding.rows if row.trained)
+    graph, tokens = passes(sharding, room), mx.random.randint(0, 60, (1, 4))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loss, parts = graph.begin((tokens,), tokens.size)
+    mx.eval(loss, parts)
+    # A dense weight is made of a quantised one, beside it.
+    most = 8 * max(blocks) if not bits else 5 * max(blocks) + 8 * 256 * 512 * 4
+    assert mx.get_peak_memory() - before < gradients + most < gradients + sum(blocks)
