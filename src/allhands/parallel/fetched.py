@@ -219,11 +219,14 @@ def _product_at(places: Sequence[Place], products: Sequence[Product]) -> Product
     """The product of several layers whose weights are the first of ``places``, if there is one."""
     for product in products:
         several = places[: len(product.layers)]
-        if len(several) > 1 and [(each.module, each.key) for each in several] == [
-            (x, "weight") for x in product.layers
-        ]:
+        same = len(several) == len(product.layers) > 1 and all(map(_is_weight_of, several, product.layers))
+        if same:
             return product
     return None
+
+
+def _is_weight_of(place: Place, layer: nn.Module) -> bool:
+    return place.module is layer and place.key == "weight"
 
 
 class _Graph:
