@@ -285,7 +285,8 @@ class FullySharded(Strategy):
             arrays, _ = sum_over_ranks(data, arrays, bucket_bytes=exchanging.bucket_bytes)
             mx.eval(arrays)
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
-        own = [array for name, array in by_name(leaves, named) if self._whole.counts(name)]
+        counted = by_name(leaves, named) if exchanging.matrices is not None else named
+        own = [array for name, array in counted if self._whole.counts(name)]
         squares = mx.zeros(()) if data.rank else sum_of_squares(own)
         return exchanging.reduced(named, numbers, squares, extra)
 

@@ -27,6 +27,8 @@ from allhands.train.optimizers import KernelAdam, Optimizer
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
+# Weights whose old and new values are in memory at once, where there is little.
+_AHEAD = 2
 
 
 class GraphUpdate:
@@ -66,6 +68,8 @@ class GraphUpdate:
                 leaves = laid
             elif FlatParams.fits(model):
                 leaves = FlatParams(model, apart=apart, travelling=travelling)
+        # Where ranks keep parts of weights there is no room for all of them, and what belongs to them, twice.
+        self._one_by_one = leaves is not None and leaves is laid
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
@@ -116,7 +120,7 @@ class GraphUpdate:
             gradients = {str(i): array for i, (_, array) in enumerate(sums)}
             sums.clear()
             weights, state = {str(i): array for i, array in enumerate(joined.parts())}, joined.state()
-            joined.forget()
+            joined.forget(everywhere=self._one_by_one)
             if squares is None and self._squares_first:
                 # By itself, so that only the last of them waits for the last of the sums.
                 squares = sum_of_squares(list(reversed(gradients.values())))
@@ -128,6 +132,8 @@ class GraphUpdate:
             if exchange is not None:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
+            if self._one_by_one:
+                _one_by_one(wholes, state)
             mx.async_eval(wholes, state, norm)
             joined.put(state, wholes)
             return norm
@@ -193,6 +199,16 @@ def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
         yield
     finally:
         optimizer.state = kept
+
+
+def _one_by_one(weights: list[mx.array], state: Any) -> None:
+    """Have each of some weights computed with its state, few of them ahead of the device."""
+    ahead: list[list[mx.array]] = []
+    for place, weight in enumerate(weights):
+        ahead.append([weight, *state[str(place)].values()])
+        mx.async_eval(ahead[-1])
+        if len(ahead) > _AHEAD:
+            mx.eval(ahead.pop(0))
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
@@ -265,9 +281,14 @@ class FlatState:
         """Return the optimizer's state with a chunk's number where names of weights would be."""
         return {**self._state, **self._others()}
 
-    def forget(self) -> None:
-        """Let go of what the next :meth:`put` replaces, so that it can be written in place."""
+    def forget(self, *, everywhere: bool = False) -> None:
+        """Let go of what the next :meth:`put` replaces, so that it can be written in place.
+
+        ``everywhere``: in the model, too.
+        """
         self._weights, self._state, self._views = [], {}, []
+        for place in self._places if everywhere else ():
+            place.module[place.key] = _HIDDEN
 
     def put(self, state: dict[str, Any], weights: list[mx.array] | None = None) -> None:
         """Hand all to the model and the optimizer; the weights stay unless they are given."""
