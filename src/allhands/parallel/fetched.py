@@ -321,13 +321,12 @@ class FetchedGraph:
         before, parts = list[mx.array](), dict[int, mx.array]()
         begun(wholes[0])
         for at in range(last + 1):
-            before = self._next(wholes, at, graph.forward(at), before)
-            begun(wholes[at + 1] if at < last else again[at - 1])
+            following = wholes[at + 1] if at < last else again[at - 1]
+            before = self._next(wholes, at, following, graph.forward(at), before)
         # The last block's passes are one; the others' backward passes follow.
         for at in range(last, first - 1, -1):
             if at < last:
-                before = self._next(again, at, graph.backward(at), before)
-                begun(again[at - 1])
+                before = self._next(again, at, again[at - 1], graph.backward(at), before)
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
             graph.drop(at)
         return graph.sums, [parts[id(row)] for row in self.rows]
@@ -337,13 +336,21 @@ class FetchedGraph:
         return self.begin(None, 0)[1]
 
     def _next(
-        self, fetched: list[list[mx.array]], at: int, wanted: list[mx.array], before: list[mx.array]
+        self,
+        fetched: list[list[mx.array]],
+        at: int,
+        following: list[mx.array],
+        wanted: list[mx.array],
+        before: list[mx.array],
     ) -> list[mx.array]:
-        """Have ``wanted`` computed with a block's rows, while the host waits for what is ``before`` it."""
+        """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched; returns it.
+
+        The host waits for what was wanted ``before``: so no more than two blocks are on the way, with three's rows.
+        """
         self._wait(fetched[at])
         fetched[at] = []
+        begun(following)
         mx.async_eval(wanted)
-        # Nothing is ahead but one block, so that no more rows are in memory than two blocks have.
         mx.eval(before)
         return wanted
 

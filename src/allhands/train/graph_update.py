@@ -28,7 +28,7 @@ _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Weights whose old and new values are in memory at once, where there is little.
-_AHEAD = 2
+_AHEAD = 1
 
 
 class GraphUpdate:
