@@ -31,12 +31,20 @@ OBJECTIVE: Any = SimpleNamespace(
 class Copying(SingleProcess):
     """One process, in whose memory a whole row is another array than its part."""
 
+    scatters = False
+
     def all_gather(self, array: mx.array) -> mx.array:
         return array + 0
 
 
-def sharded(model: Any, **more: Any) -> Sharding:
-    alone: Any = Copying()
+class Scattering(Copying):
+    """The same as a back-end that scatters sums."""
+
+    scatters = True
+
+
+def sharded(model: Any, *, scatters: bool = False, **more: Any) -> Sharding:
+    alone: Any = Scattering() if scatters else Copying()
     return shard(model, alone, alone, alone, **more)
 
 
@@ -127,7 +135,7 @@ def test_fused_blocks_have_the_gradient_of_a_whole_model(
 def wide(*, bits: int = 0) -> Any:
     """A model whose blocks are larger than all that is computed with them."""
     mx.random.seed(5)
-    shape = {"hidden_size": 256, "num_hidden_layers": 16, "intermediate_size": 512, "vocab_size": 64}
+    shape = {"hidden_size": 384, "num_hidden_layers": 16, "intermediate_size": 512, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     model: Any = Model(ModelArgs.from_dict({"model_type": "llama", "rms_norm_eps": 1e-5, **shape, **heads}))
     if bits:
@@ -156,5 +164,20 @@ def test_whole_arrays_of_few_blocks_are_in_memory_at_once(
     loss, parts = graph.begin((tokens,), tokens.size)
     mx.eval(loss, parts)
     # A dense weight is made of a quantised one, beside it.
-    most = 8 * max(blocks) if not bits else 5 * max(blocks) + 8 * 256 * 512 * 4
+    most = 8 * max(blocks) if not bits else 5 * max(blocks) + 8 * 384 * 512 * 4
     assert mx.get_peak_memory() - before < gradients + most < gradients + sum(blocks)
+
+
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: bool) -> None:
+    tokens = mx.random.randint(0, 60, (2, 9))
+    expected = by_mlx(wide(), tokens)
+    model = wide()
+    if fused:
+        fuse(model, 64, joins=False)
+    sharding = sharded(model, scatters=True, boxed=boxed)
+    of_a_block = len(sharding.units[1].rows)
+    assert_same(expected, found_by(passes(sharding), tokens))
+    # Gate with up, and each other large array; with queries go keys and values.
+    assert of_a_block == 5

@@ -137,7 +137,8 @@ class DividedRow:
         """Return the row of these arrays, long enough for ``size`` parts; ``None``: of zeros."""
         if arrays is None:
             return mx.zeros((size * self.each,), dtype=self.dtype)
-        row = mx.concatenate([array.astype(self.dtype).reshape(-1) for array in arrays])
+        pieces = [array.astype(self.dtype).reshape(-1) for array in arrays]
+        row = mx.concatenate(pieces) if len(pieces) > 1 else pieces[0]
         if self._bounds:
             parts = [row[start:stop] for start, stop in pairwise(self._bounds)]
             return mx.concatenate([mx.pad(part, (0, self.each - part.size)) for part in parts])

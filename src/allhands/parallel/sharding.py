@@ -24,6 +24,13 @@ from allhands.parallel.rows import BoxedRow, DividedRow, Place
 
 # Beside the numbers of blocks: the table of tokens, and what follows the last block.
 _TABLE, _OUTSIDE = -1, -2
+# Numbers of an array that is worth an exchange of its own.
+_LARGE = 1 << 17
+# Layers with one input, by the names that architectures give them.
+_OF_ONE_INPUT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "feed-forward"),
+}
 
 
 @dataclass
@@ -278,12 +285,24 @@ def _groups(model: nn.Module, owner: Mapping[int, int]) -> dict[int, list[tuple[
 def _rows(
     named: Sequence[tuple[str, nn.Module, str, bool]], communicator: Communicator, make: Callable[..., DividedRow]
 ) -> list[DividedRow]:
-    """The rows of some arrays: one of each type, and of trained and other ones."""
-    kinds: dict[tuple[bool, mx.Dtype], list[Place]] = {}
-    # Those of gate and up beside each other, which one product multiplies by.
+    """The rows of some arrays: one of each type, and of trained and other ones.
+
+    Where ranks scatter sums, large trained arrays are rows by themselves, or with those that one product multiplies
+    by: their gradients need not be joined. Elsewhere few exchanges are faster.
+    """
+    apart = getattr(communicator, "scatters", False)
+    kinds: dict[tuple[bool, mx.Dtype, str], list[Place]] = {}
+    # Those of gate and up beside each other.
     for name, module, key, trained in sorted(named, key=lambda each: ".down_proj." in each[0]):
         array = module[key]
-        places = kinds.setdefault((trained, array.dtype), [])
+        group = _group_of(name) if apart and trained and array.size >= _LARGE else ""
+        places = kinds.setdefault((trained, array.dtype, group), [])
         start = places[-1].start + places[-1].size if places else 0
         places.append(Place(name, module, key, tuple(array.shape), start, array.size))
-    return [make(places, dtype, communicator, trained=trained) for (trained, dtype), places in kinds.items()]
+    return [make(places, dtype, communicator, trained=trained) for (trained, dtype, _), places in kinds.items()]
+
+
+def _group_of(name: str) -> str:
+    """What the weights of layers with one input have in common."""
+    owner, _, layer = name.rpartition(".")[0].rpartition(".")
+    return f"{owner}.{_OF_ONE_INPUT.get(layer, name)}"

@@ -27,8 +27,8 @@ from allhands.train.optimizers import KernelAdam, Optimizer
 _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
-# Weights whose old and new values are in memory at once, where there is little.
-_AHEAD = 1
+# Of so many, the old and new values of two are in memory at once, where there is little.
+_PIECES = 32
 
 
 class GraphUpdate:
@@ -202,13 +202,14 @@ def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
 
 
 def _one_by_one(weights: list[mx.array], state: Any) -> None:
-    """Have each of some weights computed with its state, few of them ahead of the device."""
-    ahead: list[list[mx.array]] = []
+    """Have weights computed with their state, a little of all at a time, of which two are on the way at most."""
+    each, ahead, before = sum(weight.size for weight in weights) // _PIECES, list[Any](), list[Any]()
     for place, weight in enumerate(weights):
-        ahead.append([weight, *state[str(place)].values()])
-        mx.async_eval(ahead[-1])
-        if len(ahead) > _AHEAD:
-            mx.eval(ahead.pop(0))
+        ahead.append((weight, state[str(place)]))
+        if sum(one.size for one, _ in ahead) >= each:
+            mx.async_eval(ahead)
+            mx.eval(before)
+            ahead, before = [], ahead
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:
