@@ -7,12 +7,13 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from tiny import run_allhands, write_tokenizer
+from tiny import run_allhands, write_model, write_tokenizer
 
 from allhands.cluster.processes import reserve_ports
 
@@ -45,12 +46,18 @@ def data(tmp_path: Path) -> Path:
 def _losses_of_one_and_two(
     data: Path, options: str, ranks: list[dict[str, str]], of_two: str = ""
 ) -> list[list[float]]:
-    """Losses of each step of one process, and of two ranks with these variables."""
+    """Losses of each step of a pre-training by one process, and by two ranks with these variables."""
+    words = ("pretrain", "--tokenizer", str(data / "tokenizer"), *f"{OPTIONS} {options}".split())
+    return _one_and_two(data, words, ranks, of_two)
+
+
+def _one_and_two(data: Path, words: Sequence[str], ranks: list[dict[str, str]], of_two: str) -> list[list[float]]:
+    """Losses of each step of a command, by one process and by two ranks with these variables."""
 
     def train(run: tuple[str, str, dict[str, str]]) -> None:
         name, more, variables = run
-        places = ["--data", data / "data", "--tokenizer", data / "tokenizer", "--adapter-path", data / name]
-        done = run_allhands("pretrain", *places, *f"{OPTIONS} {options} {more}".split(), env={**FLOAT32, **variables})
+        places = ["--data", data / "data", "--adapter-path", data / name]
+        done = run_allhands(*words, *places, *more.split(), env={**FLOAT32, **variables})
         assert done.returncode == 0, done.stderr
 
     with ThreadPoolExecutor(3) as threads:
@@ -60,27 +67,59 @@ def _losses_of_one_and_two(
     return found
 
 
-@pytest.mark.parametrize("strategy", ["data", "pipeline"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_on_a_ring_take_the_steps_of_one(data: Path, dtype: str, strategy: str) -> None:
-    """Sums over a ring are parts of what has travelled, which begin anywhere in memory."""
+def _on_a_ring(data: Path) -> list[dict[str, str]]:
+    """The variables of two ranks of a ring."""
     held, ports = reserve_ports(2, shareable=False)
     for each in held:
         each.close()
     (data / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    ranks = [{"MLX_HOSTFILE": str(data / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(2)]
-    one, two = _losses_of_one_and_two(data, f"--dtype {dtype}", ranks, f"--strategy {strategy}")
-    assert two == pytest.approx(one, rel=1e-5 if dtype == "float32" else 0.02)
+    return [{"MLX_HOSTFILE": str(data / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(2)]
 
 
-@pytest.mark.skipif(mx.device_count(mx.gpu) < 2, reason="one GPU for each rank")
-@pytest.mark.parametrize("strategy", ["data", "zero1", "pipeline"])
-def test_two_ranks_over_nccl_take_the_steps_of_one(data: Path, strategy: str) -> None:
+def _over_nccl() -> list[dict[str, str]]:
+    """The variables of two ranks with a GPU each."""
     held, (port,) = reserve_ports(1, shareable=False)
     held[0].close()
     group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(port), "MLX_WORLD_SIZE": "2"}
-    ranks = [{**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
-    one, two = _losses_of_one_and_two(data, "--dtype float32", ranks, f"--strategy {strategy}")
+    return [{**group, "MLX_RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", ["--strategy data", "--strategy pipeline", "--strategy fsdp", "--tp 2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_on_a_ring_take_the_steps_of_one(data: Path, dtype: str, way: str) -> None:
+    """Sums over a ring are parts of what has travelled, which begin anywhere in memory."""
+    one, two = _losses_of_one_and_two(data, f"--dtype {dtype}", _on_a_ring(data), way)
+    assert two == pytest.approx(one, rel=1e-5 if dtype == "float32" else 0.02)
+
+
+MIXTURE = "--shape mixtral --experts 4 --experts-per-token 2"
+WAYS = [
+    *("--strategy data", "--strategy zero1", "--strategy pipeline", "--tp 2", "--cp 2"),
+    *("--strategy fsdp", "--strategy zero2", "--strategy fsdp --grad-checkpoint"),
+]
+CASES = [
+    *(("", way) for way in WAYS),
+    *(("--optimizer sgd", "--strategy fsdp"), (MIXTURE, "--strategy fsdp"), (MIXTURE, "--ep 2")),
+]
+
+
+@pytest.mark.skipif(mx.device_count(mx.gpu) < 2, reason="one GPU for each rank")
+@pytest.mark.parametrize(("options", "way"), CASES)
+def test_two_ranks_over_nccl_take_the_steps_of_one(data: Path, options: str, way: str) -> None:
+    one, two = _losses_of_one_and_two(data, f"--dtype float32 {options}", _over_nccl(), way)
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(
+    "way", ["--strategy fsdp", "--strategy fsdp --grad-checkpoint", "--strategy pipeline", "--tp 2"]
+)
+def test_adapters_of_divided_models_learn_as_those_of_one(data: Path, way: str, bits: int | None) -> None:
+    write_model(data / "model", layers=4, hidden=256, bits=bits)
+    options = "--train --iters 12 --batch-size 4 --num-layers -1 --steps-per-report 1 --val-batches 0 --seed 3"
+    words = ("train", "--model", str(data / "model"), *options.split(), "--learning-rate", "1e-3")
+    ranks = _over_nccl() if mx.device_count(mx.gpu) > 1 else _on_a_ring(data)
+    one, two = _one_and_two(data, words, ranks, way)
     assert two == pytest.approx(one, rel=1e-5)
 
 
