@@ -25,7 +25,7 @@ from allhands.objectives.base import Objective
 from allhands.parallel.engine import StageCompute
 from allhands.parallel.gradient import Computing
 from allhands.parallel.rows import DividedRow, Place
-from allhands.parallel.sharding import Sharding, Unit, begun
+from allhands.parallel.sharding import Sharding, Unit
 
 _FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
 # Bytes of a block that may stay from the forward to the backward pass, of all that it has.
@@ -315,18 +315,18 @@ class FetchedGraph:
         """
         last, first, sharding = len(self._units) - 1, self._first, self._sharding
         wholes = [sharding.wholes(unit.rows) for unit in self._units]
+        sharding.begin(wholes[0])
         again = [sharding.wholes(self._again(at)) for at in range(last + 1)]
         function = None if arguments is None else self._function(self.computed_twice(tokens))
         graph = _Graph(first, None if function is None else function(wholes, again, list(arguments or ())))
         before, parts = list[mx.array](), dict[int, mx.array]()
-        begun(wholes[0])
         for at in range(last + 1):
             following = wholes[at + 1] if at < last else again[at - 1]
-            before = self._next(wholes, at, following, graph.forward(at), before)
+            before = self._next(wholes, at, graph.forward(at), before, following)
         # The last block's passes are one; the others' backward passes follow.
         for at in range(last, first - 1, -1):
             if at < last:
-                before = self._next(again, at, again[at - 1], graph.backward(at), before)
+                before = self._next(again, at, graph.backward(at), before, again[at - 1])
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
             graph.drop(at)
         return graph.sums, [parts[id(row)] for row in self.rows]
@@ -339,9 +339,9 @@ class FetchedGraph:
         self,
         fetched: list[list[mx.array]],
         at: int,
-        following: list[mx.array],
         wanted: list[mx.array],
         before: list[mx.array],
+        following: list[mx.array],
     ) -> list[mx.array]:
         """Have ``wanted`` computed with a block's rows, while the ``following`` ones are fetched; returns it.
 
@@ -349,9 +349,12 @@ class FetchedGraph:
         """
         self._wait(fetched[at])
         fetched[at] = []
-        begun(following)
+        # Most is in memory when the last block's passes are done. There rows of two blocks have to do.
+        crest = at + 2 == len(fetched) and len(before) > 1
+        self._sharding.begin([] if crest else following)
         mx.async_eval(wanted)
         mx.eval(before)
+        self._sharding.begin(following if crest else [])
         return wanted
 
     def _again(self, at: int) -> list[DividedRow]:
@@ -360,11 +363,12 @@ class FetchedGraph:
         return self._blocks[at].again if between and not self._sharding.fetching.keeps else []
 
     def _push(self, unit: Unit, gradients: list[mx.array] | None, parts: dict[int, mx.array]) -> None:
-        ranks = self._sharding.shard.size
-        given = [row.joined(None, ranks) for row in unit.trained_rows] if gradients is None else gradients
-        for row, gradient in zip(unit.trained_rows, given, strict=True):
+        rows, ranks = unit.trained_rows, self._sharding.shard.size
+        given = [row.joined(None, ranks) for row in rows] if gradients is None else gradients
+        for _ in rows:
             self._pushes()
-            new, before = self._sharding.push_row(row, gradient), parts.get(id(row))
+        for row, new in zip(rows, self._sharding.push_rows(rows, given), strict=True):
+            before = parts.get(id(row))
             parts[id(row)] = new if before is None else before + new
 
     def _function(self, twice: frozenset[int]) -> Any:

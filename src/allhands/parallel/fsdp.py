@@ -222,8 +222,9 @@ class FullySharded(Strategy):
                     passes.note(batch)
                     counts = {key: counts[key] + value for key, value in objective.counts(batch).items()}
                 outputs, new = self._begin(passes, batch)
-                found, sums = added(found, new), added(sums, outputs)
-                mx.async_eval(found)  # so that no micro-batch's are kept
+                if found:
+                    mx.async_eval(found := added(found, new))  # so that no micro-batch's are kept
+                found, sums = found or new, added(sums, outputs)
         self._sharding.forget()
         total = joined(sums, len(objective.further))
         self._wait([total, *found])

@@ -155,9 +155,9 @@ class Sharding:
 
         Called on all ranks together. ``wait`` is called with arrays that are still on their way.
         """
-        ahead: list[mx.array] = begun(self.wholes(units[0].rows)) if units else []
+        ahead: list[mx.array] = self.begin(self.wholes(units[0].rows)) if units else []
         for place, unit in enumerate(units):
-            rows, ahead = ahead, begun(self.wholes(units[place + 1].rows)) if place + 1 < len(units) else []
+            rows, ahead = ahead, self.begin(self.wholes(units[place + 1].rows)) if place + 1 < len(units) else []
             wait(rows)
             for row, whole in zip(unit.rows, rows, strict=True):
                 row.install(row.arrays(whole))
@@ -168,7 +168,7 @@ class Sharding:
                 unit.remove()
 
     def wholes(self, rows: Sequence[DividedRow]) -> list[mx.array]:
-        """Return whole rows, which are still to be fetched: by :func:`begun`, in the same order on all ranks."""
+        """Return whole rows, which are still to be fetched: by :meth:`begin`, in the same order on all ranks."""
         found: list[mx.array] = []
         for row in rows:
             if (whole := self._kept.get(id(row))) is None:
@@ -183,26 +183,37 @@ class Sharding:
 
         Called on all ranks together; a rank that has none gives ``None``.
         """
-        return self.push_row(row, row.joined(gradients, self.shard.size))
+        return self.push_rows([row], [row.joined(gradients, self.shard.size)])[0]
 
-    def push_row(self, row: DividedRow, gradient: mx.array) -> mx.array:
-        """:meth:`push` of the gradient of a whole row."""
+    def push_rows(self, rows: Sequence[DividedRow], gradients: Sequence[mx.array]) -> list[mx.array]:
+        """:meth:`push` of the gradients of several whole rows."""
+        sums = self.begin([sum_scatter(self.shard, gradient) for gradient in gradients])
+        if self.scatters:
+            # A stream that computes would wait for what is made of sums.
+            return [each[: row.kept] for row, each in zip(rows, sums, strict=True)]
         # Where whole sums come of it, the part has memory of its own, so that the rest is given back.
-        sums = sum_scatter(self.shard, gradient)
-        mine = mx.contiguous(sums[: row.kept])
+        mine = [mx.contiguous(each[: row.kept]) for row, each in zip(rows, sums, strict=True)]
         mx.async_eval(mine)
         return mine
+
+    @property
+    def scatters(self) -> bool:
+        """True if the back-end adds up parts of arrays, and gives each rank its own."""
+        return bool(getattr(self.shard, "scatters", False))
+
+    def begin(self, arrays: list[mx.array]) -> list[mx.array]:
+        """Hand out arrays that come of one exchange each, in the same order on all ranks; returns them."""
+        if self.scatters:
+            # Together: what NCCL is handed out by itself waits for what was handed out before it, and the host with it.
+            mx.async_eval(arrays)
+            return arrays
+        for array in arrays:
+            mx.async_eval(array)
+        return arrays
 
     def forget(self) -> None:
         """Drop rows that were kept; their weights will not be those of the next step."""
         self._kept.clear()
-
-
-def begun(arrays: list[mx.array]) -> list[mx.array]:
-    """Hand out ``arrays`` one by one, so that all ranks exchange in the same order."""
-    for array in arrays:
-        mx.async_eval(array)
-    return arrays
 
 
 def first_trained(units: Sequence[Unit]) -> int:

@@ -28,7 +28,7 @@ _HIDDEN = mx.array(0.0)
 # Optimizers for which an array is no more than its numbers.
 _ELEMENTWISE = (optim.Adam, optim.AdamW, optim.SGD)
 # Of so many, the old and new values of two are in memory at once, where there is little.
-_PIECES = 32
+_PIECES = 8
 
 
 class GraphUpdate:
