@@ -265,6 +265,7 @@ class FetchedGraph:
 
     Args:
         wait: called with arrays that other ranks send.
+        computed: called with arrays that the device computes, while it may itself wait for other ranks.
         pushes: called before gradients are added up over ranks.
         room: gives the bytes that there are for what blocks keep between the passes; ``None``: enough.
 
@@ -279,10 +280,12 @@ class FetchedGraph:
         computing: Computing,
         *,
         wait: Callable[[list[mx.array]], None] = mx.eval,
+        computed: Callable[[list[mx.array]], None] = mx.eval,
         pushes: Callable[[], object] = lambda: None,
         room: Callable[[], float] | None = None,
     ) -> None:
-        self._sharding, self._wait, self._pushes, self._room = sharding, wait, pushes, room
+        self._sharding, self._pushes, self._room = sharding, pushes, room
+        self._wait, self._computed = wait, computed
         self._compiled = computing.compiled
         self._units, self._first = sharding.units, sharding.first_trained
         facts = _able(sharding.model), products_of(sharding.model.modules())
@@ -347,14 +350,16 @@ class FetchedGraph:
 
         The host waits for what was wanted ``before``: so no more than two blocks are on the way, with three's rows.
         """
-        self._wait(fetched[at])
+        sharding = self._sharding
+        if not sharding.scatters:  # else the device itself waits, for which it needs no host
+            self._wait(fetched[at])
         fetched[at] = []
-        # Most is in memory when the last block's passes are done. There rows of two blocks have to do.
-        crest = at + 2 == len(fetched) and len(before) > 1
-        self._sharding.begin([] if crest else following)
+        # Most is in memory when the last block's passes are done: nothing is ahead there.
+        if at + 2 == len(fetched) and len(before) > 1:
+            self._computed(before)
+        sharding.begin(following)
         mx.async_eval(wanted)
-        mx.eval(before)
-        self._sharding.begin(following if crest else [])
+        self._computed(before)
         return wanted
 
     def _again(self, at: int) -> list[DividedRow]:

@@ -194,7 +194,7 @@ class FullySharded(Strategy):
             self._compute = self._passes_of(passes, passes.computing)
         else:
             room = None if passes.run_ahead is None else self._room
-            how: Any = {"wait": self._wait, "pushes": self._pushes, "room": room}
+            how: Any = {"wait": self._wait, "computed": self._computed, "pushes": self._pushes, "room": room}
             self._compute = FetchedGraph(self._sharding, passes.objective, passes.computing, **how)
 
     def _passes_of(self, passes: Passes, computing: Computing) -> FetchedStage:
@@ -266,6 +266,10 @@ class FullySharded(Strategy):
         mx.eval(arrays)
         self._waited_s += time.perf_counter() - began
         self._exchanging.heartbeat("compute")
+
+    def _computed(self, arrays: list[mx.array]) -> None:
+        """Wait for what the device computes, as soon as it has what other ranks send."""
+        _wait_for(arrays, self._exchanging.heartbeat)
 
     def one_by_one(self, passes: Passes) -> OneByOne:
         # Not compiled: each example has a shape of its own.
