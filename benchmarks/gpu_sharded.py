@@ -32,6 +32,7 @@ PACKAGES = ("allhands", "mlx", "mlx-cuda-13", "mlx-lm", "numpy")
 TORCH_PACKAGES = ("torch", "transformers", "nvidia-nccl-cu13")
 OURS: dict[str, tuple[str, ...]] = {
     "fsdp": ("--strategy", "fsdp"),
+    "fsdp-checkpoint": ("--strategy", "fsdp", "--grad-checkpoint"),
     "fsdp-keep": ("--strategy", "fsdp", "--reshard", "off"),
     "zero1": ("--strategy", "zero1"),
     "data": ("--strategy", "data"),
@@ -46,6 +47,7 @@ THEIRS: dict[str, dict[str, bool]] = {
 }
 TITLES = {
     "fsdp": "allhands, --strategy fsdp",
+    "fsdp-checkpoint": "allhands, --strategy fsdp --grad-checkpoint",
     "fsdp-keep": "allhands, --strategy fsdp --reshard off",
     "zero1": "allhands, --strategy zero1",
     "data": "allhands, --strategy data",
@@ -57,7 +59,6 @@ TITLES = {
     "torch-checkpoint": "PyTorch FSDP2, eager, checkpointing",
 }
 WAYS = (*THEIRS, *OURS)
-JUDGED = "fsdp"
 _LEAST_S = 15.0  # no way is done in less
 
 
@@ -182,12 +183,12 @@ def of_torch(options: argparse.Namespace) -> dict[str, str]:
 def verdicts(least: float, case: str, ways: Mapping[str, Any]) -> dict[str, list[str]]:
     """The bars of a case that are ``met`` and ``missed``, in words; a bar needs both who are compared."""
     told: dict[str, list[str]] = {"met": [], "missed": []}
-    reference = CASES[case].reference
-    if not reference or not {reference, JUDGED} <= ways.keys():
+    reference, judged = CASES[case].reference, CASES[case].judged
+    if not reference or not {reference, judged} <= ways.keys():
         return told
-    ours, theirs = ways[JUDGED], ways[reference]
+    ours, theirs = ways[judged], ways[reference]
     if failures := [
-        f"{case}: {TITLES[way]}: {ways[way]['error']}" for way in (JUDGED, reference) if "error" in ways[way]
+        f"{case}: {TITLES[way]}: {ways[way]['error']}" for way in (judged, reference) if "error" in ways[way]
     ]:
         told["missed"] = failures
         return told
@@ -211,7 +212,7 @@ def rows(found: Mapping[str, Any]) -> Iterable[Row]:
         for way, each in ways.items():
             if "error" in each:
                 continue
-            who = OURS_NAME if way == JUDGED else TITLES[way]
+            who = OURS_NAME if way == CASES[case].judged else TITLES[way]
             yield row_of(name, who, "tokens/s", [each["tokens_per_s"]], "higher")
             if any(each["peak_bytes"]):
                 yield row_of(f"{name}, memory", who, "GB", [max(each["peak_bytes"]) / 1e9], "lower")

@@ -42,6 +42,7 @@ class Case:
     bits: int = 0
     lora_layers: int = 0
     reference: str = ""
+    judged: str = "fsdp"
 
 
 def _shape(width: int, blocks: int, mlp: int, heads: int, values: int, vocabulary: int = 32000) -> dict[str, Any]:
@@ -69,8 +70,9 @@ CASES = {
         "full training of a 13B shape",
         _shape(5120, 40, 13824, 40, 40),
         4,
-        ("torch-compiled-checkpoint", "fsdp", "tp", "zero1"),
+        ("torch-compiled-checkpoint", "fsdp-checkpoint", "fsdp", "tp", "zero1"),
         reference="torch-compiled-checkpoint",
+        judged="fsdp-checkpoint",
     ),
     "70b": Case(
         "QLoRA of a 70B shape",

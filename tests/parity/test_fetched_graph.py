@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_stages import CUT, loss_of, model_of, tokens_of
 
+from allhands.data.loader import MicroBatch
 from allhands.distributed.backend import SingleProcess
 from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
 from allhands.parallel.fetched import FetchedGraph
 from allhands.parallel.gradient import Computing
 from allhands.parallel.sharding import Fetching, Sharding, shard
+from allhands.train.optimizers import SGD, KernelAdamW
+from allhands.train.step import StepOptions, make_step
 
 OBJECTIVE: Any = SimpleNamespace(
     further=(),
@@ -54,7 +58,7 @@ def passes(sharding: Sharding, room: Callable[[], float] | None = None) -> Fetch
 
 def found_by(graph: FetchedGraph, tokens: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
     """Loss and gradients by name."""
-    (loss,), parts = graph.begin((tokens,), tokens.size)
+    (loss,), parts = graph.begin(graph.prepare((tokens,), tokens.size))
     named: dict[str, mx.array] = {}
     for row, part in zip(graph.rows, parts, strict=True):
         shapes = {place.name: place.shape for place in row.places}
@@ -161,7 +165,7 @@ def test_whole_arrays_of_few_blocks_are_in_memory_at_once(
     graph, tokens = passes(sharding, room), mx.random.randint(0, 60, (1, 4))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    loss, parts = graph.begin((tokens,), tokens.size)
+    loss, parts = graph.begin(graph.prepare((tokens,), tokens.size))
     mx.eval(loss, parts)
     # A dense weight is made of a quantised one, beside it.
     most = 8 * max(blocks) if not bits else 5 * max(blocks) + 8 * 384 * 512 * 4
@@ -181,3 +185,47 @@ def test_rows_by_product_have_the_gradient_of_a_whole_model(fused: bool, boxed: 
     assert_same(expected, found_by(passes(sharding), tokens))
     # Gate with up, and each other large array; with queries go keys and values.
     assert of_a_block == 5
+
+
+def batches(step: int, count: int) -> list[MicroBatch]:
+    drawn = np.random.default_rng(step)
+    found: list[MicroBatch] = []
+    for _ in range(count):
+        ids = drawn.integers(0, 60, (2, 10)).astype(np.int32)
+        places, rows = np.arange(18, dtype=np.int32), np.arange(2, dtype=np.int32)
+        found.append(MicroBatch(ids[:, :-1], places, ids[:, 1:].reshape(-1), 18, rows, iteration=step))
+    return found
+
+
+def decaying_matrices() -> Any:
+    optimizer = KernelAdamW(1e-3, weight_decay=0.5)
+    optimizer.matrices_only = True
+    return optimizer
+
+
+def trained(optimizer: Any, counts: Sequence[int], **options: Any) -> tuple[list[float], dict[str, mx.array]]:
+    """Losses of some steps of so many micro-batches each, and the weights after them."""
+    model: Any = wide()
+    if options:
+        model = (sharding := options["sharding"]).parts
+        step = make_step(sharding.model, optimizer, sharding.world, StepOptions(False, compiled=False, **options))
+    else:
+        step = make_step(model, optimizer, SingleProcess(), StepOptions(cpu_native=False, compiled=False))
+    every = [batches(number, count) for number, count in enumerate(counts)]
+    losses: list[float] = []
+    for place, mine in enumerate(every):
+        result = step(mine, upcoming=lambda at=place: every[at + 1] if at + 1 < len(every) else ())
+        losses.append(result.loss_sum / result.num_targets)
+    return losses, dict(tree_flatten(model.trainable_parameters()))
+
+
+@pytest.mark.parametrize("scatters", [False, True], ids=["summed", "scattered"])
+@pytest.mark.parametrize("make", [lambda: KernelAdamW(1e-3), lambda: SGD(1e-2), decaying_matrices])
+def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: bool) -> None:
+    counts = (1, 2, 1, 3, 1)
+    losses, weights = trained(make(), counts)
+    found = trained(make(), counts, strategy="fsdp", sharding=sharded(wide(), scatters=scatters))
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert found[1].keys() == weights.keys()
+    for name, array in weights.items():
+        assert mx.allclose(found[1][name].reshape(array.shape), array, rtol=1e-4, atol=1e-5), name

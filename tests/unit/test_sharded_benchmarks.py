@@ -49,7 +49,7 @@ def test_every_case_measures_first_what_its_bar_compares(bench: Any) -> None:
     for case in bench.sharded_cases.CASES.values():
         assert set(case.ways) <= set(bench.gpu_sharded.WAYS)
         if case.reference:
-            assert case.ways[:2] == (case.reference, bench.gpu_sharded.JUDGED)
+            assert case.ways[:2] == (case.reference, case.judged)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_bar_is_speed_at_no_more_memory(
 
 def test_a_bar_without_figures_is_missed_and_one_without_a_peer_is_none(bench: Any) -> None:
     verdicts, mine = bench.gpu_sharded.verdicts, figures(1.0, 1.0)
-    told = verdicts(1.05, "13b", {"torch-compiled-checkpoint": {"error": "no GPU"}, "fsdp": mine})
+    told = verdicts(1.05, "13b", {"torch-compiled-checkpoint": {"error": "no GPU"}, "fsdp-checkpoint": mine})
     assert told == {"met": [], "missed": ["13b: PyTorch FSDP2, blocks compiled, checkpointing: no GPU"]}
     assert verdicts(1.05, "13b", {"torch-compiled": mine, "fsdp": mine}) == {"met": [], "missed": []}
     assert verdicts(1.05, "70b", {"fsdp": mine, "pipeline": mine}) == {"met": [], "missed": []}

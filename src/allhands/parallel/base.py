@@ -82,16 +82,25 @@ class Exchanging:
         return replace(self, communicator=moved_to(self.communicator, stream)), stream
 
     def reduced(
-        self, grads: list[Named], numbers: Sequence[float | mx.array], squares: mx.array, extra: Sequence[float]
+        self,
+        grads: list[Named],
+        numbers: Sequence[float | mx.array],
+        squares: mx.array,
+        extra: Sequence[float],
+        *,
+        lazy: bool = False,
     ) -> Reduced:
-        """Return summed gradients with the sums of all other numbers over ranks, computed.
+        """Return summed gradients with the sums of all other numbers over ranks, computed unless they may be ``lazy``.
 
         Args:
             squares: sum of squares of those of ``grads`` that this rank counts; over all ranks each is counted once.
         """
         every = [*numbers, squares, *places_of_all(extra, self.communicator)]
         _, totals = sum_over_ranks(self.communicator, [], every)
-        mx.eval([array for _, array in grads], totals)
+        if lazy:
+            mx.async_eval(totals)
+        else:
+            mx.eval([array for _, array in grads], totals)
         self.heartbeat("update")
         return Reduced(grads, totals, totals[len(numbers)], num_gathered=self.size * len(extra))
 

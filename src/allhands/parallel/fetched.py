@@ -260,6 +260,15 @@ class _Graph:
             self.gradients[at - self._first] = []
 
 
+@dataclass
+class Prepared:
+    """A micro-batch's passes with the rows that they need, and once more for the backward pass, for each block."""
+
+    wholes: list[list[mx.array]]
+    again: list[list[mx.array]]
+    graph: _Graph
+
+
 class FetchedGraph:
     """The passes of a whole model whose arrays are fetched for one block at a time.
 
@@ -311,18 +320,25 @@ class FetchedGraph:
             found.add(at)
         return frozenset(found)
 
-    def begin(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> tuple[list[mx.array], list[mx.array]]:
+    def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> Prepared:
+        """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet; ``None``: of none."""
+        sharding = self._sharding
+        wholes = [sharding.wholes(unit.rows) for unit in self._units]
+        again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
+        if arguments is None:
+            return Prepared(wholes, again, _Graph(self._first, None))
+        function = self._function(self.computed_twice(tokens))
+        return Prepared(wholes, again, _Graph(self._first, function(wholes, again, list(arguments))))
+
+    def begin(self, prepared: Prepared) -> tuple[list[mx.array], list[mx.array]]:
         """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`, summed over ranks.
 
-        Called on all ranks together; without ``arguments`` this rank only takes part in what others exchange.
+        Called on all ranks together; a rank without a micro-batch only takes part in what others exchange.
         """
-        last, first, sharding = len(self._units) - 1, self._first, self._sharding
-        wholes = [sharding.wholes(unit.rows) for unit in self._units]
-        sharding.begin(wholes[0])
-        again = [sharding.wholes(self._again(at)) for at in range(last + 1)]
-        function = None if arguments is None else self._function(self.computed_twice(tokens))
-        graph = _Graph(first, None if function is None else function(wholes, again, list(arguments or ())))
+        last, first = len(self._units) - 1, self._first
+        wholes, again, graph = prepared.wholes, prepared.again, prepared.graph
         before, parts = list[mx.array](), dict[int, mx.array]()
+        self._sharding.begin(wholes[0])
         for at in range(last + 1):
             following = wholes[at + 1] if at < last else again[at - 1]
             before = self._next(wholes, at, graph.forward(at), before, following)
@@ -333,10 +349,6 @@ class FetchedGraph:
             self._push(self._units[at], graph.backward(at) if graph.sums else None, parts)
             graph.drop(at)
         return graph.sums, [parts[id(row)] for row in self.rows]
-
-    def idle(self) -> list[mx.array]:
-        """Take part in what others exchange for a micro-batch; the gradients are zeros."""
-        return self.begin(None, 0)[1]
 
     def _next(
         self,

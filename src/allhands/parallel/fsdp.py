@@ -24,12 +24,13 @@ from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.io.regions import Box, Region, Shape
 from allhands.io.trees import flatten
+from allhands.kernels.fused import kernels
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute, unheard
-from allhands.parallel.fetched import FetchedGraph
+from allhands.parallel.fetched import FetchedGraph, Prepared
 from allhands.parallel.gradient import Computing, FlatWeights
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
@@ -181,6 +182,8 @@ class FullySharded(Strategy):
         self.left: list[Left] = []
         self._compute: FetchedStage | FetchedGraph | None = None
         self._flat: FlatWeights | None = None
+        self._ahead: tuple[MicroBatch, Prepared] | None = None
+        self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
         # As parts are exchanged, so that nothing has to be joined for that.
@@ -227,17 +230,35 @@ class FullySharded(Strategy):
                 found, sums = found or new, added(sums, outputs)
         self._sharding.forget()
         total = joined(sums, len(objective.further))
-        self._wait([total, *found])
+        if not self._sharding.scatters:
+            self._wait([total, *found])
         return self._whole.counted(Gradients(total, self._named(found), counts, waited_s=self._waited_s - before))
 
     def _begin(self, passes: Passes, batch: MicroBatch | None) -> tuple[list[mx.array], list[mx.array]]:
         """The sums of a micro-batch, and this rank's parts of its gradients."""
-        arguments = None if batch is None else passes.arguments(batch)
+        ahead, self._ahead = self._ahead, None
         if isinstance(self._compute, FetchedGraph):
-            return self._compute.begin(arguments, 0 if batch is None else batch.inputs.size)
+            made = ahead is not None and ahead[0] is batch
+            return self._compute.begin(ahead[1] if ahead is not None and made else self._prepared(passes, batch))
         assert self._compute is not None
-        outputs, _, new = self._compute.begin(None, None, arguments)
+        outputs, _, new = self._compute.begin(None, None, None if batch is None else passes.arguments(batch))
         return outputs, new
+
+    def _prepared(self, passes: Passes, batch: MicroBatch | None) -> Prepared:
+        assert isinstance(self._compute, FetchedGraph)
+        if batch is None:
+            return self._compute.prepare(None, 0)
+        return self._compute.prepare(passes.arguments(batch), batch.inputs.size)
+
+    def start_next(self, passes: Passes, upcoming: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Make the next step's first passes while a GPU updates weights; of a new shape that would take long."""
+        batches = upcoming() if isinstance(self._compute, FetchedGraph) and self._sharding.scatters else ()
+        if batches and batches[0].shape in passes.shapes:
+            with self._held():
+                self._ahead = batches[0], self._prepared(passes, batches[0])
+
+    def forget(self) -> None:
+        self._ahead = None
 
     @contextmanager
     def _held(self) -> Generator[None]:
@@ -292,8 +313,8 @@ class FullySharded(Strategy):
         named = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
         counted = by_name(leaves, named) if exchanging.matrices is not None else named
         own = [array for name, array in counted if self._whole.counts(name)]
-        squares = mx.zeros(()) if data.rank else sum_of_squares(own)
-        return exchanging.reduced(named, numbers, squares, extra)
+        squares = mx.zeros(()) if data.rank else self._squares(own)
+        return exchanging.reduced(named, numbers, squares, extra, lazy=self._sharding.scatters)
 
 
 def named_parts(rows: Sequence[DividedRow], parts: Sequence[mx.array]) -> dict[str, mx.array]:

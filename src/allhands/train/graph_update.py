@@ -36,6 +36,7 @@ class GraphUpdate:
 
     Attributes:
         flat: flat buffers of all weights, in which the gradients must be; ``None``: each is an array of its own.
+        pieces: what is to be computed one after the other, of the last update, because there is little room.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class GraphUpdate:
             place: decides which parts of the optimizer's state this rank keeps and updates.
             travelling: True if ranks add up gradients while others are computed.
         """
+        self.pieces: list[Any] = []
         self._model = model
         self._selection = selection_of(model)
         self._optimizer = optimizer
@@ -73,9 +75,10 @@ class GraphUpdate:
         shards = place(leaves)
         self.flat = None if leaves is None else FlatState(leaves, optimizer, shards)
         # Kernels of our own need no compiling; the few numbers beside them would be a kernel each that MLX makes for
-        # seconds.
+        # seconds. But a host that waits for the device has no time to call hundreds of them.
         joins_kernels = self.flat is not None and self._by_kernels()
-        self._function: Any = mx.compile(self._compute) if compiled and not joins_kernels else self._compute
+        compiles = compiled and (not joins_kernels or self._one_by_one)
+        self._function: Any = mx.compile(self._compute) if compiles else self._compute
         self._squares_first = travelling and joins_kernels
 
     def _by_kernels(self) -> bool:
@@ -132,9 +135,8 @@ class GraphUpdate:
             if exchange is not None:
                 wholes = exchange(wholes)
             # The device begins while the views are made.
-            if self._one_by_one:
-                _one_by_one(wholes, state)
-            mx.async_eval(wholes, state, norm)
+            self.pieces = _pieces(wholes, state) if self._one_by_one else []
+            mx.async_eval([self.pieces[:2], norm] if self.pieces else [wholes, state, norm])
             joined.put(state, wholes)
             return norm
         weights = self._model.trainable_parameters()
@@ -201,15 +203,14 @@ def _computing_with(optimizer: optim.Optimizer, state: Any) -> Generator[None]:
         optimizer.state = kept
 
 
-def _one_by_one(weights: list[mx.array], state: Any) -> None:
-    """Have weights computed with their state, a little of all at a time, of which two are on the way at most."""
-    each, ahead, before = sum(weight.size for weight in weights) // _PIECES, list[Any](), list[Any]()
+def _pieces(weights: list[mx.array], state: Any) -> list[Any]:
+    """Weights with their state, in some pieces."""
+    each, found = sum(weight.size for weight in weights) / _PIECES, list[Any]()
     for place, weight in enumerate(weights):
-        ahead.append((weight, state[str(place)]))
-        if sum(one.size for one, _ in ahead) >= each:
-            mx.async_eval(ahead)
-            mx.eval(before)
-            ahead, before = [], ahead
+        if not found or sum(one.size for one, _ in found[-1]) >= each:
+            found.append([])
+        found[-1].append((weight, state[str(place)]))
+    return found
 
 
 def _chosen(finite: mx.array, after: Any, before: Any) -> Any:

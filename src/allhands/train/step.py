@@ -154,6 +154,7 @@ class TrainStep:
             if strategy.overlaps:
                 mx.async_eval(arrays)
             strategy.start_next(self.passes, upcoming)
+            updated.finish_pieces()
             times = strategy.wait(reduced, arrays, times, handing_out)
             self._free_since = time.perf_counter()
         if ahead is not None:

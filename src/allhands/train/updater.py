@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,10 +57,18 @@ class Updated:
     Attributes:
         norm: () of the mean gradient, before clipping.
         lazy: arrays that are still to be computed; ``None``: everything is there.
+        pieces: parts of them for which there is no room together, but for two.
     """
 
     norm: mx.array
     lazy: Any = None
+    pieces: Sequence[Any] = ()
+
+    def finish_pieces(self) -> None:
+        """Have :attr:`pieces` computed one after the other."""
+        for place, piece in enumerate(self.pieces):
+            mx.async_eval(piece)
+            mx.eval(self.pieces[place - 1] if place else [])
 
 
 class Updater(ABC):
@@ -256,7 +264,7 @@ class GraphUpdater(Updater):
         rules.inject_fault("update")
         exchange = None if reduced.squares is None else self._strategy.whole
         norm = graph(sums, reduced.loss, counted, squares=reduced.squares, exchange=exchange)
-        return Updated(norm, graph.arrays())
+        return Updated(norm, graph.arrays(), graph.pieces)
 
 
 def make_updater(
