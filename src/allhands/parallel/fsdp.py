@@ -1,8 +1,9 @@
 """Fully sharded data parallelism: each rank keeps a part of every array, of its gradient and of its optimizer state.
 
 Every rank computes rows of its own with whole weights, which it fetches for one block at a time: in the forward pass,
-and again in the backward pass, which computes the block once more from its input. A rank adds its gradients to those of
-the others as they come, and keeps its part of the sums (ZeRO-3, arXiv 1910.02054).
+and again in the backward pass. A rank adds its gradients to those of the others as they come, and keeps its part of the
+sums (ZeRO-3, arXiv 1910.02054). Where operations compute when they are called, the backward pass computes a block once
+more from its input (:class:`FetchedStage`); in a graph it does not have to (:mod:`allhands.parallel.fetched`).
 
 What is fetched and added up is the same on all ranks at the same time. A rank without a micro-batch takes part in that,
 and computes nothing.
