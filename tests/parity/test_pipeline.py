@@ -97,6 +97,14 @@ def test_every_way_of_training_does(place: Path, model: str, more: tuple[str, ..
     assert_same(place / one, place / other)
 
 
+def test_two_pipelines_train_all_weights(place: Path) -> None:
+    """Ranks with the same blocks add up their gradients before any rank adds up the numbers of all."""
+    how = ("--fine-tune-type", "full", "--max-restarts", "0")
+    train(place, "full", *how, model="untied")
+    train(place, "full-twice", *how, "-n", "4", "--backend", "mpi", *PIPELINE, "--pp", "2", model="untied")
+    assert_same(place / "full", place / "full-twice")
+
+
 def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, alone: Path) -> None:
     train(place, "whole", "-n", "2", *PIPELINE)
     train(place, "half", "-n", "2", *PIPELINE, "--iters", "2")

@@ -171,6 +171,7 @@ class Pipeline(Strategy):
         arrays = with_changed(self._leaves, grads, self._whole.summed(by_name(self._leaves, grads)))
         if piping.data.size > 1:
             arrays, _ = sum_over_ranks(piping.data, arrays, bucket_bytes=exchanging.bucket_bytes)
+            mx.eval(arrays)  # before the sums over all ranks, on every rank
         grads = [(name, array) for (name, _), array in zip(mine.grads, arrays, strict=True)]
         # Every number of the model once: the table of the first stage, one copy's.
         own = [array for name, array in by_name(self._leaves, grads) if self._counts(name)]
