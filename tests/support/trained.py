@@ -75,10 +75,15 @@ def write_poisoned(place: Path, experts: int = 0) -> None:
 
 
 def assert_same_samples(place: Path, divided: tuple[str, ...]) -> None:
-    """Train with samples, as one process and as ``divided`` ranks, and compare what was written."""
+    """Train with samples, as one process and as ``divided`` ranks, and compare what was written.
+
+    Samples are written without the dropout of training.
+    """
     texts: list[list[Any]] = []
+    how = ["--sample-prompts", '["hello", "you"]', "--sample-tokens", "12"]
+    how += ["--lora-parameters", '{"rank": 4, "scale": 4.0, "dropout": 0.3}']
     for name, more in (("samples-1", ()), ("samples-2", divided)):
-        train(place, name, "--sample-prompts", '["hello", "you"]', "--sample-tokens", "12", *more)
+        train(place, name, *how, *more)
         texts.append(told(place / name, "sampled", "text"))
     assert texts[0] == texts[1]
     assert len(texts[0]) >= 2

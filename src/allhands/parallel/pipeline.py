@@ -316,13 +316,7 @@ class PipedModel:
         self.heartbeat: Callable[[str], None] = unheard
         self._piping, self._sharding = piping, sharding
         self._messages = Messages(piping.pipe, lambda phase: self.heartbeat(phase))
-        stage = piping.stages[-1]
-        mine = None
-        if piping.is_last:
-            with stage.computing(mx.zeros((1, 1, stage.features), dtype=stage.dtype)):
-                logits = self.model(mx.zeros((1, 1), dtype=mx.int32))  # lazily: for its shape alone
-            mine = logits.shape[-1]
-        self._size = next(size for size in gather_json(piping.pipe, mine) if size)
+        self._size: int | None = None  # of the vocabulary
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -343,7 +337,8 @@ class PipedModel:
                 return [stage.hidden(inputs, **more)]
 
         found = _forward(self._piping, self._messages, inputs.shape, computed)
-        mine = found[0] if found else mx.zeros((len(inputs), 1, self._size))
+        size = self._vocabulary(found)
+        mine = found[0] if found else mx.zeros((len(inputs), 1, size))
         if self.stops is not None:  # beside the logits, so that it costs no exchange of its own
             wish = mx.full((len(inputs), 1, 1), float(self.stops()))
             mine = mx.concatenate([mine, wish], axis=-1)
@@ -354,3 +349,12 @@ class PipedModel:
             self.stopped = bool(total[0, 0, -1].item())
             total = total[..., :-1]
         return total
+
+    def _vocabulary(self, found: Sequence[mx.array] | None) -> int:
+        """Return the number of logits, which the last stage has found in the first call, on all ranks together."""
+        if self._size is None:
+            self.heartbeat("reduce")
+            every = gather_json(self._piping.pipe, found[0].shape[-1] if found else None)
+            self.heartbeat("compute")
+            self._size = next(size for size in every if size)
+        return self._size
