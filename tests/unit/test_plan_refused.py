@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from command_line import call_allhands
+from tiny import in_files, write_model
 
 from allhands.errors import ConfigError
+from allhands.model.reading import list_of_files
+from allhands.model.weight_files import LIST_FILE, present
 from allhands.plan.devices import device_of
 from allhands.plan.links import link_of
 
@@ -42,6 +46,23 @@ def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Pat
     assert (done.returncode, done.stdout) == (4, "")
     assert "no config.json: this is not a model directory" in done.stderr
     assert "what to do: give the directory that holds config.json, model*.safetensors" in done.stderr
+
+
+def test_weights_that_are_elsewhere_count(tmp_path: Path, tiny_data: Path) -> None:
+    """This computer has the files of its own stages alone: ``cluster sync --stages`` has listed the others."""
+    model = in_files(write_model(tmp_path / "model"), [("layers.0.", "embed"), ("layers.", "norm")])
+    words = (*DEVICE, "--model", str(model), "--data", str(tiny_data), "--json")
+    whole = call_allhands(*words, cwd=tmp_path)
+    files = list_of_files(present(model))
+    (model / LIST_FILE).write_text(json.dumps({name: asdict(file) for name, file in files.items()}))
+    (model / max(files)).unlink()
+    some = call_allhands(*words, cwd=tmp_path)
+    assert (whole.returncode, some.returncode) == (0, 0), some.stderr
+    assert json.loads(some.stdout)["memory"] == json.loads(whole.stdout)["memory"]
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    (model / LIST_FILE).unlink()
+    assert call_allhands(*words, cwd=tmp_path).returncode == 4
 
 
 @pytest.mark.parametrize(

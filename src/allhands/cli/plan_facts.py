@@ -18,13 +18,14 @@ from allhands.config.pretrain_schema import PretrainConfig, pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.reduce import bucket_bytes_for
-from allhands.errors import ConfigError
+from allhands.errors import ConfigError, ModelError
 from allhands.io.formatting import format_bytes, format_count, format_duration
 from allhands.model.adapters import full_of_quantised, no_such_keys, resolve_layers
 from allhands.model.load import read_config
 from allhands.model.quantized import held_dense
 from allhands.model.shapes import find_shape, num_parameters, rows_for
 from allhands.model.sources import resolve
+from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
@@ -392,7 +393,8 @@ def _read(config: TrainConfig, kind: str) -> _Model:
     bits = int(quantised.get("bits", 0))
     if bits and config.fine_tune_type == "full":
         raise full_of_quantised(f"{bits} bits")
-    size = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    if not (size := all_bytes(place)):
+        raise ModelError("weights are missing: no model*.safetensors", where=str(place), hint="fetch the model again")
     tied = bool(values.get("tie_word_embeddings", False))
     half = _stored_as(values) in ("bfloat16", "float16")
     blocks, group = blocks_of(values), int(quantised.get("group_size", 64)) if bits else 1

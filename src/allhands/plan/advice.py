@@ -444,7 +444,7 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
     return walk.end(
         _OUTCOMES[way.strategy],
         f"{way.name} over {at.several(way.ranks)}, {_PARTS[way.strategy]}: {way.flags}",
-        f"{format_bytes(way.rank_bytes)} on each; a rank sends {format_bytes(way.sent_bytes)} in a step",
+        f"at most {format_bytes(way.rank_bytes)} on a rank; a rank sends {format_bytes(way.sent_bytes)} in a step",
         f"{format_duration(way.training_s)} on {at.several(way.ranks)}; on one it does not fit",
         slower or "",
         f"on one machine only with {at.fits_smaller}" if at.fits_smaller else "",
