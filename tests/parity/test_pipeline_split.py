@@ -62,8 +62,9 @@ def train(place: Path, name: str, *more: str, code: int = 0, **ranks: list[float
     """Train into the folder ``name`` on ranks that have and measure what is given; what the command has said."""
     env = {"PYTHONPATH": str(place), "TEST_RANKS": json.dumps(ranks)} if ranks else {}
     given = [*OPTIONS.split(), "--model", place / "model", "--data", place / "data", "--adapter-path", place / name]
-    if "--iters" in more:
-        del given[(at := given.index("--iters")) : at + 2]
+    for field in ("--iters", "--num-layers"):
+        if field in more:
+            del given[(at := given.index(field)) : at + 2]
     done = run_allhands("train", *given, *more, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -107,6 +108,13 @@ def test_a_rank_has_no_more_than_it_has_memory_for(place: Path) -> None:
     assert found[0] > found[1]
     assert "rank 1 may have" in said
     assert losses(place / "small") == pytest.approx(losses(place / "alone"), rel=2e-5)
+
+
+def test_unlike_stages_have_a_reason(place: Path) -> None:
+    said = train(place, "last", *PIPELINE, "--num-layers", "2")
+    assert stages(said) == [4, 2]
+    assert re.search(r"stages: 4 \+ 2 blocks \(.*first 4 blocks", said)
+    assert re.search(r"stages: 3 \+ 3 blocks$", train(place, "full", *PIPELINE, "--fine-tune-type", "full"), re.M)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb"])

@@ -24,7 +24,7 @@ from allhands.model.adapters import count_parameters
 from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
 from allhands.model.stages import Stage, blocks_of_stages, check_split, cut
 from allhands.parallel.costs import Work
-from allhands.parallel.splitting import Layers, Seat, Split, divide, even_speeds, split_as
+from allhands.parallel.splitting import Layers, Part, Seat, Split, divide, even_speeds, split_as
 from allhands.run.expecting import Device, has_masters
 from allhands.run.piping import keeps_fetched, micro_batch_tokens
 from allhands.run.stage_costs import (
@@ -176,7 +176,7 @@ def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_r
         raise ConfigError(
             f"{num_blocks} blocks are too few for {num_ranks * per_rank} stages",
             where="--strategy pipeline",
-            hint="take fewer ranks, or --pp with fewer stages",
+            hint="take fewer ranks" + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
         )
     return per_rank
 
@@ -277,6 +277,7 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
     ]
     roomy = [Seat(seat.speed, None, seat.taken, seat.alive) for seat in seats]
     free = divide(layers, roomy, per_rank)
+    reasons += _work_told(free, layers, roomy, per_rank)
     if free.sizes != found.sizes:
         held = [(place, seat.room or 0) for place, seat in enumerate(seats)]
         reasons += [
@@ -285,6 +286,25 @@ def _why(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> 
             if room and free.num_bytes[place] > room
         ]
     return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _work_told(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: int) -> list[str]:
+    """The unlike work of blocks and stages without which the split would be another one."""
+    if max(found.sizes) - min(found.sizes) <= 1:
+        return []
+    blocks, first, last = layers.blocks, layers.first_trained, layers.blocks[-1]
+    alike = [replace(last, again=each.again) for each in blocks]
+    once = [replace(each, again=0.0) for each in blocks]
+    without = {
+        f"the head takes as long as {max(1, round(layers.head.cost / last.cost))} blocks": {"head": Part(0.0)},
+        f"the first {first} blocks have no backward pass": {"blocks": tuple(alike), "first_trained": 0},
+        "all stages but the last compute forward passes twice": {"blocks": tuple(once)},
+    }
+    return [
+        reason
+        for reason, changed in without.items()
+        if divide(replace(layers, **changed), seats, per_rank).sizes != found.sizes
+    ]
 
 
 def _lacking(found: Split, seats: Sequence[Seat]) -> str:
