@@ -22,7 +22,7 @@ LIMIT = 900_000_000
 HIDDEN, INNER, LAYERS, VOCABULARY, GROUP = 2048, 8192, 26, 4096, 64
 HOSTS = {"left": "127.0.0.1", "right": "127.0.0.2"}
 STEPS = 3
-SCHEDULES = "1f1b", "interleaved", "zb"
+SCHEDULES = "1f1b", "interleaved"
 
 
 def write_large(directory: Path) -> Path:

@@ -65,7 +65,7 @@ def last_alone(place: Path) -> Path:
         ("-n", "2", "--compile", "on"),
         ("-n", "3", "--pp-split", "2,2,2"),
         ("-n", "3", "--pp-split", "1,4,1", "--compile", "on"),
-        ("-n", "2", "--pp-schedule", "zb", "--pp-split", "4,2"),
+        ("-n", "2", "--pp-schedule", "zb", "--pp-split", "4,2", "--compile", "on"),
         ("-n", "2", "--pp-schedule", "interleaved", "--compile", "on"),
     ],
     ids=["native", "compiled", "a stage alone", "in two stages", "zero bubble", "interleaved"],
@@ -128,6 +128,8 @@ def test_a_pipeline_goes_on_from_its_checkpoint_and_so_do_others(place: Path, al
         (("-n", "2", "--pp", "2"), "--pp"),
         (("-n", "2", *PIPELINE, "--compress", "int8"), "--compress"),
         (("-n", "4", "--backend", "ring", *PIPELINE, "--pp", "2"), "--backend ring"),
+        (("-n", "2", *PIPELINE, "--pp-schedule", "zb"), "--pp-schedule"),
+        (("-n", "4", *PIPELINE, "--pp-schedule", "zb", "--compile", "on", "--dp-shard", "2"), "--dp-shard"),
     ],
 )
 def test_what_makes_no_pipeline_is_refused(place: Path, more: tuple[str, ...], words: str) -> None:

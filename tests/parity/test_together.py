@@ -52,7 +52,12 @@ def test_ranks_train_as_one_process(place: Path, alone: Path, way: str) -> None:
             ("--fine-tune-type", "full", "--batch-size", "1", "--grad-accumulation-steps", "3"),
             marks=pytest.mark.long,
         ),
-        pytest.param("pipe x tensor", "model", ("--num-layers", "1", "--pp-schedule", "zb"), marks=pytest.mark.long),
+        pytest.param(
+            "pipe x tensor",
+            "model",
+            ("--num-layers", "1", "--pp-schedule", "zb", "--compile", "on"),
+            marks=pytest.mark.long,
+        ),
         pytest.param("pipe x shard", "model", ("--num-layers", "1", "--pp-split", "1,3"), marks=pytest.mark.long),
         ("pipe x shard", "model", ("--fine-tune-type", "full", "--pp-schedule", "interleaved", "--reshard", "off")),
         pytest.param(

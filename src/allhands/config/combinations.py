@@ -97,7 +97,12 @@ def _refuse_stages(config: Any) -> None:
         ),
         (
             piped and config.compress != "none",
-            "--compress packs gradients, which do not travel with --strategy pipeline: leave one out",
+            "--compress packs gradients; with --strategy pipeline they travel as they are, if at all: leave one out",
+        ),
+        (
+            config.pp_schedule == "zb" and config.dp_shard,
+            "--pp-schedule zb computes the gradients of weights later, and --dp-shard needs them while the weights are "
+            "there: leave one out",
         ),
         (
             piped and config.rank_weights not in (None, "equal"),
@@ -216,7 +221,8 @@ def _not_whole(config: Any, num_ranks: int, stages: int, beside: int) -> ConfigE
     where = " ".join(f"{flag} {value}" for flag, value in given.items() if value) or "--strategy pipeline"
     each = f"{stages}" if beside == 1 else f"{stages} stages of {beside} ranks each"
     what = f"{num_ranks} ranks do not make whole pipelines of {each}"
-    return ConfigError(what, where=where, hint="take a number of stages that divides that of the ranks")
+    hint = f"take a number of ranks that is a multiple of {stages * beside}, or another number of stages"
+    return ConfigError(what, where=where, hint=hint)
 
 
 def require_stages(config: Any, num_ranks: int) -> None:

@@ -70,9 +70,10 @@ def require_groups(backend: str, mesh: Mesh, *axes: Axis, alike: bool | None = N
         alike = mesh.pipe == 1 or "pipe" in axes
     if not alike:
         raise ConfigError(
-            f"the {backend} back-end has no groups of some ranks, which unlike ones need along {' x '.join(axes)}",
+            f"the {backend} back-end has no groups of some of the {mesh.size} ranks, and this division needs groups of "
+            f"{len(mesh.members(*axes))}",
             where=f"--backend {backend}",
-            hint="use --backend mpi, or nccl on NVIDIA GPUs, or put all ranks on one axis",
+            hint="use --backend mpi, or nccl on NVIDIA GPUs, or divide the model in one way, over all ranks",
         )
 
 

@@ -354,7 +354,7 @@ class PipedModel:
         """Return the number of logits, which the last stage has found in the first call, on all ranks together."""
         if self._size is None:
             self.heartbeat("reduce")
-            every = gather_json(self._piping.pipe, found[0].shape[-1] if found else None)
+            every: list[int | None] = gather_json(self._piping.pipe, found[0].shape[-1] if found else None)
             self.heartbeat("compute")
             self._size = next(size for size in every if size)
         return self._size

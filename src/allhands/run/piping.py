@@ -16,10 +16,11 @@ from allhands.checkpoints.resuming import Restored, restore_weights
 from allhands.config.combinations import is_sharded, require_stages, unfit_stages
 from allhands.config.schema import TrainConfig
 from allhands.distributed.backend import Communicator
-from allhands.distributed.capabilities import can, require_neighbours
+from allhands.distributed.capabilities import can, require_groups, require_neighbours
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
 from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
 from allhands.io.regions import Flat, Region, Shape
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
@@ -109,6 +110,22 @@ def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
     # A batch is divided by speeds among ranks that each have all of the rest, and rows of their own.
     weights = mesh.weights if divided in (sizes.get("shard"), sizes["expert"]) else ()
     return replace(mesh, data=mesh.size // divided, weights=weights, **sizes)
+
+
+def require_pipelines(config: TrainConfig, mesh: Mesh, communicator: Communicator, accelerator: Accelerator) -> None:
+    """Refuse pipelines that this rank cannot have, before the model is cut.
+
+    Raises:
+        ConfigError: the back-end has no groups for them, or the passes cannot have the order that was asked for.
+    """
+    if communicator.size > 1:
+        require_groups(communicator.backend, mesh, "pipe", alike=False)
+    if config.train and config.pp_schedule == "zb" and accelerator.runs_natively(config.compile):
+        raise ConfigError(
+            "on a CPU one pass computes the gradients of inputs and of weights, so that none of them can wait",
+            where="--pp-schedule zb",
+            hint="add --compile on, or leave it out",
+        )
 
 
 def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Communicator, mesh: Mesh) -> Piping:

@@ -80,6 +80,7 @@ from allhands.run.piping import (
     parts_by_memory,
     piped,
     put_back,
+    require_pipelines,
     sharded,
 )
 from allhands.run.unlearned import unlearned
@@ -280,6 +281,7 @@ def _cut(
     config, loaded, trained = facts.config, facts.loaded, facts.data.train
     if not divides(config):
         return (), (), []
+    require_pipelines(config, mesh, communicator, accelerator)
     work = trained.work if config.train and trained is not None else None
     divided = DividedModel(loaded.model, loaded.config, work)
     recorded = None if checkpoint is None else checkpoint.state
