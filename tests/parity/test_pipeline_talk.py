@@ -80,7 +80,8 @@ class Session:
         self.all = psutil.Process(self.process.pid).children(recursive=True)
         for each in self.all:
             with suppress(psutil.Error, KeyError):
-                found[int(each.environ()["ALLHANDS_RANK"])] = each
+                if "allhands" in each.cmdline():  # and no compiler that a rank has started
+                    found[int(each.environ()["ALLHANDS_RANK"])] = each
         return found
 
     def end(self, timeout_s: float = 30) -> tuple[int, str]:
@@ -180,6 +181,7 @@ def test_a_rank_that_dies_ends_the_session(place: Path, rank: int, answering: bo
         assert told.count("allhands: error:") == 1
         assert f"rank {rank}" in told
         assert "Traceback" not in told
+        assert "--grad-checkpoint" not in told  # an option of training
 
 
 def test_a_terminal_that_is_gone_ends_all_ranks(place: Path) -> None:

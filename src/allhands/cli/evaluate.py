@@ -43,6 +43,8 @@ from allhands.runtime.blas import preload_blas
 if TYPE_CHECKING:
     from allhands.run.evaluating import Evaluation
 
+_SHORT_OF_MEMORY = "divide the model among more computers (--strategy pipeline)"
+
 
 def evaluate(asked: Eval) -> None:
     """Run the verb."""
@@ -104,6 +106,7 @@ def _supervised(config: EvalConfig, scratch: Path, env: Mapping[str, str]) -> in
         # Rank 0 alone has something to say, and programs read it.
         tag_output=bool(config.tag_output),
         keep_logs=False,
+        memory_hint=_SHORT_OF_MEMORY,
         env=env,
     )
     require_stages(config, job.size)

@@ -32,6 +32,11 @@ def format_bytes(number: float) -> str:
     return f"{number / 1e6:.0f} MB" if number < 999.5e6 else f"{number / 1e9:.3g} GB"
 
 
+def format_mark(number: float) -> str:
+    """A round number of bytes at an axis, with the digits that it has: ``2.5 MB``, ``1.25 GB``."""
+    return f"{number / 1e6:.4g} MB" if number < 999.5e6 else f"{number / 1e9:.4g} GB"
+
+
 def format_size(number: float) -> str:
     """Size of a file, which may be small: ``17 B``, ``182.0 kB``, then as :func:`format_bytes`."""
     if number < 1000:

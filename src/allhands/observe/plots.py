@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from allhands.errors import DataError
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import format_bytes, format_mark
 from allhands.io.pictures import DASHED, DIRECTORS, GREY, MARKERS, OTHER, PHASES, RANKS, RUNS, picture
 from allhands.observe.charts import Chart, Floats, Line, groups_of, line_width, loss_charts, time_unit
 from allhands.observe.metrics import RunHistory
@@ -185,7 +185,7 @@ def plot_memory(samples: Sequence[Sample], out: Path, *, title: str | None = Non
         mlx.set_title("MLX's memory of each rank", loc="left")
         for axes in (memory, mlx):
             axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(lambda held, _: format_bytes(held))
+            axes.yaxis.set_major_formatter(lambda held, _: format_mark(held))
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=axes is memory)
             for restart in _restarts(ranks):
                 axes.axvline(restart, color=GREY, **_RESTART)
