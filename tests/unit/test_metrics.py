@@ -18,15 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from allhands.errors import DataError, StorageError
-from allhands.io.formatting import (
-    format_bytes,
-    format_count,
-    format_duration,
-    format_mark,
-    format_memory,
-    format_rate,
-    format_size,
-)
+from allhands.io.formatting import format_bytes, format_count, format_duration, format_memory, format_rate, format_size
 from allhands.observe.metrics import (
     ConsoleSink,
     Event,
@@ -501,7 +493,6 @@ def test_other_units() -> None:
         "494 M",
         "7.62 B",
     ]
-    assert [format_mark(n) for n in (0, 2.5e6, 250e6, 1.25e9)] == ["0 MB", "2.5 MB", "250 MB", "1.25 GB"]
     assert [format_bytes(n) for n in (0, 612e6, 999.6e6, 80e9)] == ["0 MB", "612 MB", "1 GB", "80 GB"]
     sizes = (0, 999, 182_000, 999_949, 999_950, 80e9)
     assert [format_size(n) for n in sizes] == ["0 B", "999 B", "182.0 kB", "999.9 kB", "1 MB", "80 GB"]

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from allhands.errors import ConfigError, DataError, StorageError
+from allhands.io.formatting import format_mark
 from allhands.observe.charts import smooth
 from allhands.observe.metrics import RunEnded, RunHistory, RunStarted, StepSkipped, TrainReport, ValidReport
 from allhands.observe.plots import plot_losses
@@ -391,3 +392,7 @@ def test_restarts_are_counted_in_the_tables_only_if_there_are_any() -> None:
     assert lines[0].endswith("| restarts |")
     assert [line.split("|")[-2].strip() for line in lines[2:]] == ["0", "4"]
     assert [row.split()[-1] for row in table_lines(runs, 120) if "rank)" in row] == ["0", "4"]
+
+
+def test_marks_of_memory_have_all_their_digits() -> None:
+    assert [format_mark(n) for n in (0, 2.5e6, 250e6, 1.25e9)] == ["0 MB", "2.5 MB", "250 MB", "1.25 GB"]
