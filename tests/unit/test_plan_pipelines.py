@@ -44,6 +44,14 @@ def planned(
     return look_ahead(Job(**{**values, **changed}))
 
 
+def test_a_pipeline_that_is_asked_for_has_a_line_beside_one_computer() -> None:
+    fits: dict[str, Any] = {"work": replace(WORK, weights_bytes=8_000_000_000)}
+    unasked, asked = (planned(("M2 Max 64GB",) * 2, **fits, **more) for more in ({}, {"wants_stages": True}))
+    assert not unasked.pipelines
+    assert [each.fits for each in asked.pipelines] == [True]
+    assert asked.advice == unasked.advice
+
+
 def test_a_model_that_fits_none_is_divided_by_speed_and_memory() -> None:
     found = planned(("M2 Max 64GB", "M2 Max 32GB"), work=replace(WORK, weights_bytes=52_000_000_000))
     (only,) = found.pipelines

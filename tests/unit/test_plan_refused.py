@@ -48,6 +48,14 @@ def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Pat
     assert "what to do: give the directory that holds config.json, model*.safetensors" in done.stderr
 
 
+def test_options_that_are_not_planned_are_named(tmp_path: Path, tiny_model: Path) -> None:
+    words = (*DEVICE, "--model", str(tiny_model), "--strategy", "pipeline")
+    assert "--pp-split" not in call_allhands(*words, cwd=tmp_path).stdout
+    done = call_allhands(*words, "--pp-split", "2,1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--pp-split 2,1" in done.stdout
+
+
 def test_weights_that_are_elsewhere_count(tmp_path: Path, tiny_data: Path) -> None:
     """This computer has the files of its own stages alone: ``cluster sync --stages`` has listed the others."""
     model = in_files(write_model(tmp_path / "model"), [("layers.0.", "embed"), ("layers.", "norm")])

@@ -29,7 +29,7 @@ from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
-from allhands.plan.dividing import dividing_of
+from allhands.plan.dividing import dividing_of, left_out
 from allhands.plan.job import Job
 from allhands.plan.outlook import look_ahead
 from allhands.plan.pipelines import PROGRAM_BYTES
@@ -102,7 +102,7 @@ class _Facts:
         self.devices = devices_of(asked.device)
         self.kind = self.devices[0].kind if self.devices else detect().kind
         self.together = not self.devices and config.num_ranks > 1 and not on_hosts(config)
-        self.notes = list(config.notes)
+        self.notes = [*config.notes, *left_out(config)]
         self.prices = prices_of(asked, self.devices, self.notes)  # before anything that takes long
         self.model = _fresh(config, self.kind) if isinstance(config, PretrainConfig) else _read(config, self.kind)
         self.blocks = self.model.blocks
@@ -155,6 +155,7 @@ class _Facts:
             tied=self.model.tied,
             forms=self.model.forms,
             dividing=dividing_of(self.model.values, self.blocks, config, self.model.group),
+            wants_stages=config.strategy == "pipeline",
         )
         return self._with_small_passes(self._with_measured(job))
 

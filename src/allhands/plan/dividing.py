@@ -21,10 +21,14 @@ Name = Literal["fsdp", "tensor", "context"]
 # out as to compute.
 _LONG = 256
 # Options that divide a model, as they are where nothing is divided, and the change for each way.
-_WHOLE: Mapping[str, Any] = {
-    **{"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto", "reshard": "auto", "dp_shard": None},
-    **{"tp": 1, "cp": 1},
+_UNPLANNED: Mapping[str, Any] = {
+    "pp": None,
+    "pp_schedule": "1f1b",
+    "pp_split": "auto",
+    "reshard": "auto",
+    "dp_shard": None,
 }
+_WHOLE: Mapping[str, Any] = {**_UNPLANNED, "strategy": "auto", "tp": 1, "cp": 1}
 _CHANGES: Mapping[Name, Mapping[str, Any]] = {"fsdp": {"strategy": "fsdp"}, "tensor": {"tp": 2}, "context": {"cp": 2}}
 
 
@@ -90,3 +94,15 @@ def _is_open(name: Name, config: TrainConfig) -> bool:
     except ValueError:
         return False
     return True
+
+
+def left_out(config: TrainConfig) -> list[str]:
+    """Return a note on those options that divide a model in ways that are not planned; empty without any."""
+    given = [
+        f"--{name.replace('_', '-')} {getattr(config, name)}"
+        for name, default in {**_UNPLANNED, "ep": 1}.items()
+        if getattr(config, name) != default
+    ]
+    if not given:
+        return []
+    return [f"not planned: {', '.join(given)}; the plan divides a model in one way at a time, and blocks by itself"]

@@ -86,6 +86,7 @@ class Job:
             fastest first; empty if all weights take the same bytes.
         small: a step in small micro-batches, if one was measured.
         dividing: ways of dividing the model beside those; ``None``: none is looked at.
+        wants_stages: whether pipelines are looked at where one computer is enough, too.
     """
 
     steps: int
@@ -121,6 +122,7 @@ class Job:
     forms: tuple[tuple[float, float], ...] = ()
     small: SmallPasses | None = None
     dividing: Dividing | None = None
+    wants_stages: bool = False
 
     @property
     def mixed(self) -> bool:

@@ -62,7 +62,7 @@ class Outlook:
         alone: the computer that "one computer" means.
         alone_s: seconds of the training on it, by a process that has all of it.
         lighter: ways to send less, on the computers of the last line, if the link is slow.
-        pipelines: the model's blocks divided among several computers, if it does not fit one.
+        pipelines: the model's blocks divided among several computers, if it does not fit one or they are asked for.
     """
 
     job: Job
@@ -155,7 +155,7 @@ class _Planner:
         pipelines = self._pipelines(teams[1:])
         divided = [way for team in teams for way in self._divided(team)]
         memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number]), *divided]
-        situation = self._situation(teams, lines, ways, best_pipeline(pipelines))
+        situation = self._situation(teams, lines, ways, None if self.fits_one else best_pipeline(pipelines))
         situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
         lighter = lighter_ways(job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind)
@@ -325,8 +325,8 @@ class _Planner:
         return replace(way, step_s=step_s, training_s=line.training_s + self.job.steps * more)
 
     def _pipelines(self, teams: Sequence[Team]) -> list[Pipelined]:
-        """Return the pipelines of these computers, where no single one is enough."""
-        if self.fits_one:
+        """Return the pipelines of these computers, where no single one is enough or they are asked for."""
+        if self.fits_one and not self.job.wants_stages:
             return []
         return [each for team in teams if (each := pipelined(self.job, team)) is not None]
 
