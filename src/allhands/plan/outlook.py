@@ -155,7 +155,7 @@ class _Planner:
         pipelines = self._pipelines(teams[1:])
         divided = [way for team in teams for way in self._divided(team)]
         memory = [*those_told(self.ones), *(way for number in ways if number > 1 for way in ways[number]), *divided]
-        situation = self._situation(teams, lines, ways, None if self.fits_one else best_pipeline(pipelines))
+        situation = self._situation(teams, lines, ways, pipelines)
         situation = replace(situation, **self._parts(divided, situation))
         advice = advise(situation)
         lighter = lighter_ways(job.step, self.link, [each.speed for each in teams[-1]], job.room, job.kind)
@@ -176,7 +176,7 @@ class _Planner:
         teams: Sequence[Team],
         lines: Sequence[OutlookLine],
         ways: Mapping[int, Sequence[Way]],
-        pipeline: Pipelined | None,
+        pipelines: Sequence[Pipelined],
     ) -> Situation:
         job, pairs = self.job, zip(teams[1:], lines[1:], strict=True)
         offers = [offer for team, line in pairs if (offer := self._offer(team, line, ways[len(team)])) is not None]
@@ -202,7 +202,7 @@ class _Planner:
             rows=job.batch_rows,
             kind=job.kind,
             doubt=job.doubt,
-            pipeline=pipeline,
+            pipeline=None if self.fits_one else best_pipeline(pipelines),
         )
 
     # --- computers ------------------------------------------------------------------------------------

@@ -293,13 +293,15 @@ def _work_told(found: Split, layers: Layers, seats: Sequence[Seat], per_rank: in
     if max(found.sizes) - min(found.sizes) <= 1:
         return []
     blocks, first, last = layers.blocks, layers.first_trained, layers.blocks[-1]
-    alike = [replace(last, again=each.again) for each in blocks]
+    trained = [replace(each, cost=max(each.cost, last.cost)) for each in blocks[:first]]
     once = [replace(each, again=0.0) for each in blocks]
-    without = {
+    without: dict[str, dict[str, Any]] = {
         f"the head takes as long as {max(1, round(layers.head.cost / last.cost))} blocks": {"head": Part(0.0)},
-        f"the first {first} blocks have no backward pass": {"blocks": tuple(alike), "first_trained": 0},
         "all stages but the last compute forward passes twice": {"blocks": tuple(once)},
     }
+    if 0 < first < len(blocks):
+        as_trained = {"blocks": (*trained, *blocks[first:]), "first_trained": 0}
+        without[f"the first {first} blocks have no backward pass"] = as_trained
     return [
         reason
         for reason, changed in without.items()
