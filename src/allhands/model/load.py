@@ -173,7 +173,10 @@ def _check_weights(path: Path, *, partly: bool = False) -> list[Path]:
     listed = set(absent(path))
     missing = (indexed(path) | listed) - {file.name for file in files} - (listed if partly else set())
     if missing or not files:
-        part = "these are the files of some stages: add --strategy pipeline, or allhands cluster sync brings all"
+        part = (
+            "these are the files of some stages. allhands cluster sync brings the others; train, eval, generate, "
+            "compare and chat compute with the files of several computers: --strategy pipeline"
+        )
         raise ModelError(
             f"weights are missing: {', '.join(sorted(missing)) or 'no model*.safetensors'}",
             where=str(path),

@@ -102,14 +102,20 @@ def split_agreed(
         return tuple(given), notes
     kept = told[0]["kept"]
     if any(_still_fits(kept, way, seats, per_rank) for way in found.ways):
-        return tuple(kept), [f"stages: {_told(kept)} blocks, as in the checkpoint"]
+        return tuple(kept), [f"stages: {_told(kept)} blocks{_copies(mesh)}, as in the checkpoint"]
     if told[0]["several"] and communicator.size == mesh.size:
         speeds = even_speeds(time_products(communicator, _MEASURED_S, _widths(divided)))
         slowest = map(min, _by_place(mesh, speeds))
         seats = [replace(seat, speed=speed) for speed, seat in zip(slowest, seats, strict=True)]
     best, layers = _fitting(found.ways, seats, per_rank)
     sizes = tuple(gather_json(communicator, best.sizes)[0])
-    return sizes, [f"stages: {_told(sizes)} blocks{_why(best, layers, seats, per_rank)}"]
+    return sizes, [f"stages: {_told(sizes)} blocks{_copies(mesh)}{_why(best, layers, seats, per_rank)}"]
+
+
+def _copies(mesh: Mesh) -> str:
+    """How many pipelines there are, if there are several."""
+    copies = mesh.data * mesh.shard
+    return f" in each of {copies} pipelines" if copies > 1 else ""
 
 
 @dataclass(frozen=True)
