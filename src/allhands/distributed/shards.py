@@ -41,6 +41,16 @@ class Shards:
         """True if this is the first rank: to count what all have once."""
         return self._rank == 0
 
+    @property
+    def num_own(self) -> int:
+        """Numbers of all arrays that this rank has a part in, without the zeros after them."""
+        sizes = [math.prod(shape) for shape in self._shapes]
+        return sum(min(stop, size) - min(start, size) for size, (start, stop) in zip(sizes, self._ranges, strict=True))
+
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        return [self.range(index) for index in range(len(self._shapes))]
+
     def split(self, order: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the indices of arrays that are divided, and the others."""
         divided, whole = list[int](), list[int]()

@@ -10,6 +10,9 @@ from allhands.distributed.codecs import CODECS
 from allhands.distributed.hierarchy import ByComputer
 from allhands.distributed.packed import Packing
 from allhands.distributed.reduce import bucket_bytes_for
+from allhands.distributed.shards import Shards
+from allhands.io.formatting import counted, format_count
+from allhands.io.trees import flatten
 from allhands.kernels.selection import FORMS, QUANTISED
 from allhands.model.adapters import trained_weights
 from allhands.model.split import split
@@ -27,9 +30,15 @@ def choices(
     sizing: Sizing,
     *,
     compiled: bool,
-    divided: bool,
+    strategy: str,
+    updates: tuple[int, int],
 ) -> list[str]:
-    """Return a line for each choice that the options leave open, or that follows from the device."""
+    """Return a line for each choice that the options leave open, or that follows from the device.
+
+    Args:
+        strategy: name in the registry.
+        updates: trained numbers that this rank updates, and those of the whole model.
+    """
     status = preload_blas() if accelerator.kind == "cpu" else None
     lengths = f"lengths rounded up to one of {len(sizing.ladder)}" if sizing.few_shapes else "no rounding of lengths"
     step = "compiled (lengths are few and each is compiled once)" if compiled else "one lazy graph, not compiled"
@@ -44,16 +53,53 @@ def choices(
         "loss": chunked if split(model) else "over all logits (this architecture scales, caps or shifts them)",
     }
     if communicator.size > 1:
-        calls = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
         # In rounds the changes of weights travel, which are packed as gradients are.
         travels = "changes" if config.sync_every > 1 else "gradients"
         found |= {
             "backend": f"{communicator.backend}, {communicator.size} ranks ({_how(config.backend != 'auto')})",
-            "all-reduce": f"{calls}, {communicator.told}" if isinstance(communicator, ByComputer) else calls,
+            _TRAVELS.get(strategy, "all-reduce"): _calls(config, communicator, strategy),
             f"{travels} on the way": _carried(config, communicator, model),
-            "optimizer": f"each rank updates about 1/{communicator.size}" if divided else "on every rank whole",
+            "optimizer": _updated(*updates, strategy),
         }
     return [f"chosen: {name}: {words}" for name, words in found.items()]
+
+
+# What ranks exchange where it is no sum of gradients in a few large calls.
+_TRAVELS = {"fsdp": "weights and gradients", "pipeline": "hidden states"}
+_UPDATES = {
+    "zero1": "its part of each large array, and small arrays whole",
+    "fsdp": "its part of each array",
+    "pipeline": "those of its blocks",
+    "tensor": "its part of each matrix of blocks, and all else whole",
+    "expert": "its experts, and all else whole",
+}
+
+
+def _calls(config: TrainConfig, communicator: Communicator, strategy: str) -> str:
+    """What is exchanged at once."""
+    if strategy in _TRAVELS:
+        return {"fsdp": "of one block at a time", "pipeline": "of one micro-batch at a time"}[strategy]
+    calls = f"calls of about {bucket_bytes_for(communicator.backend, config.bucket_mb) / 1e6:.0f} MB"
+    return f"{calls}, {communicator.told}" if isinstance(communicator, ByComputer) else calls
+
+
+def _updated(own: int, every: int, strategy: str) -> str:
+    """What of the trained numbers the optimizer of this rank updates."""
+    if own >= every:
+        return f"every rank updates all {format_count(every)} trained numbers"
+    return f"this rank updates {format_count(own)} of {format_count(every)} trained numbers: {_UPDATES[strategy]}"
+
+
+def updated_numbers(trained: Any, shards: Shards | None) -> int:
+    """Return the numbers that a rank updates.
+
+    Args:
+        trained: the module whose trained arrays, or parts of arrays, this rank has.
+        shards: its parts of flat arrays, where the optimizer alone is divided.
+    """
+    if shards is None:
+        return sum(array.size for _, array in flatten(trained.trainable_parameters()))
+    return shards.num_own
 
 
 def _how(asked: object) -> str:
@@ -81,7 +127,7 @@ def _carried(config: TrainConfig, communicator: Communicator, model: Any) -> str
     packed = [each for each in arrays if packing.packs(each)]
     route = packing.route(max((each.dtype.size for each in packed), default=4))
     more = ", what rounding leaves out is sent with the next ones" if codec.grouped else ""
-    return f"{codec.name}, {len(packed)} of {len(arrays)} arrays{more}; {_ROUTES[route]}"
+    return f"{codec.name}, {len(packed)} of {counted(len(arrays), 'array')}{more}; {_ROUTES[route]}"
 
 
 _ROUTES = {

@@ -47,7 +47,7 @@ from allhands.run.contexts import agreed, context_of, same_rows
 from allhands.run.datasets import size_notes, without_effect
 from allhands.run.dividing import STAGES
 from allhands.run.expecting import Device, expected_bytes, fitted_to_memory, in_half, scarce
-from allhands.run.explain import choices, kernel_choices
+from allhands.run.explain import choices, kernel_choices, updated_numbers
 from allhands.run.loop import TrainLoop
 from allhands.run.outputs import Outputs, copies_of
 from allhands.run.piping import as_left, micro_batch_tokens, piped, piping_of, sums_together
@@ -402,7 +402,8 @@ class _RankRun:
         self.outputs.say([f"pass: {each}" for each in ready.passes])
         self.outputs.say(kernels)
         parts = (ready.loaded.model, ready.accelerator, step.strategy.communicator, sizing)
-        self.outputs.say(choices(self.config, *parts, compiled=compiled, divided=step.shards is not None))
+        updates = updated_numbers(self._trained, step.shards), ready.trainable.parameters
+        self.outputs.say(choices(self.config, *parts, compiled=compiled, strategy=step.strategy.name, updates=updates))
 
     def _saving(self, optimizer: Any, step: TrainStep, balance: Balance) -> AbstractContextManager[tuple[Save, Saved]]:
         """The functions that save on this rank: everything if it keeps files, else the slices that only it holds."""
