@@ -74,7 +74,9 @@ def run_check(config: TrainConfig, names: Sequence[str], sample: ShownSample, *,
     examiner = Examiner(loaded.tokenizer, _options(config, loaded.path))
     splits[names[0]] = sample.watch(splits[names[0]])
     with counting(100) as count:
-        reports, found = look(splits, examiner, report=lambda split, done: count(done, f"{split}: {done:,} rows"))
+        reports, found = look(
+            splits, examiner, report=lambda split, done: count(done, f"{split}: {counted(done, 'row')}")
+        )
     found += [DataFinding("read-as", "note", None, details={"note": note}) for note in loaded.notes]
     found += [DataFinding("read-as", "note", name, details={"note": note}) for name, note in notes]
     if any(set(report.shapes) - {"text"} for report in reports):

@@ -183,7 +183,7 @@ def _with_detail(check: Check, cluster: Cluster) -> str:
     if check.name in ("model", "data"):
         tree = next((tree for host in cluster.hosts if (tree := host.tree(check.name)) is not None), None)
         how = "read and compared" if cluster.hashed and len(cluster.hosts) > 1 else "sizes compared"
-        return f"{check.title} ({len(tree.files) if tree else 0} files, {how})"
+        return f"{check.title} ({counted(len(tree.files) if tree else 0, 'file')}, {how})"
     return check.title
 
 

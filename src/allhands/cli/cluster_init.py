@@ -18,7 +18,7 @@ from allhands.cluster.setup.plan import Step, shown
 from allhands.cluster.setup.source import find_source, wheel_store
 from allhands.cluster.setup.survey import Surveyor, wanted_from
 from allhands.errors import ConfigError, DistributedError
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import counted, format_bytes
 from allhands.io.terminal import tell
 
 _END = "END_OF_HOSTFILE"
@@ -175,7 +175,11 @@ def _described(outcome: SetupOutcome) -> str:
         parts.append(f"{outcome.choice.ip} ({outcome.choice.interface}, {kind})")
     if facts := outcome.facts:
         gpus = [gpu.name or gpu.kind for gpu in facts.gpus]
-        parts += [f"{facts.processor.usable} cores", format_bytes(facts.memory.total), ", ".join(gpus) or "no GPU"]
+        parts += [
+            f"{counted(facts.processor.usable, 'core')}",
+            format_bytes(facts.memory.total),
+            ", ".join(gpus) or "no GPU",
+        ]
     if outcome.python:
         parts.append(outcome.python)
     return "; ".join(parts)

@@ -139,7 +139,7 @@ def _model_path(source: str) -> str:
 
 def report_lines(state: SyncState, dry_run: bool) -> list[str]:
     """Return the result in words."""
-    head = f"{len(state.sizes)} files, {format_size(state.total)}"
+    head = f"{counted(len(state.sizes), 'file')}, {format_size(state.total)}"
     lines = [f"note: {note}" for note in state.notes] + [head]
     for host in state.hosts:
         lines.append(f"{host.name}: {_outcome(host, dry_run)}")

@@ -18,7 +18,7 @@ from rich.text import Text
 from allhands.cli.verbs_runs import Env, Version
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.place import Launch
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import counted, format_bytes
 from allhands.io.terminal import console_for
 from allhands.runtime.versions import version_of
 
@@ -167,7 +167,7 @@ def _here(report: _Report) -> list[tuple[str, str]]:
     if "error" in device:
         return [*rows, ("device", str(device["error"]))]
     memory = format_bytes(device["memory_bytes"])
-    return [*rows, ("device", f"{device['kind']} ({device['name']}), {memory}, {device['cores']} cores")]
+    return [*rows, ("device", f"{device['kind']} ({device['name']}), {memory}, {counted(device['cores'], 'core')}")]
 
 
 def _table(rows: list[tuple[str, str]]) -> Table:

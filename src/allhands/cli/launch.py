@@ -20,6 +20,7 @@ from allhands.cli.verbs_training import BACKENDS, Launch
 from allhands.cluster.environment import recognise_here
 from allhands.cluster.hosts import write_hosts
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.loops.supervised import DIRECTORY_VARIABLE
 
 _PYTHONS = ("python", "python3")
@@ -95,7 +96,7 @@ def _refuse_another_launcher() -> None:
     found = recognise_here()
     if found.size > 1:
         raise ConfigError(
-            f"{found.launcher} has started {found.size} processes already",
+            f"{found.launcher} has started {counted(found.size, 'process', 'processes')} already",
             where="allhands launch",
             hint="start a single allhands launch without another launcher, with -n or --hostfile",
         )

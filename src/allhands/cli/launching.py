@@ -26,6 +26,7 @@ from allhands.cluster.trial import Trial
 from allhands.distributed.blame import LAUNCHER_VARIABLE, OPTION_VARIABLE
 from allhands.errors import CheckpointError, ConfigError
 from allhands.io.files import CLAIMED, claim_mark, claimed, set_aside, storage_error
+from allhands.io.formatting import counted
 from allhands.io.terminal import is_screen
 from allhands.observe.journal import EVENTS_FILE, Journal
 from allhands.runtime.blas import allowed_cores
@@ -124,7 +125,7 @@ def check(job: TrainingJob) -> None:
     size = job.size
     if job.min_ranks is not None and job.min_ranks > size:
         raise ConfigError(
-            f"at least {job.min_ranks} ranks are asked for, but there are {size}",
+            f"at least {job.min_ranks} ranks are asked for, of {counted(size, 'rank')} in all",
             where="--min-ranks",
             hint="lower it, or give more ranks with -n or in the hostfile",
         )
@@ -156,7 +157,7 @@ def _check_cores(cores_per_rank: int | None, size: int) -> None:
     cores = allowed_cores()
     if cores_per_rank and cores_per_rank * size > cores:
         raise ConfigError(
-            f"{size} rank{'s' * (size > 1)} with {cores_per_rank} cores each, but there are {cores}",
+            f"{counted(size, 'rank')} with {counted(cores_per_rank, 'core')} each, of {counted(cores, 'core')} in all",
             where="--cores-per-rank",
             hint="lower one of the two",
         )

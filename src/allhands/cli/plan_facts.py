@@ -19,7 +19,7 @@ from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
 from allhands.distributed.reduce import bucket_bytes_for
 from allhands.errors import ConfigError, ModelError
-from allhands.io.formatting import format_bytes, format_count, format_duration
+from allhands.io.formatting import counted, format_bytes, format_count, format_duration
 from allhands.model.adapters import full_of_quantised, no_such_keys, resolve_layers
 from allhands.model.load import read_config
 from allhands.model.quantized import held_dense
@@ -217,7 +217,8 @@ class _Facts:
         config, fresh = self.config, pretraining(self.config)
         method = _METHODS[config.fine_tune_type]
         what = f"pre-training of {fresh.shape}" if fresh is not None else f"{method} of {Path(config.model).name}"
-        return f"{what}: {self._steps():,} steps of {config.batch_size * config.grad_accumulation_steps} rows"
+        rows = counted(config.batch_size * config.grad_accumulation_steps, "row")
+        return f"{what}: {counted(self._steps(), 'step')} of {rows}"
 
     def _again_s(self) -> float:
         """Return how many times as long passes take in which activations are computed again."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from allhands.io.formatting import format_bytes, format_duration, format_size
+from allhands.io.formatting import counted, format_bytes, format_duration, format_size
 from allhands.io.terminal import console_for, print_table
 from allhands.plan.job import Job
 from allhands.plan.outlook import Outlook, OutlookLine
@@ -83,7 +83,7 @@ def _times_before(outlook: Outlook) -> Iterator[str]:
     job, alone_s = outlook.job, outlook.lines[0].prediction.step_s
     where = f"on {outlook.alone.name}" if job.whole_s is None else "by one process with its share of the cores"
     serial = f"of which {100 * job.step.serial_s / alone_s:.0f} % gets no shorter with more {_unit(job)}"
-    yield f"{job.steps} steps; one of them {where}: {_milliseconds(alone_s)}, {serial}"
+    yield f"{counted(job.steps, 'step')}; one of them {where}: {_milliseconds(alone_s)}, {serial}"
     if job.whole_s is not None:
         told = f"By one process with all cores: {_milliseconds(job.whole_s)}, {format_duration(outlook.alone_s)} in all"
         best = min(outlook.lines[1:], key=lambda line: line.training_s, default=None)
@@ -118,8 +118,8 @@ def _validations(outlook: Outlook) -> Iterator[str]:
     if any(line.validation_s and line.validation_s >= _FELT * line.training_s for line in lines):
         spent = ", ".join(f"{each.machines}: {format_duration(each.validation_s)}" for each in lines)
         yield (
-            f"This includes {outlook.job.validations} validations ({spent}), counted as forward passes at the speed "
-            "of the steps: a larger --steps-per-eval makes fewer, and fewer --val-batches make shorter ones"
+            f"This includes {counted(outlook.job.validations, 'validation')} ({spent}), counted as forward passes at "
+            "the speed of the steps: a larger --steps-per-eval makes fewer, and fewer --val-batches make shorter ones"
         )
 
 

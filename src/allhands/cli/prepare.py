@@ -247,7 +247,7 @@ class _Screen:
             if reason.hint:
                 self._say(f"what to do: {reason.hint}", 6)
         if len(reasons) > _MANY:
-            self._say(f"and {len(reasons) - _MANY} more reasons")
+            self._say(f"and {counted(len(reasons) - _MANY, 'more reason')}")
 
     def _lengths(self, flags: DataPrepare) -> None:
         lengths = self._outcome.lengths

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from allhands.errors import ConfigError
 from allhands.io.files import write_whole
+from allhands.io.formatting import counted
 from allhands.model.weight_files import LIST_FILE, names_by_file, needed, present
 from allhands.runtime.blas import cache_dir
 from allhands.runtime.without_torch import leave_torch_out
@@ -55,7 +56,7 @@ def plan_stages(
     if any(len(files) < len(names) for files in needs.values()):
         others.append(_list_of(model, weights[0]))
     notes = [
-        f"{host}: {len(files)} of {len(names)} files of weights, for {_joined(files.values())}"
+        f"{host}: {len(files)} of {counted(len(names), 'file')} of weights, for {_joined(files.values())}"
         for host, files in needs.items()
     ]
     files = {host: [*others, *(file for file in weights if file.path.name in own)] for host, own in needs.items()}

@@ -36,7 +36,10 @@ def train(asked: TokenizerTrain) -> None:
     found = find_sources([*(asked.data or ()), *(asked.sources or ())], SourceOptions(limit=asked.limit))
     with counting(_UPDATE_EVERY) as count:
         report = train_tokenizer(
-            found, asked.out, options, lambda texts, num_bytes: count(texts, f"{texts} texts, {format_size(num_bytes)}")
+            found,
+            asked.out,
+            options,
+            lambda texts, num_bytes: count(texts, f"{counted(texts, 'text')}, {format_size(num_bytes)}"),
         )
     for line in report_lines(report, asked.vocabulary, asked.out):
         typer.echo(line)
@@ -47,7 +50,7 @@ def show(asked: TokenizerShow) -> None:
     tokenizer = load_tokenizer_file(asked.directory)
     found = cut(tokenizer, sys.stdin.read() if asked.text == "-" else asked.text)
     each = f": {found.num_bytes / len(found.ids):.2f} bytes a token" if found.ids else ""
-    typer.echo(f"{len(found.ids)} tokens, {found.num_bytes} bytes{each}")
+    typer.echo(f"{counted(len(found.ids), 'token')}, {counted(found.num_bytes, 'byte')}{each}")
     typer.echo(bracketed(found.pieces))
     typer.echo(" ".join(map(str, found.ids)))
 

@@ -25,6 +25,7 @@ from allhands.cluster.place import (
     over_network,
 )
 from allhands.errors import DistributedError
+from allhands.io.formatting import counted
 
 _LOOPBACKS = (LOOPBACK, "localhost", "::1", "0.0.0.0")
 _MLX_MARKS: dict[str, Backend] = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
@@ -86,7 +87,7 @@ def _mlx_peers(mark: str, path: str, rank: int) -> tuple[int, tuple[int, int], t
     if mark != "MLX_HOSTFILE":
         return len(peers), (0, 1), ()
     if not 0 <= rank < len(peers):
-        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {len(peers)} ranks")
+        raise contradiction("mlx.launch", f"MLX_RANK={rank} but the hostfile lists {counted(len(peers), 'rank')}")
     hosts = tuple(str(cast(list[object], peer)[0] if isinstance(peer, list) and peer else peer) for peer in peers)
     names = [host.rpartition(":")[0] for host in hosts]
     return len(peers), (names[:rank].count(names[rank]), names.count(names[rank])), hosts

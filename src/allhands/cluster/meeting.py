@@ -29,7 +29,7 @@ from allhands.cluster.patience import Patience, Waiting
 from allhands.cluster.place import LOOPBACK, Backend, MeetingPoint
 from allhands.cluster.ways import Door, Suspicion, blocked_way, is_loopback, listening_address
 from allhands.errors import DistributedError
-from allhands.io.formatting import format_duration
+from allhands.io.formatting import counted, format_duration
 from allhands.io.strict_json import integer, is_integer, is_text, object_of, read_object
 from allhands.runtime.callers import (
     CALLER,
@@ -281,7 +281,8 @@ class _RollCall(_Part):
             )
         if hello.size != self.me.size:
             raise _Trouble(
-                f"rank {hello.rank} at {caller.there} was started for {hello.size} ranks, rank 0 for {self.me.size}"
+                f"rank {hello.rank} at {caller.there} was started for {counted(hello.size, 'rank')}, "
+                f"rank 0 for {self.me.size}"
             )
         before = self._present.get(hello.rank)
         if hello.rank == 0 or (before is not None and before.hello.nonce != hello.nonce):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from allhands.errors import DistributedError
+from allhands.io.formatting import counted
 
 Backend = Literal["none", "ring", "mpi", "nccl", "jaccl"]
 
@@ -139,7 +140,9 @@ class Launch:
         if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
             raise contradiction(self.launcher, f"local rank {self.local_rank} of {self.local_size}")
         if self.local_size > self.size:
-            raise contradiction(self.launcher, f"{self.local_size} processes here, {self.size} in all")
+            raise contradiction(
+                self.launcher, f"{counted(self.local_size, 'process', 'processes')} here, {self.size} in all"
+            )
         if self.node is not None and self.num_nodes is not None and not 0 <= self.node < self.num_nodes:
             raise contradiction(self.launcher, f"computer {self.node} of {self.num_nodes}")
 

@@ -27,6 +27,7 @@ from allhands.cluster.place import (
 )
 from allhands.cluster.slurm import slurm_platform
 from allhands.errors import DistributedError
+from allhands.io.formatting import counted
 
 _SAGEMAKER = "/opt/ml"
 _RESOURCES = f"{_SAGEMAKER}/input/config/resourceconfig.json"
@@ -295,7 +296,7 @@ def mpi_job_launcher(given: Given) -> Launch | None:
     # A line is "host slots=N" (Open MPI) or "host:N" (MPICH, Intel).
     lines = re.findall(r"^\s*([^#\s][^#\n]*)", given.read(_MPI_HOSTFILE) or "", re.MULTILINE)
     slots = [int(n[1]) if (n := re.search(r"(?:slots\s*=\s*|:)(\d+)\s*$", line)) else 1 for line in lines]
-    facts = [f"{len(slots)} computers with {sum(slots)} slots: {_MPI_HOSTFILE}"] if slots else []
+    facts = [f"{counted(len(slots), 'computer')} with {counted(sum(slots), 'slot')}: {_MPI_HOSTFILE}"] if slots else []
     if (running := given.read(_MPI_DISCOVERY)) is not None:
         count = len(re.findall(r"^\s*echo\s+\S+", running, re.MULTILINE))
         facts.append(f"{count} of them run now: {_MPI_DISCOVERY}")

@@ -34,6 +34,7 @@ from allhands.cluster.tails import Tails, to_screen
 from allhands.distributed.blame import COMPUTER_VARIABLE, LAUNCHER_VARIABLE, TRUSTED_VARIABLE
 from allhands.errors import DistributedError
 from allhands.io.files import private_opener, storage_error_of
+from allhands.io.formatting import counted
 from allhands.runtime.callers import RING_KEY
 from allhands.runtime.ports import PortSettings, cannot_listen
 
@@ -432,7 +433,7 @@ def _rank_environment(spec: LaunchSpec, share: Share, rank: int) -> dict[str, st
         devices = visible.split(",") if visible else [str(n) for n in range(share.count)]
         if share.count > len(devices):
             raise DistributedError(
-                f"{share.count} processes for {len(devices)} GPUs (CUDA_VISIBLE_DEVICES={visible})",
+                f"{share.count} processes for {counted(len(devices), 'GPU')} (CUDA_VISIBLE_DEVICES={visible})",
                 hint=f"use -n {len(devices)}: NCCL needs a GPU a process",
             )
         env["CUDA_VISIBLE_DEVICES"] = devices[rank - share.first]

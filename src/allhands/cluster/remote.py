@@ -27,6 +27,7 @@ from allhands.cluster.tails import for_screen
 from allhands.distributed.blame import SOFTWARE, Statement, circumstances_in, init_command, judge
 from allhands.errors import AllhandsError, ConfigError, DistributedError
 from allhands.io.files import make_directory, private_opener
+from allhands.io.formatting import counted
 from allhands.observe.monitor.samples import decode_sample, relayed_file
 from allhands.runtime.callers import RING_KEY
 from allhands.runtime.versions import MUST_BE_EQUAL, described, required, software_here, unequal
@@ -368,7 +369,7 @@ def check_devices(places: Sequence[Place]) -> None:
         if place.num_ranks != 1 or len(devices) != count or any(devices[other] is None for other in neighbours):
             raise ConfigError(
                 f"host {place.name} cannot take part in RDMA: it needs one slot, and in the hostfile a list of "
-                f"{count} devices, null for itself",
+                f"{counted(count, 'device')}, null for itself",
                 where="--backend jaccl",
                 hint="have the hostfile written by mlx.distributed_config --over thunderbolt --backend jaccl, "
                 "or use --backend ring",

@@ -9,6 +9,7 @@ from typing import Any
 
 from allhands.data.rows import NAMES_OF_SPLITS
 from allhands.errors import DataError
+from allhands.io.formatting import counted
 
 STATE = "state.json"
 # Files about the data, beside them; and those of computations: the same rows once more, or others.
@@ -54,7 +55,9 @@ def saved_files(folder: Path) -> list[Path] | None:
         raise DataError(message, where=str(folder), hint=f'write it out: python -c "{way}"')
     files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
-        message = f"{', '.join(missing[:3])} of {len(files)} files {'is' if len(missing) == 1 else 'are'} missing"
+        message = (
+            f"{', '.join(missing[:3])} of {counted(len(files), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
+        )
         raise DataError(message, where=str(folder), hint=f"copy the whole folder; {STATE} names all of its files")
     return files
 

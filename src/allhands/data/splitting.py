@@ -15,6 +15,7 @@ import numpy as np
 from allhands.data.arrays import Hashes, Int8s, Ints
 from allhands.data.order import mix
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 
 SPLITS = ("train", "valid", "test")
 # Numbers of the splits in the arrays; a row whose source says nothing has NONE.
@@ -152,7 +153,7 @@ def wanted_rows(
         if total >= num_free:
             what = "valid and test together are" if len(asked) > 1 else f"{next(iter(asked))} is"
             rest = " that the sources do not hold out themselves" if num_free < num_rows else ""
-            raise _too_much(f"{what} {total} of {num_free} rows{rest}", valid, test)
+            raise _too_much(f"{what} {total} of {counted(num_free, 'row')}{rest}", valid, test)
         usual = min(usual, num_free - total - 1)
     return WantedSplit(asked.get("valid", usual), asked.get("test", usual))
 

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 
 Axis = Literal["data", "shard", "pipe", "tensor", "expert", "context"]
 # The slowest link first: ranks that differ on the last axis only have neighbouring numbers, hence mostly one computer.
@@ -153,7 +154,7 @@ class Mesh:
         others = math.prod(given.values())
         if (self.data is not None and others != self.size) or self.size % others:
             ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-            hint = f"choose sizes whose product is {self.size}, or start {others} ranks"
+            hint = f"choose sizes whose product is {self.size}, or start {counted(others, 'rank')}"
             raise ConfigError(f"{told} is {others}, which does not make up {ranks}", where=_WHERE, hint=hint)
         return self.data or self.size // others
 
@@ -165,7 +166,7 @@ def check_weights(weights: Sequence[float] | None, size: int) -> None:
         ConfigError: they are not.
     """
     if weights is not None and (len(weights) != size or not all(0 < weight < math.inf for weight in weights)):
-        wrong = "weights that are not all above 0" if len(weights) == size else f"{len(weights)} weights"
+        wrong = "weights that are not all above 0" if len(weights) == size else f"{counted(len(weights), 'weight')}"
         raise ConfigError(
             f"{wrong} for {size} rank{'s' * (size != 1)}",
             where="--rank-weights",

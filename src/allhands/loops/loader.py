@@ -12,6 +12,7 @@ import numpy as np
 
 from allhands.data.order import Shuffle
 from allhands.errors import CheckpointError, ConfigError, DataError
+from allhands.io.formatting import counted
 
 if TYPE_CHECKING:
     from allhands.loops.world import World
@@ -214,7 +215,7 @@ class DistributedLoader(Generic[T]):
         skipped = sum(1 for _ in islice(source, start))
         if skipped < start:
             raise CheckpointError(
-                f"the stream has {skipped} samples, but {start} of them were consumed",
+                f"the stream has {counted(skipped, 'sample')}, but {start} of them were consumed",
                 where=_LOADER,
                 hint="go on with the dataset that it began with",
             )

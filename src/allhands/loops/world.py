@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from allhands.cluster.environment import Launch, launch_here
 from allhands.cluster.join import join_here
 from allhands.errors import ConfigError, DistributedError
+from allhands.io.formatting import counted
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -125,7 +126,8 @@ def world_of(launch: Launch, communicator: Communicator) -> World:
     """
     if communicator.size != launch.size:
         raise DistributedError(
-            f"{launch.launcher} promised {launch.size} processes, but the group has {communicator.size}",
+            f"{launch.launcher} promised {counted(launch.size, 'process', 'processes')}, but the group has "
+            f"{communicator.size}",
             where=f"rank {launch.rank}",
             hint="start with one launcher only, and call allhands.init() before anything of mx.distributed",
         )

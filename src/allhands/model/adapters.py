@@ -18,6 +18,7 @@ from allhands.data.dates import DATE_KEY
 from allhands.data.templates import TEMPLATE_FILE
 from allhands.errors import AllhandsError, ConfigError, ModelError
 from allhands.io.files import write_whole
+from allhands.io.formatting import counted
 from allhands.io.names import CONFIG_FILE
 from allhands.io.paths import meant
 from allhands.io.trees import flatten
@@ -93,7 +94,7 @@ def no_such_keys(config: TrainConfig, names: Iterable[str], unmatched: Sequence[
         full = use_of(config.model_copy(update={"fine_tune_type": "full"}))
         hint = "take another model" if full is None or fails(full) else "train it in full: --fine-tune-type full"
         return ModelError(problem, where=config.model, hint=hint)
-    blocks = "any block" if config.num_layers in (None, -1) else f"the last {config.num_layers} blocks"
+    blocks = "any block" if config.num_layers in (None, -1) else f"the last {counted(config.num_layers, 'block')}"
     return ConfigError(
         f"adapter keys that name no layer of {blocks}: {', '.join(unmatched)}",
         where="--lora-parameters",

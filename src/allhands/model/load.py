@@ -24,6 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from allhands.errors import ConfigError, ModelError
 from allhands.io.files import write_error
+from allhands.io.formatting import counted
 from allhands.io.names import BEST_MODEL, MODEL, MODELS_OF_A_RUN
 from allhands.io.staging import publish, same_files, staging
 from allhands.io.trees import flatten, unflatten
@@ -415,7 +416,7 @@ def _quantize(model: nn.Module, config: Json, wanted: Conversion, path: Path, sa
     say(said.getvalue().strip().removeprefix("[INFO] "))
     dense = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]
     if dense:
-        say(f"{len(dense)} layers stay dense, as groups of {group_size} do not divide them: {dense[0]}, ...")
+        say(f"{counted(len(dense), 'layer')} left dense, as groups of {group_size} do not divide them: {dense[0]}, ...")
     return config
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 
 Family = Literal["llama", "qwen3", "mixtral"]
 FAMILIES: tuple[str, ...] = get_args(Family)
@@ -78,7 +79,9 @@ class Shape:
         if self.heads % self.kv_heads:
             below = [number for number in range(1, self.heads + 1) if self.heads % number == 0]
             hint = f"give kv_heads one of {', '.join(map(str, below))}"
-            message = f"{self.kv_heads} heads of keys and values cannot be shared equally by {self.heads} query heads"
+            shared = counted(self.kv_heads, "head")
+            queries = counted(self.heads, "query head")
+            message = f"{shared} of keys and values cannot be shared equally by {queries}"
             raise ConfigError(message, where="kv_heads", hint=hint)
         if self.head_dim % 2:
             hint = "rotary positions need pairs: choose dims and heads so that dims / heads is even, or give head_dim"
@@ -203,7 +206,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
     _check_integer("heads", heads, 1)
     if "head_dim" not in values and dims % heads:
         near = max(dims // heads, 1) * heads
-        message = f"{dims} dims cannot be divided among {heads} heads"
+        message = f"{dims} dims cannot be divided among {counted(heads, 'head')}"
         raise ConfigError(message, where="heads", hint=f"take {near} or {near + heads} dims, or give head_dim, too")
     return {"kv_heads": heads, "head_dim": dims // heads, "init_std": math.sqrt(2 / (5 * dims)), **values}
 

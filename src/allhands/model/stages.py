@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from allhands.errors import ConfigError, ModelError
+from allhands.io.formatting import counted
 from allhands.io.trees import flatten
 
 _PACKAGE = "mlx_lm.models."
@@ -84,7 +85,7 @@ def check_split(split: Sequence[int], num_blocks: int, num_stages: int) -> None:
     told = ",".join(map(str, split))
     if len(split) != num_stages or min(split) < 1 or sum(split) != num_blocks:
         raise ConfigError(
-            f"{told} does not divide the model's {num_blocks} blocks among {num_stages} stages",
+            f"{told} does not divide the model's {counted(num_blocks, 'block')} among {num_stages} stages",
             where="--pp-split",
             hint=f"give {num_stages} numbers above 0 whose sum is {num_blocks}, or auto",
         )

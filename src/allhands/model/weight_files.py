@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from allhands.errors import ModelError
+from allhands.io.formatting import counted
 from allhands.io.strict_json import Check, integer, is_text, list_of, object_of
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _prefix_of_blocks(names: Iterable[str], count: int) -> str:
     complete = [before for before, found in numbers.items() if set(range(count)) <= set(found)]
     if not complete:
         raise ModelError(
-            f"the arrays of the model's {count} blocks are not found by their names",
+            f"the arrays of the model's {counted(count, 'block')} are not found by their names",
             hint="bring all files to every computer: allhands cluster sync without --stages",
         )
     return max(complete, key=lambda before: len(numbers[before]))

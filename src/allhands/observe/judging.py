@@ -11,6 +11,7 @@ from math import isfinite, log, sqrt
 
 import numpy as np
 
+from allhands.io.formatting import counted
 from allhands.observe.course import Course, Judgement, Level
 from allhands.observe.curves import SURE, Curve, ends, from_to, scatter, sure_change, tenth, trend
 from allhands.observe.metrics.history import RunHistory
@@ -212,7 +213,7 @@ def _skipped(course: Course) -> Iterator[Judgement]:
         return
     steps = max(course.steps, course.skipped)
     share = course.skipped / steps
-    text = f"{course.skipped} of {steps} steps changed nothing, because a gradient was not a finite number. "
+    text = f"{course.skipped} of {counted(steps, 'step')} changed nothing, because a gradient was not a finite number. "
     text += f"{course.lower}, and look at the examples that are named beside those steps."
     yield Judgement("skipped", "bad" if share >= MANY_SKIPPED else "warning" if share >= FEW_SKIPPED else "note", text)
 
@@ -221,8 +222,9 @@ def _numbers(train: Curve, valid: Curve, course: Course) -> Iterator[Judgement]:
     for name, curve in (("training", train), ("validation", valid)):
         wrong = curve.steps[~np.isfinite(curve.losses)]
         if len(wrong):
-            text = f"The {name} loss is not a finite number in {len(wrong)} of {len(curve)} reports, first at step "
-            text += f"{wrong[0]:.0f}. {course.lower}, clip gradients (--max-grad-norm), or look at the data there."
+            text = f"The {name} loss is not a finite number in {len(wrong)} of {counted(len(curve), 'report')}, "
+            text += f"first at step {wrong[0]:.0f}. {course.lower}, clip gradients (--max-grad-norm), or look at the "
+            text += "data there."
             yield Judgement("numbers", "bad", text)
 
 
@@ -375,7 +377,9 @@ def _unlearning(train: Curve, valid: Curve, course: Course) -> Judgement:
 def _fitting(train: Curve, valid: Curve, course: Course) -> Judgement:
     (step, low), (first, end) = _lowest(valid), ends(train)
     text = f"No sign of overfitting{' or underfitting' if course.is_over else ' so far'}: training loss went from "
-    text += f"{first:.3f} to {end:.3f} (medians of {tenth(train)} reports); validation loss was lowest at step "
+    text += (
+        f"{first:.3f} to {end:.3f} (medians of {counted(tenth(train), 'report')}); validation loss was lowest at step "
+    )
     return Judgement(
         "fitting", "good", f"{text}{step:.0f} ({low:.3f}) and is {valid.losses[-1]:.3f} {course.at_the_end}."
     )

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from allhands.config.schema import TRACKERS
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.observe.metrics import Event, RunEnded, TrainReport, ValidReport
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class TrackerSink:
             self._waiting.put(None, timeout=self._patience_s)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self._warn(f"it does not answer, {self._waiting.qsize()} reports are left")
+            self._warn(f"it does not answer, {counted(self._waiting.qsize(), 'report')} left")
 
     def _work(self) -> None:
         while (one := self._waiting.get()) is not None:

@@ -213,12 +213,14 @@ class ShardedCosts:
         fetched_bytes: bytes of all weights that the passes of a micro-batch fetch; 0: trained weights alone, twice.
         pushed_bytes: bytes of all gradients that they add up; 0: each once.
         micro_batches: number of micro-batches of a step, each of which fetches weights anew.
+        keeps: True if fetched weights stay until the step ends, so that each is fetched once in it.
     """
 
     part: Callable[[float], Memory] | None = None
     fetched_bytes: int = 0
     pushed_bytes: int = 0
     micro_batches: int = 1
+    keeps: bool = False
 
     def memory(self, memory: Memory, ranks: int) -> Memory:
         return self.memory_of(memory, 1 / ranks)
@@ -235,7 +237,7 @@ class ShardedCosts:
     def traffic(
         self, gradient_bytes: int, weight_bytes: int, *, scatters: bool, packed: Traffic | None = None
     ) -> Traffic:
-        fetched = self.micro_batches * (self.fetched_bytes or 2 * weight_bytes)
+        fetched = (1 if self.keeps else self.micro_batches) * (self.fetched_bytes or 2 * weight_bytes)
         pushed = self.micro_batches * (self.pushed_bytes or gradient_bytes)
         if scatters:
             return Traffic(gathered=fetched, scattered=pushed)

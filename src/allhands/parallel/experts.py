@@ -32,7 +32,7 @@ from allhands.kernels.fastmath import with_vjp
 from allhands.kernels.known import name_of
 from allhands.model.dropout import DropoutKeys
 from allhands.model.stages import kind_of
-from allhands.parallel.mixtures import MIXTURES, Chosen, Mixture, OwnExperts, WithOwnExperts, take_experts
+from allhands.parallel.mixtures import MIXTURES, Chosen, Mixture, OwnExperts, WithOwnExperts, check_layers, take_experts
 from allhands.parallel.parts import Parts
 
 # Modules of mlx_lm.models.
@@ -228,6 +228,17 @@ def mixtures_of(model: Any) -> Iterator[tuple[str, nn.Module, Mixture]]:
                 yield known[id(part)], part, mixture
     if not found:
         raise ModelError("no block of this model has experts", where="--ep", hint=hint)
+
+
+def check_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse a model whose experts so many ranks cannot divide.
+
+    Raises:
+        ModelError: the architecture has no experts that can be divided.
+        ConfigError: this number of ranks cannot divide them.
+    """
+    for path, module, mixture in mixtures_of(model):
+        check_layers(path, module, mixture, ranks)
 
 
 def divide_experts(model: nn.Module, group: Communicator, data: Communicator) -> Experts:

@@ -25,6 +25,7 @@ from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from allhands.distributed.backend import Communicator
 from allhands.distributed.collectives import replicated, summed
 from allhands.errors import ConfigError, ModelError
+from allhands.io.formatting import counted
 from allhands.io.regions import Flat, Region, everything
 from allhands.io.trees import flatten
 from allhands.kernels.instances import mix_in
@@ -126,7 +127,7 @@ def divide(
         ModelError: the architecture cannot be divided.
         ConfigError: this number of ranks cannot divide it.
     """
-    found = _checked(model, tensor.size, whole_experts=whole_experts)
+    found = check_matrices(model, tensor.size, whole_experts=whole_experts)
     trained = {name: tuple(array.shape) for name, array in flatten(model.trainable_parameters())}
     slicer, experts = _Slicer(tensor.rank, tensor.size, lazy=lazy), list[OwnExperts]()
     for path, module, cut, mixture in found:
@@ -193,8 +194,10 @@ def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Cut]]:
             yield known[id(part)], part, cut
 
 
-def _checked(model: nn.Module, ranks: int, *, whole_experts: bool) -> list[tuple[str, nn.Module, _Cut, Mixture | None]]:
-    """The modules with their cuts, and their kinds where a rank has some of their experts whole.
+def check_matrices(
+    model: nn.Module, ranks: int, *, whole_experts: bool
+) -> list[tuple[str, nn.Module, _Cut, Mixture | None]]:
+    """Return the modules with their cuts, and their kinds where a rank has some of their experts whole.
 
     Raises:
         ModelError: the architecture cannot be divided.
@@ -241,21 +244,21 @@ def _check(path: str, module: Any, cut: _Cut, ranks: int) -> None:
     where = f"--tp {ranks}"
     for count in cut.counts:
         if (heads := getattr(module, count)) % ranks:
-            raise ConfigError(f"{path} has {heads} heads ({count})", where=where, hint=_DIVISOR)
+            raise ConfigError(f"{path} has {counted(heads, 'head')} ({count})", where=where, hint=_DIVISOR)
     for name, layer in _layers_of(path, module, (*cut.columns, *cut.rows)):
         if not isinstance(_base(layer), _LAYERS):
             raise ConfigError(f"{name} is a {type(layer).__name__}, which is not divided", where=where, hint=_WITHOUT)
     for name, layer in _layers_of(path, module, cut.columns):
         outputs = _base(layer).weight.shape[-2]
         if outputs % ranks:
-            raise ConfigError(f"{name} has {outputs} outputs", where=where, hint=_DIVISOR)
+            raise ConfigError(f"{name} has {counted(outputs, 'output')}", where=where, hint=_DIVISOR)
     for name, layer in _layers_of(path, module, cut.rows):
         base = _base(layer)
         group = int(base.group_size) if "scales" in base else 1
         inputs = base.scales.shape[-1] * group if "scales" in base else base.weight.shape[-1]
         if inputs % (ranks * group):
             told = f" in groups of {group}" if group > 1 else ""
-            raise ConfigError(f"{name} has {inputs} inputs{told}", where=where, hint=_DIVISOR)
+            raise ConfigError(f"{name} has {counted(inputs, 'input')}{told}", where=where, hint=_DIVISOR)
 
 
 def _base(layer: Any) -> Any:

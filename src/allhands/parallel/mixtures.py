@@ -20,6 +20,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from numpy.typing import NDArray
 
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.io.regions import Region
 from allhands.kernels.instances import mix_in
 from allhands.model.dropout import DropoutKeys, dropout_keys_of
@@ -244,4 +245,4 @@ def check_layers(path: str, module: Any, mixture: Mixture, ranks: int) -> None:
             raise ConfigError(what, where=where, hint="leave it out")
         if base.num_experts % ranks:
             hint = "take a number of ranks that divides it, or leave --ep out"
-            raise ConfigError(f"{name} has {base.num_experts} experts", where=where, hint=hint)
+            raise ConfigError(f"{name} has {counted(base.num_experts, 'expert')}", where=where, hint=hint)

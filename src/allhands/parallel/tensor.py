@@ -18,6 +18,7 @@ from allhands.distributed.handout import gather_json
 from allhands.distributed.packed import Left
 from allhands.distributed.reduce import sum_over_ranks
 from allhands.errors import NumericsError
+from allhands.io.formatting import counted
 from allhands.io.trees import numbers as values_of
 from allhands.kernels.fused.flat_params import FlatParams
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
@@ -137,7 +138,7 @@ class WholeArrays:
         if not values_of(world.all_sum(mx.array([float(len(wrong))])))[0]:
             return
         names = list(dict.fromkeys(name for each in gather_json(world, wrong) for name in each))
-        more = f" and of {len(names) - 1} other arrays" if len(names) > 1 else ""
+        more = f" and of {counted(len(names) - 1, 'other array')}" if len(names) > 1 else ""
         raise NumericsError(
             f"the gradient of {names[0]}{more} differs between ranks that have the whole array",
             where=f"--tp {group.size}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allhands.distributed.capabilities import can
-from allhands.io.formatting import format_bytes, format_count, format_duration
+from allhands.io.formatting import counted, format_bytes, format_count, format_duration
 from allhands.observe.metrics import RunHistory, TrainReport, typical
 from allhands.observe.monitor.samples import Sample
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
@@ -195,7 +195,7 @@ class _Compared:
         """Yield the time of all steps, and that of all validations if it is felt."""
         history, planned, ran = self.history, self.plan.steps, self.started.total_steps
         marked = self._differs(*_LENGTH, "steps")
-        name = "all steps" if ran == planned else f"all {ran:,} steps ({planned:,} were planned: their share)"
+        name = "all steps" if ran == planned else f"all {counted(ran, 'step')} ({planned:,} were planned: their share)"
         ended = history.ended
         whole = ended is not None and ended.reason == "finished" and self.same_ranks
         took_s = ended.total_time_s if ended is not None and whole else None
@@ -284,7 +284,7 @@ class _Compared:
             yield from _other("cores_per_rank", *cores, lambda one: f"{one} core{'s' * (one > 1)} a rank")
         yield from _other("processor", plan.processor, _processor(self.history), lambda one: f"a {one.upper()}")
         if all(plan.options.get(name) == self.config.get(name) for name in _LENGTH):
-            yield from _other("steps", plan.steps, started.total_steps, lambda one: f"{one} steps")
+            yield from _other("steps", plan.steps, started.total_steps, lambda one: f"{counted(one, 'step')}")
 
     def _other_options(self) -> Iterator[Difference]:
         options = self.plan.options

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from allhands.io.formatting import format_duration
+from allhands.io.formatting import counted, format_duration
 from allhands.observe.metrics import RunHistory, RunStarted
 from allhands.observe.monitor.samples import Sample
 
@@ -80,7 +80,7 @@ def _of_faults(history: RunHistory) -> Iterator[Sign]:
     faults = sum(start.attempt > 1 for start in history.starts)
     if faults >= _RESTARTS:
         yield Sign(
-            f"it was started again {faults} times after faults",
+            f"it was started again {counted(faults, 'time')} after faults",
             "allhands cluster check; for computers that come and go Slurm, Kubernetes, SageMaker or Vertex AI",
         )
 
@@ -89,7 +89,7 @@ def _of_length(history: RunHistory, started: RunStarted) -> Iterator[Sign]:
     total = history.trained_s or history.train[-1].elapsed_s
     if started.num_ranks > _MANY and total > _DAY_S:
         yield Sign(
-            f"{started.num_ranks} ranks computed for {total / _DAY_S:.1f} days",
+            f"{started.num_ranks} ranks computed for {counted(total / _DAY_S, 'day')}",
             "at this size dividing a model in two ways together pays: --strategy fsdp or pipeline with --tp"
             if started.total_params >= _LARGE
             else "allhands plan says how many ranks a model of this size is worth",

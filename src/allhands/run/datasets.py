@@ -388,7 +388,7 @@ def _data_notes(split: str, stored: StoredTokens, config: TrainConfig) -> Iterat
         told = f"{format_duration(report.build_s)} ({format_count(report.num_tokens)} tokens)"
         yield f"{split}: {of} tokenised in {told}, kept for the next run in {stored.path}"
     if report.num_texts and config.mask_prompt and config.train_on != "all":
-        told = f"{report.num_texts} of {report.num_records} records are plain texts, which have no prompt"
+        told = f"plain texts: {report.num_texts} of {counted(report.num_records, 'record')}, which have no prompt"
         yield f"{split}: {told}: all of their tokens are trained"
     if report.num_truncated:
         told = f"{report.num_truncated} of {of} are longer than {limit} tokens and were cut"
@@ -414,6 +414,6 @@ def tell_progress(say: Callable[[str], object]) -> Progress:
         nonlocal told
         if time.monotonic() > told + _TELL_EVERY_S:
             told = time.monotonic()
-            say(f"tokenising {split}: {records} records, {format_count(tokens)} tokens so far")
+            say(f"tokenising {split}: {counted(records, 'record')}, {format_count(tokens)} tokens so far")
 
     return tell

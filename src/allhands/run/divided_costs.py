@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from allhands.parallel.costs import ContextCosts, Memory, ShardedCosts, TensorCosts, Work
+from allhands.distributed.reduce import BUCKET_BYTES
+from allhands.parallel.costs import ContextCosts, ExpertCosts, Memory, ShardedCosts, TensorCosts, Work
+from allhands.run.model_sizes import block_weights
 from allhands.run.stage_costs import Model, Weights
 from allhands.run.training_memory import KEPT_BYTES, DecoderShape
 
@@ -26,6 +28,8 @@ _ROW_COPIES, _TABLE_COPIES = 3.0, 2.0
 # Of what a CPU has for one block of a divided model and its rows, that MLX keeps for later: rows and gradients come and
 # go with each block, and four tenths of the activations find a place that is there.
 _ROWS_KEPT, _GRADIENTS_KEPT, _ACTIVATIONS_KEPT = 4.0, 2.0, 0.6
+# Bytes of buffers of other sizes that a rank with some of the experts keeps, by whether ranks compute the same rows.
+_PLACES_KEPT = {False: 50_000_000, True: 33_000_000}
 _FLOAT, _HALF = 4, 2
 
 
@@ -104,17 +108,37 @@ class _Unit:
         return _ROW_COPIES * (self.trained - tables) + _TABLE_COPIES * tables
 
 
-def sharded_costs(divided: Divided) -> ShardedCosts:
+@dataclass(frozen=True)
+class Fetching:
+    """How fully sharded ranks fetch arrays and add up gradients.
+
+    Attributes:
+        keeps: True if fetched weights stay until the step ends.
+        boxed: True if parts are boxes of arrays, so that whole arrays are copied out of what was fetched.
+        copies: number of ranks with the same part, which add up their gradients at the end of a step.
+        slots: number of groups for which all ranks exchange at once, where the back-end has no groups; 1: it has.
+    """
+
+    keeps: bool = False
+    boxed: bool = False
+    copies: int = 1
+    slots: int = 1
+
+
+def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> ShardedCosts:
     """Return the costs of ranks with a part of every array."""
+    fetching = fetching or Fetching()
     units = _units(divided)
     last = len(units) - 1
     first = next((place for place, unit in enumerate(units) if unit.trained), last)
     there, back = units[:-1], units[first:]
+    every = [*divided.model.blocks, *divided.outside] if fetching.keeps else []
     return ShardedCosts(
-        part=lambda share: _part_of_shards(divided, units, first, share),
-        fetched_bytes=sum(unit.held for unit in (*there, *back)),
+        part=lambda share: _part_of_shards(divided, units, first, share, fetching),
+        fetched_bytes=sum(each.held_bytes for each in every) or sum(unit.held for unit in (*there, *back)),
         pushed_bytes=sum(unit.trained for unit in back),
         micro_batches=divided.micro_batches,
+        keeps=fetching.keeps,
     )
 
 
@@ -128,12 +152,14 @@ def _units(divided: Divided) -> list[_Unit]:
     return units
 
 
-def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share: float) -> Memory:
+def _part_of_shards(
+    divided: Divided, units: Sequence[_Unit], first: int, share: float, fetching: Fetching
+) -> Memory:
     work, counted = divided.work, [*divided.model.blocks, *divided.outside]
     weights, trained = sum(each.held_bytes for each in counted), sum(each.trained_bytes for each in counted)
     whole = divided.memory(replace(work, weights_bytes=weights, trained_bytes=trained))
-    one = divided.memory(replace(work, trained_layers=1, trained_bytes=0))
-    passes = _peak_of_passes(divided, units, first, one, trained, share)
+    one = divided.memory(replace(work, trained_layers=1, trained_bytes=0, alive=1.0))
+    passes = _Passes(divided, units, first, one, share, fetching).peak(trained)
     largest = max((unit for unit in units), key=lambda unit: unit.block.held_bytes)
     kept = 0.0
     if divided.on_cpu:
@@ -156,34 +182,70 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share:
 
 def _inputs(divided: Divided, first: int, place: int) -> float:
     """Bytes of the inputs of blocks from the first trained one up to ``place``; the first of all has tokens."""
-    return (place - first + (first > 0)) * divided.work.tokens * divided.blocks.dims * divided.word
+    work = divided.work
+    return work.alive * (place - first + (first > 0)) * work.tokens * divided.blocks.dims * divided.word
 
 
-def _peak_of_passes(
-    divided: Divided, units: Sequence[_Unit], first: int, one: Memory, trained: int, share: float
-) -> float:
-    """Bytes at the peak of a micro-batch's backward pass, block by block.
+@dataclass(frozen=True)
+class _Passes:
+    """The passes of a fully sharded rank's micro-batch.
 
-    Args:
-        one: the arrays of one block's passes; ``trained``: bytes of all gradients.
+    Attributes:
+        first: place of the first unit with a backward pass.
+        one: the arrays of one block's passes.
         share: part of every array that the rank has.
     """
-    # A step's sums so far; of a first micro-batch only those of the blocks that are done.
-    parts, peak = (trained * share if divided.work.accumulated else 0.0), 0.0
-    for place in range(len(units) - 1, first - 1, -1):
-        unit = units[place]
-        ahead = units[place - 1].held if place > first else 0
-        there = unit.held + ahead + _inputs(divided, first, place) + parts
-        begun = 0.0
-        if place == len(units) - 1:  # where the loss is, and on a CPU a copy of the head as it is trained
-            head = sum(each.trained_bytes for each in (*unit.tables, *([unit.head] if unit.head else [])))
-            begun = one.logits + (head if divided.on_cpu else 0)
-        computing = unit.trained + max(one.activations, begun)
-        summing = unit.copies + unit.trained * share
-        peak = max(peak, there + computing, there + summing)
-        if not divided.work.accumulated:
-            parts += unit.trained * share
-    return peak
+
+    divided: Divided
+    units: Sequence[_Unit]
+    first: int
+    one: Memory
+    share: float
+    fetching: Fetching
+
+    def peak(self, trained: int) -> float:
+        """Return the bytes at the peak of a backward pass, block by block.
+
+        Args:
+            trained: bytes of all gradients.
+        """
+        # A step's sums so far; of a first micro-batch only those of the blocks that are done.
+        accumulated = self.divided.work.accumulated
+        parts, peak = (trained * self.share if accumulated else 0.0), 0.0
+        for place in range(len(self.units) - 1, self.first - 1, -1):
+            peak = max(peak, self._at(place) + parts)
+            if not accumulated:
+                parts += self.units[place].trained * self.share
+        if self.fetching.copies == 1:
+            return peak
+        # The sums of parts over the ranks that have the same ones, and what travels end to end.
+        own = trained * self.share
+        return max(peak, 2 * own + 2 * min(BUCKET_BYTES, own))
+
+    def _at(self, place: int) -> float:
+        """Bytes in the backward pass of a unit, beside the sums."""
+        divided, unit, slots = self.divided, self.units[place], self.fetching.slots
+        summing = unit.copies + unit.trained * self.share + 2.0 * (slots - 1) * unit.trained
+        there = self._fetched(place) + _inputs(divided, self.first, place)
+        return there + max(unit.trained + max(self.one.activations, self._loss(place)), summing)
+
+    def _fetched(self, place: int) -> float:
+        """Bytes of whole weights while a unit is computed."""
+        fetching, unit = self.fetching, self.units[place]
+        copied = unit.held if fetching.boxed else 0
+        if fetching.keeps:
+            every = (*self.divided.model.blocks, *self.divided.outside)
+            return sum(each.held_bytes for each in every) + copied
+        ahead = self.units[place - 1].held if place > self.first else 0
+        return unit.held + ahead * (fetching.slots if fetching.slots > 1 else 1) + copied
+
+    def _loss(self, place: int) -> float:
+        """Bytes where the loss is, and on a CPU a copy of the head as it is trained."""
+        if place != len(self.units) - 1:
+            return 0.0
+        unit = self.units[place]
+        head = sum(each.trained_bytes for each in (*unit.tables, *([unit.head] if unit.head else [])))
+        return self.one.logits + (head if self.divided.on_cpu else 0)
 
 
 # --- matrices -----------------------------------------------------------------------------------------
@@ -239,6 +301,76 @@ def memory_of_matrices(
     )
     kept = _SUMS_KEPT * (1 if work.recomputed else work.trained_layers) + _SUMS_PASSING
     return _with_more(of(part, work), int(kept * work.tokens * blocks.dims * word))
+
+
+# --- experts ------------------------------------------------------------------------------------------
+
+
+def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
+    """Return the costs of ranks with some of the experts, and rows of their own; ``divided`` has all experts.
+
+    Args:
+        ranks: those that divide the experts.
+    """
+    blocks, work = divided.blocks, divided.work
+    # Choices and weights of routers travel with the hidden states: a weight, and two digits of a number.
+    places = blocks.dims + 3 * blocks.active / 4
+    return ExpertCosts(
+        expert_share=_in_experts(blocks, work),
+        hidden_bytes=int(ranks * divided.step_tokens * places * divided.word),
+        mixtures=blocks.layers,
+    )
+
+
+def _in_experts(blocks: DecoderShape, work: Work) -> float:
+    """Return the part of a block's weights that is in its experts; with adapters, of their factors."""
+    if work.method == "full":
+        inside, outside = 3 * blocks.experts * blocks.dims * blocks.mlp_dims, block_weights(blocks, 0)
+    else:
+        inside = 3 * blocks.experts * (blocks.dims + blocks.mlp_dims)
+        outside = 5 * blocks.dims + 2 * blocks.queries + 2 * blocks.keys + blocks.experts
+    return inside / (inside + outside)
+
+
+def part_of_experts(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
+    """Return the weights of one of so many ranks that have divided the experts of a model."""
+    frozen = 3 * blocks.experts * blocks.dims * blocks.mlp_dims
+    frozen_share = frozen / (frozen + block_weights(blocks, 0))
+    share = _in_experts(blocks, work)
+
+    def of(block: Weights) -> Weights:
+        trained = block.trained_bytes * (1.0 - share + share / ranks)
+        held = (block.held_bytes - block.trained_bytes) * (1.0 - frozen_share + frozen_share / ranks) + trained
+        return Weights(block.numbers, round(held), round(trained))
+
+    return replace(model, blocks=tuple(map(of, model.blocks)))
+
+
+def memory_of_experts(
+    of: Callable[[DecoderShape, Work], Memory],
+    blocks: DecoderShape,
+    work: Work,
+    word: int,
+    *,
+    alike: bool,
+) -> Memory:
+    """Return the arrays of a rank with some of the experts, whose weights ``work`` has.
+
+    Args:
+        word: bytes of a number of activations.
+        alike: True if the ranks compute the same rows, of which each takes the places of its own experts.
+    """
+    whole = of(blocks, work)
+    inner, places = blocks.active * blocks.mlp_dims, blocks.active * blocks.dims
+    factors = (0.5, 0.0) if alike else (2.0, 1.0) if work.method == "full" else (4.0, 2.0)
+    layers = 1 if work.recomputed else work.trained_layers
+    more = layers * (factors[0] * inner + factors[1] * places) * work.tokens * word
+    memory = _with_more(whole, int(more))
+    if word == _HALF:
+        return memory
+    # How many places a rank's experts compute is another number in each pass, so that buffers are kept for later.
+    kept = min(_PLACES_KEPT[alike], whole.arrays // 2)
+    return replace(memory, beside=memory.beside + kept)
 
 
 # --- rows ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from allhands.distributed.bench import time_products
 from allhands.distributed.handout import gather_json, hand_out_json
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError, ModelError
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import flatten
 from allhands.model.adapters import count_parameters
 from allhands.model.quantized import Form, held_dense, is_quantized, own_bytes
@@ -180,7 +180,7 @@ def _stages_per_rank(config: TrainConfig, num_given: int, num_blocks: int, num_r
     per_rank = num_given // num_ranks or (_INTERLEAVED if config.pp_schedule == "interleaved" else 1)
     if num_blocks < num_ranks * per_rank:
         raise ConfigError(
-            f"{num_blocks} blocks are too few for {num_ranks * per_rank} stages",
+            f"{counted(num_blocks, 'block')}: too few for {num_ranks * per_rank} stages",
             where="--strategy pipeline",
             hint="take fewer ranks" + ", or --pp-schedule 1f1b" * (per_rank > 1 and num_blocks >= num_ranks),
         )
@@ -326,8 +326,9 @@ def _lacking(found: Split, seats: Sequence[Seat]) -> str:
 
 def _no_room(found: Split, seats: Sequence[Seat], blocks: int) -> ModelError:
     return ModelError(
-        f"no division of the model's {blocks} blocks fits these ranks: {format_bytes(sum(found.missing))} of memory "
-        f"are missing in all. The best one, {_told(found.sizes)}: {_lacking(found, seats)}",
+        f"no division of the model's {counted(blocks, 'block')} fits these ranks: "
+        f"{format_bytes(sum(found.missing))} of memory are missing in all. "
+        f"The best one, {_told(found.sizes)}: {_lacking(found, seats)}",
         where="--strategy pipeline",
         hint="add a computer, or take less: --grad-checkpoint, fewer --micro-batch-tokens, a quantised model",
     )

@@ -17,6 +17,7 @@ from allhands.data.loader import Loader
 from allhands.data.order import GlobalOrder
 from allhands.data.tokens import Windows
 from allhands.distributed.codecs import CODECS
+from allhands.distributed.groups import GroupWithinWorld
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ModelError
 from allhands.io.formatting import format_bytes
@@ -29,7 +30,15 @@ from allhands.model.stages import Stage
 from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import DelayedCosts, LocalCosts, Memory, PackedGradients, with_left_out
 from allhands.parallel.rounds import rounds_of
-from allhands.run.divided_costs import Divided, memory_of_matrices, memory_of_rows, sharded_costs
+from allhands.parallel.sharding import Sharding
+from allhands.run.divided_costs import (
+    Divided,
+    Fetching,
+    memory_of_experts,
+    memory_of_matrices,
+    memory_of_rows,
+    sharded_costs,
+)
 from allhands.run.model_sizes import left_to_adam
 from allhands.run.piping import micro_batch_tokens
 from allhands.run.stage_costs import Model, Weights, alive
@@ -79,9 +88,12 @@ def expected_bytes(
     largest: tuple[int, int],
     device: Device,
     stages: Sequence[Stage] = (),
+    sharding: Sharding | None = None,
 ) -> int | None:
     """Return :func:`estimated_bytes`; ``None`` also on Macs, because it was not compared with their memory."""
-    return None if device.accelerator.kind == "metal" else estimated_bytes(config, loaded, largest, device, stages)
+    if device.accelerator.kind == "metal":
+        return None
+    return estimated_bytes(config, loaded, largest, device, stages, sharding=sharding)
 
 
 def estimated_bytes(
@@ -91,6 +103,8 @@ def estimated_bytes(
     device: Device,
     stages: Sequence[Stage] = (),
     weights_bytes: int | None = None,
+    *,
+    sharding: Sharding | None = None,
 ) -> int | None:
     """Return the process's peak in training; ``None`` where that is not known, for other kinds of models.
 
@@ -100,6 +114,7 @@ def estimated_bytes(
         largest: as :meth:`allhands.data.loader.Loader.largest` has it, of whole rows.
         stages: this rank's, where it has no more of the model.
         weights_bytes: of all weights, where they will be held in another way than now.
+        sharding: this rank's part of every array; ``None`` where it has whole ones, or they are not divided yet.
     """
     accelerator, present_bytes = device.accelerator, device.present_bytes
     native_way = accelerator.runs_natively(config.compile) and native.available()
@@ -122,10 +137,15 @@ def estimated_bytes(
         accumulated=cuts > 1 or config.grad_accumulation_steps > 1,
         masters=has_masters(config, model, accelerator),
         packed=_packed(config, device.mesh, word),
-        alive=_alive(config, device.mesh, cuts, len(stages), native=native_way),
+        # Inputs of blocks wait, where blocks are fetched, for the way back.
+        alive=_alive(config, device.mesh, cuts, len(stages), native=native_way and sharding is None),
         has_head=has_head,
     )
-    memory = _of_rank(_own_arrays(model, blocks, work, device), work, config, device.mesh)
+    if sharding is None:
+        own = _arrays_of(config, device)(blocks, work)
+    else:
+        own = _own_parts(config, model, blocks, work, device, stages, sharding)
+    memory = _of_rank(own, work, config, device.mesh)
     if not accelerator.cpu_native:
         return memory.arrays
     return _writing_bytes(config, device.mesh) + of_process(
@@ -133,38 +153,72 @@ def estimated_bytes(
     )
 
 
-def _own_arrays(model: Any, blocks: DecoderShape, work: Work, device: Device) -> Memory:
-    """The arrays of a rank that has all of the model, or a part of its arrays, of its matrices, or of rows."""
-    mesh, on_a_cpu = device.mesh, device.accelerator.cpu_native
-    of, word = (on_cpu, _FLOAT) if on_a_cpu else (on_gpu, _HALF)
-    if mesh.pipe > 1:
-        return of(blocks, work)
+def _arrays_of(config: TrainConfig, device: Device) -> Callable[[DecoderShape, Work], Memory]:
+    """The function for the arrays of a rank whose weights are those of its ``work``."""
+    mesh = device.mesh
+    of, word = (on_cpu, _FLOAT) if device.accelerator.cpu_native else (on_gpu, _HALF)
     if mesh.tensor > 1:
         of = partial(memory_of_matrices, of, ranks=mesh.tensor, word=word)
+    if config.ep > 1:
+        of = partial(memory_of_experts, of, word=word, alike=mesh.expert == 1)
     if mesh.context > 1:
         of = partial(memory_of_rows, of, ranks=mesh.context, word=word)
-    if mesh.shard == 1:
-        return of(blocks, work)
-    held, tied = _held(model)
-    return sharded_costs(Divided(held, blocks, work, of, tied, on_a_cpu)).memory(of(blocks, work), mesh.shard)
+    return of
 
 
-def _held(model: Any) -> tuple[Model, bool]:
-    """The weights of a model as they are, with half of what is outside of its blocks for the head; whether it has none
-    of its own.
+def _own_parts(
+    config: TrainConfig,
+    model: Any,
+    blocks: DecoderShape,
+    work: Work,
+    device: Device,
+    stages: Sequence[Stage],
+    sharding: Sharding,
+) -> Memory:
+    """The arrays of a rank with a part of every array, also of stages and of matrices."""
+    held, tied = _held(model, stages)
+    mesh = device.mesh
+    fetching = Fetching(
+        keeps=sharding.keeps,
+        boxed=mesh.tensor > 1,
+        copies=sharding.data.size,
+        slots=mesh.size // mesh.shard if isinstance(sharding.shard, GroupWithinWorld) else 1,
+    )
+    divided = Divided(held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native)
+    costs = sharded_costs(divided, fetching)
+    return costs.memory_of(divided.memory(work), _share(sharding))
+
+
+def _share(sharding: Sharding) -> float:
+    """This rank's part of all arrays, which may follow its memory."""
+    bytes_of = [(row.kept * row.dtype.size, row.size * row.dtype.size) for row in sharding.rows]
+    return sum(kept for kept, _ in bytes_of) / max(1, sum(whole for _, whole in bytes_of))
+
+
+def _held(model: Any, stages: Sequence[Stage]) -> tuple[Model, bool]:
+    """The weights of a model, or of stages of it, as they are while they are in use; whether its head is the embedding.
+
+    What is outside of the blocks counts half for the head, if that has weights of its own.
     """
 
     def of(module: Any) -> Weights:
         return Weights(0.0, _bytes(module.parameters()), _bytes(module.trainable_parameters()))
 
-    blocks, whole = tuple(map(of, model.layers)), of(model)
+    places = [place for stage in stages for place in stage.blocks.places] or range(len(model.layers))
+    blocks, whole = tuple(of(model.layers[place]) for place in places), of(model)
+    first, last = 0 in places, len(model.layers) - 1 in places
     tied = head_of(model) is getattr(getattr(model, "model", None), "embed_tokens", model)
     outside = Weights(
         0.0,
-        (whole.held_bytes - sum(each.held_bytes for each in blocks)) // (1 if tied else 2),
-        (whole.trained_bytes - sum(each.trained_bytes for each in blocks)) // (1 if tied else 2),
+        whole.held_bytes - sum(each.held_bytes for each in blocks),
+        whole.trained_bytes - sum(each.trained_bytes for each in blocks),
     )
-    return Model(blocks, outside, outside), tied
+    nothing = Weights(0.0, 0)
+    if tied or not (first and last):
+        both = tied and first and last
+        return Model(blocks, outside if first else nothing, outside if last else nothing), both
+    half = Weights(0.0, outside.held_bytes // 2, outside.trained_bytes // 2)
+    return Model(blocks, half, half), False
 
 
 def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tuple[DecoderShape, int, bool]:
@@ -251,12 +305,19 @@ def _packed(config: TrainConfig, mesh: Mesh, word: int) -> PackedGradients | Non
 
 
 def fitted_to_memory(
-    config: TrainConfig, loaded: LoadedModel, device: Device, sizing: Sizing, windows: Windows, order: GlobalOrder
+    config: TrainConfig,
+    loaded: LoadedModel,
+    device: Device,
+    sizing: Sizing,
+    windows: Windows,
+    order: GlobalOrder,
+    sharding: Sharding | None,
 ) -> tuple[Sizing, list[str]]:
     """``sizing`` with micro-batches that this rank can hold, however large its share becomes; what it should say."""
 
     def needs(cut: Sizing) -> int | None:
-        return estimated_bytes(config, loaded, Loader(windows, order, cut, 0, (1.0,)).largest(), device)
+        largest = Loader(windows, order, cut, 0, (1.0,)).largest()
+        return estimated_bytes(config, loaded, largest, device, sharding=sharding)
 
     longest = int(sizing.padded(windows.work.max(keepdims=True))[0])
     held = held_by(sizing, device.room, longest, needs)

@@ -46,7 +46,7 @@ def choices(
         step = "eager (best on this processor)"
     chunked = "chunked over the vocabulary, at the trained tokens only"
     found = {
-        "device": f"{accelerator.kind} ({accelerator.name}), {accelerator.cores} cores",
+        "device": f"{accelerator.kind} ({accelerator.name}), {counted(accelerator.cores, 'core')}",
         "matrix products": f"{status.state} ({status.reason})" if status else "on the GPU",
         "micro-batches": f"at most {sizing.max_tokens} tokens ({_how(config.micro_batch_tokens)}), {lengths}",
         "step": step,

@@ -19,8 +19,9 @@ from allhands.distributed.backend import Communicator
 from allhands.distributed.capabilities import can, require_groups, require_neighbours
 from allhands.distributed.groups import along
 from allhands.distributed.handout import gather_json
-from allhands.distributed.mesh import Mesh
+from allhands.distributed.mesh import Axis, Mesh
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.io.regions import Flat, Region, Shape
 from allhands.model.adapters import trained_weights
 from allhands.model.stages import Stage
@@ -38,6 +39,52 @@ from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
 
 _UNLIKE = 1.1  # times as much memory as another rank has
+
+
+def _never(mesh: Mesh) -> bool:
+    return False
+
+
+def _of_whole_arrays(mesh: Mesh) -> bool:
+    # Ranks with other blocks, or other parts of matrices, fetch other arrays.
+    return mesh.pipe == mesh.tensor == 1
+
+
+# Groups in which ranks exchange, by what they have divided: the axes along which these ranks differ, and whether all
+# groups exchange the same shapes at the same time, so that the whole world can do it for them.
+_Groups = Mapping[str, tuple[tuple[Axis, ...], Callable[[Mesh], bool]]]
+_STAGES: _Groups = {"pipe": (("pipe",), _never), "data": (("data",), _never), "rows": (("pipe", "tensor"), _never)}
+_ARRAYS: _Groups = {"shard": (("shard",), _of_whole_arrays), "data": (("data",), _of_whole_arrays)}
+# Ranks with other rows exchange other shapes at the same time.
+_MATRICES: _Groups = {"tensor": (("tensor",), _never), "data": (("data",), lambda mesh: mesh.pipe == 1)}
+# Ranks agree on the shapes, and on the number of passes.
+_EXPERTS: _Groups = {"expert": (("expert",), lambda mesh: True), "data": (("data",), lambda mesh: True)}
+_ROWS: _Groups = {"context": (("context",), _never), "same": (("pipe", "tensor", "context"), _never)}
+
+
+def require_back_end(mesh: Mesh, backend: str) -> None:
+    """Refuse a back-end that lacks the groups in which the ranks of a mesh exchange.
+
+    Raises:
+        ConfigError: it does.
+    """
+    together = mesh.pipe * mesh.tensor * mesh.context
+    for divided, groups in (
+        (mesh.pipe, _STAGES),
+        (mesh.shard, _ARRAYS),
+        (mesh.tensor, _MATRICES),
+        (mesh.expert, _EXPERTS),
+        (together, _ROWS),
+    ):
+        for axes, alike in groups.values() if divided > 1 else ():
+            require_groups(backend, mesh, *axes, alike=alike(mesh))
+    if mesh.pipe > 1 and not can(backend, "split"):
+        require_neighbours(backend, mesh, "pipe")
+
+
+def _group(communicator: Communicator, mesh: Mesh, groups: _Groups, name: str) -> Communicator:
+    axes, alike = groups[name]
+    return along(communicator, mesh, *axes, alike=alike(mesh))
 
 
 def divides(config: TrainConfig) -> bool:
@@ -86,7 +133,7 @@ def _in_smaller_groups(config: TrainConfig, mesh: Mesh) -> TrainConfig:
     if not changed:
         return config
     told = ", ".join(f"--{option.replace('_', '-')} is {left or 'left out'} now" for option, left in changed.items())
-    return config.model_copy(update=changed).noted((*config.notes, f"{mesh.size} ranks are left: {told}"))
+    return config.model_copy(update=changed).noted((*config.notes, f"{counted(mesh.size, 'rank')} left: {told}"))
 
 
 def piped(config: TrainConfig, mesh: Mesh) -> Mesh:
@@ -136,9 +183,7 @@ def piping_of(config: TrainConfig, stages: tuple[Stage, ...], communicator: Comm
     """
     if communicator.size > 1 and not can(communicator.backend, "split"):
         require_neighbours(communicator.backend, mesh, "pipe")
-    pipe = along(communicator, mesh, "pipe", alike=False)
-    data = along(communicator, mesh, "data", alike=False)
-    rows = along(communicator, mesh, "pipe", "tensor", alike=False)
+    pipe, data, rows = (_group(communicator, mesh, _STAGES, name) for name in ("pipe", "data", "rows"))
     # As the first stage has it now: a CPU computes in float32 what is stored in other types.
     own = stages[0].type_of_hidden()
     told = gather_json(pipe, None if own is None else CODES[own])
@@ -198,10 +243,7 @@ def sharded(
     """
     if mesh.shard == 1:
         return None
-    # Ranks with other blocks, or other parts of matrices, fetch other arrays.
-    alike = mesh.pipe == mesh.tensor == 1
-    together = along(communicator, mesh, "shard", alike=alike)
-    copies = along(communicator, mesh, "data", alike=alike)
+    together, copies = (_group(communicator, mesh, _ARRAYS, name) for name in ("shard", "data"))
     fetching = Fetching(keeps_fetched(config), twice=config.grad_checkpoint)
     how: Any = {"fetching": fetching, "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
     return shard(model, together, copies, communicator, **how)
@@ -217,8 +259,7 @@ def experts_divided(model: nn.Module, communicator: Communicator | None, mesh: M
     if mesh.expert == 1:
         return None
     assert communicator is not None
-    # Ranks agree on the shapes, and on the number of passes.
-    return divide_experts(model, *(along(communicator, mesh, axis, alike=True) for axis in ("expert", "data")))
+    return divide_experts(model, *(_group(communicator, mesh, _EXPERTS, name) for name in ("expert", "data")))
 
 
 def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, whole_experts: bool) -> Matrices | None:
@@ -231,9 +272,7 @@ def divided(model: nn.Module, communicator: Communicator | None, mesh: Mesh, *, 
     if mesh.tensor == 1:
         return None
     assert communicator is not None
-    # Ranks with other rows exchange other shapes at the same time.
-    together = along(communicator, mesh, "tensor", alike=False)
-    copies = along(communicator, mesh, "data", alike=mesh.pipe == 1)
+    together, copies = (_group(communicator, mesh, _MATRICES, name) for name in ("tensor", "data"))
     return divide(model, together, copies, lazy=mesh.shard > 1, whole_experts=whole_experts)
 
 

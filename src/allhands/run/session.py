@@ -25,7 +25,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.distributed.reduce import barrier, bucket_bytes_for
 from allhands.errors import AllhandsError, ConfigError, Interrupted, NumericsError
 from allhands.io.files import claimed
-from allhands.io.formatting import format_bytes
+from allhands.io.formatting import counted, format_bytes
 from allhands.io.trees import number
 from allhands.model.adapters import adapter_config
 from allhands.model.beyond import limits_told, use_of
@@ -186,7 +186,7 @@ class _RankRun:
         sizing = ready.accelerator.sizing(tokens, compiled=compiled).fitted(windows.work)
         device = Device(ready.accelerator, self.mesh, self.observer.resident())
         if tokens is None and self.mesh.size > 1:
-            sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order)
+            sizing, notes = fitted_to_memory(config, ready.loaded, device, sizing, windows, order, ready.sharding)
             self.outputs.say(notes)
         sizing = agreed(sizing, self._same_rows)
         balance, told = make_balance(config, self.mesh, windows, order, state.iteration, saved)
@@ -285,7 +285,9 @@ class _RankRun:
             return
         rows = load_optimizer(optimizer, step.updater.flat, restored, self.surroundings.busy, step.strategy)
         if rows and (rows != self.mesh.size or not step.strategy.keeps_own_optimizer):
-            self.outputs.say([f"note: the optimizer's state is the mean of the separate states of {rows} ranks"])
+            self.outputs.say(
+                [f"note: the optimizer's state is the mean of the separate states of {counted(rows, 'rank')}"]
+            )
         before = restored.state.get("config", {}).get("compress", "none")
         changed = f"--compress was {before}" if before != config.compress else ""
         if lost := load_left_out(self.ready.loaded.model, step.updater.flat, step.strategy, restored, changed):
@@ -381,7 +383,8 @@ class _RankRun:
     def _expect(self, largest: tuple[int, int], device: Device) -> None:
         """Tell the monitor, and a person where it is too much, how much memory this will take."""
         on_cpu = device.accelerator.cpu_native
-        expected = expected_bytes(self.config, self.ready.loaded, largest, device, self.ready.stages)
+        ready = self.ready
+        expected = expected_bytes(self.config, ready.loaded, largest, device, ready.stages, ready.sharding)
         if expected is None:
             return
         self.observer.expect(expected, arrays=not on_cpu)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import mlx.nn as nn
 
 from allhands.config.combinations import is_sharded
@@ -15,6 +17,7 @@ from allhands.parallel.registry import ELEMENTWISE, STRATEGIES, TrainingNeeds
 
 # Trained numbers from which on the update takes a GPU longer than 0.5 ms.
 _WORTH_IT = 1 << 26
+_OTHERS = f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
 
 
 def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.Module, wanted: TrainingNeeds) -> str:
@@ -26,7 +29,7 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
     Raises:
         ConfigError: the strategy that was asked for does not fit this training.
     """
-    (name, where), hint = _asked_for(config), f"leave it out, or take one of {', '.join(ELEMENTWISE)}"
+    (name, where), hint = _asked_for(config), _OTHERS
     if config.sync_every > 1:
         name, where, hint = (
             "local",
@@ -43,10 +46,24 @@ def chosen_strategy(config: TrainConfig, communicator: Communicator, model: nn.M
         return "zero1" if divided else "data"
     elif wanted.cpu_native and name == "zero1":
         hint = "add --compile on"
-    for each, flag in ((name, where), *_beside(config)):
-        if problem := STRATEGIES[each].unfit(wanted):
-            raise ConfigError(problem, where=flag, hint=hint)
+    _require_fit(((name, where), *_beside(config)), wanted, hint)
     return name
+
+
+def require_fit(config: TrainConfig, wanted: TrainingNeeds) -> None:
+    """Refuse ways of dividing a model, as :func:`chosen_strategy` does, that do not fit this training.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    asked = _asked_for(config)
+    _require_fit((asked, *_beside(config)) if asked[0] != "auto" else (), wanted, _OTHERS)
+
+
+def _require_fit(asked: Iterable[tuple[str, str]], wanted: TrainingNeeds, hint: str) -> None:
+    for name, flag in asked:
+        if problem := STRATEGIES[name].unfit(wanted):
+            raise ConfigError(problem, where=flag, hint=hint)
 
 
 def _asked_for(config: TrainConfig) -> tuple[str, str]:

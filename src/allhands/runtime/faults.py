@@ -40,6 +40,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from allhands.errors import ConfigError, in_our_words
+from allhands.io.formatting import counted
 from allhands.io.strict_json import without_repeats
 from allhands.runtime.memory import memory_limit
 
@@ -158,7 +159,7 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
         # Most points come before a step is done.
         last = None if num_steps is None else num_steps - (fault.at not in _AFTER_ALL)
         if last is not None and fault.step > last:
-            where = f"{fault.at} comes last with {last} of {num_steps} steps done"
+            where = f"{fault.at} comes last with {last} of {counted(num_steps, 'step')} done"
             raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {where}")
     for note in fired(path):
         if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
@@ -180,7 +181,7 @@ def already_fired() -> str | None:
         return None
     if not (before := fired(path)):
         return None
-    count = f"{len(before)} of {len(read_schedule(path))} failures on purpose"
+    count = f"{len(before)} of {counted(len(read_schedule(path)), 'failure')} on purpose"
     return f"{count} happened before and will not again: remove {_notes(path)} to rehearse once more"
 
 

@@ -14,6 +14,7 @@ from mlx_lm.tuner.utils import build_schedule
 from allhands.config.pretrain_schema import pretraining
 from allhands.config.schema import LrSchedule, TrainConfig
 from allhands.errors import ConfigError
+from allhands.io.formatting import counted
 from allhands.io.trees import flatten
 from allhands.parallel.norms import squares_of
 from allhands.train.optimizers import SGD, Adafactor, HiddenMuon, KernelAdam, KernelAdamW, Muon, Optimizer
@@ -79,7 +80,7 @@ def make_schedule(config: TrainConfig, total_updates: int) -> Schedule:
     warmup = warmup or chosen.warmup
     if warmup >= total_updates and warmup:
         raise ConfigError(
-            f"the warm-up of {warmup} updates is not shorter than the training of {total_updates}",
+            f"the warm-up of {counted(warmup, 'update')} is not shorter than the training of {total_updates}",
             where="--warmup-steps",
             hint="shorten it or train longer",
         )

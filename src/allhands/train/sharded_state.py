@@ -18,6 +18,7 @@ from allhands.checkpoints.arrays import StoredArrayReader, owned, owned_tree
 from allhands.checkpoints.format import LEFT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, OwnedSlice, ShardedState
 from allhands.checkpoints.resuming import Restored, restore_optimizer
 from allhands.distributed.packed import Left
+from allhands.io.formatting import counted
 from allhands.io.regions import Box, Flat, Region, Shape, everything
 from allhands.io.trees import flatten
 from allhands.kernels.fused.flat_params import FlatParams
@@ -130,7 +131,7 @@ def _unlike(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[in
         return "gradients travel as they are now"
     before, ranks = next(iter(stored.values()))[0], next(iter(wanted.values()))[0]
     if before != ranks:
-        return f"it belongs to {before} ranks, and there are {ranks}"
+        return f"it belongs to {counted(before, 'rank')}, of {ranks} now"
     return "" if stored == wanted else "gradients travel in other arrays now"
 
 

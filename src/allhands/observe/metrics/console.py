@@ -191,7 +191,7 @@ def banner(started: RunStarted) -> list[str]:
     batches, accumulated = started.total_iterations or started.total_steps, started.grad_accumulation_steps
     epochs = batches / max(1, math.ceil(started.num_train_examples / started.batch_size))
     of_step = "a step over all ranks" if accumulated == 1 else f"over all ranks, {accumulated} batches a step"
-    iterations = "" if batches == started.total_steps else f" ({batches} iterations)"
+    iterations = "" if batches == started.total_steps else f" ({counted(batches, 'iteration')})"
     trained, total = format_count(started.trainable_params), format_count(started.total_params)
     place = f": {started.resumed_from}" if started.resumed_from else ""
     resumed = [f"resumed     from step {started.step}{place}"] if started.step else []
@@ -201,9 +201,9 @@ def banner(started: RunStarted) -> list[str]:
         f"method      {started.method}",
         f"parameters  {trained} trained of {total} ({share:.3g} %)",
         f"ranks       {started.num_ranks}{backend}{cores}",
-        f"batch size  {started.batch_size} samples {of_step}",
+        f"batch size  {counted(started.batch_size, 'sample')} {of_step}",
         f"steps       {started.total_steps}{iterations} on {counted(started.num_train_examples, 'example')}"
-        f" ({epochs:.1f} epochs)",
+        f" ({counted(epochs, 'epoch')})",
         *resumed,
     ]
 
