@@ -77,6 +77,7 @@ def write_model(
     mx.random.seed(seed)
     if experts:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
+        config["num_experts_per_tok"] = 2
         model: Any = mixtral.Model(mixtral.ModelArgs.from_dict(config))
     else:
         model = Model(ModelArgs.from_dict(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from allhands.cli.plan_asked import AskedComputers, devices_of, hosts_of, on_hos
 from allhands.cli.plan_calibration import Calibration, calibrate, small_passes, steps_of, time_to_start
 from allhands.cli.plan_computers import computers_of, link_between, prices_of
 from allhands.cli.plan_validations import number_of, open_splits, seconds_of, valid_rows
+from allhands.cluster.candidates import facts_here
+from allhands.cluster.choose import choose
 from allhands.config.pretrain_schema import PretrainConfig, pretraining
 from allhands.config.schema import TrainConfig
 from allhands.distributed.codecs import CODECS, require_gain
@@ -23,12 +26,13 @@ from allhands.io.formatting import counted, format_bytes, format_count, format_d
 from allhands.model.adapters import full_of_quantised, no_such_keys, resolve_layers
 from allhands.model.load import read_config
 from allhands.model.quantized import held_dense
-from allhands.model.shapes import find_shape, num_parameters, rows_for
+from allhands.model.shapes import find_shape, model_config, num_parameters, rows_for
 from allhands.model.sources import resolve
 from allhands.model.weight_files import all_bytes
 from allhands.parallel.costs import PackedGradients
 from allhands.parallel.rounds import rounds_of
 from allhands.parallel.runahead import limit_for
+from allhands.plan.asked import asks, require_asked
 from allhands.plan.dividing import dividing_of, left_out
 from allhands.plan.job import Job
 from allhands.plan.outlook import look_ahead
@@ -106,6 +110,8 @@ class _Facts:
         self.prices = prices_of(asked, self.devices, self.notes)  # before anything that takes long
         self.model = _fresh(config, self.kind) if isinstance(config, PretrainConfig) else _read(config, self.kind)
         self.blocks = self.model.blocks
+        if asks(config):
+            require_asked(config, self.model.values, self._most_ranks(), self._known_backend)
         self.measured: Calibration | None = None
         self.as_one_of = config
         if not self.devices:
@@ -156,6 +162,8 @@ class _Facts:
             forms=self.model.forms,
             dividing=dividing_of(self.model.values, self.blocks, config, self.model.group),
             wants_stages=config.strategy == "pipeline",
+            asked=config if asks(config) else None,
+            backend=self._known_backend,
         )
         return self._with_small_passes(self._with_measured(job))
 
@@ -178,6 +186,23 @@ class _Facts:
             needed_bytes=needed,
             doubt=measured.doubt,
         )
+
+    @cached_property
+    def _known_backend(self) -> str:
+        """The back-end, as training takes it where nothing was measured."""
+        if self.config.backend != "auto":
+            return self.config.backend
+        if self.kind == "cuda":
+            return "nccl"
+        if self.together:
+            return choose(facts_here(self.config.num_ranks), cores_per_rank=self.config.cores_per_rank).backend
+        return "ring"
+
+    def _most_ranks(self) -> int:
+        """Return the largest number of ranks that is planned."""
+        if self.devices:
+            return max(len(self.devices), *(self.asked.machines or (1,)))
+        return max(sum(host.slots for host in hosts_of(self.config)), *(self.asked.machines or (1,)))
 
     def _room(self) -> int:
         """Return the number of processes that a computer's cores are enough for, where they share a CPU; else 0."""
@@ -442,11 +467,7 @@ def _fresh(fresh: PretrainConfig, kind: str) -> _Model:
     mixed = shape.experts, shape.experts_per_token
     blocks = DecoderShape(shape.layers, shape.dims, shape.mlp_dims, queries, keys, shape.vocabulary, *mixed)
     word = 2 if fresh.dtype == "bfloat16" or (fresh.dtype == "auto" and kind != "cpu") else 4
-    values = {
-        "model_type": shape.family,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-    }
+    values = model_config(shape)
     return _Model(blocks, word * num_parameters(shape), word, tied=shape.tied, values=values)
 
 

@@ -14,7 +14,6 @@ from itertools import chain, islice
 from typing import IO, Any, NamedTuple
 
 from allhands.data.rows import BOM, Item, ReadOptions, Row, RowProblem, lines, not_utf8, with_rest
-from allhands.io.formatting import counted
 
 _PIECE = 1 << 20
 _BATCH_BYTES = 8 << 20
@@ -161,7 +160,7 @@ class _TableLines:
 def _table_item(cells: list[str], header: list[str], name: str, line: int) -> Item:
     if len(cells) == len(header):
         return Row(dict(zip(header, cells, strict=True)), name, line)
-    message = f"ragged row: {counted(len(cells), 'field')} where the header has {len(header)}"
+    message = f"ragged row: {len(cells)} fields where the header has {len(header)}"
     return RowProblem(name, line, message, 'put a field that has separators in it in "..."')
 
 

@@ -80,7 +80,8 @@ class TrackerSink:
             self._waiting.put(None, timeout=self._patience_s)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self._warn(f"it does not answer, {counted(self._waiting.qsize(), 'report')} left")
+            left = self._waiting.qsize()
+            self._warn(f"it does not answer, {counted(left, 'report')} {'is' if left == 1 else 'are'} left")
 
     def _work(self) -> None:
         while (one := self._waiting.get()) is not None:

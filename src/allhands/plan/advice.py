@@ -19,6 +19,7 @@ Outcome = Literal[
     "pipeline",
     "fully sharded",
     "tensor parallel",
+    "expert parallel",
     "context parallel",
     "framework",
     "measure again",
@@ -196,14 +197,34 @@ PAYS = f"Do they save {100 * SAVED:.0f} % of the time or more?"
 FAST = "Is the link fast enough?"
 LARGER = "Would larger batches pay?"
 # Answers of the chart that lead to other ways than the usual one.
-_IN_PARTS = {"fsdp": "each array", "tensor": "each matrix", "context": "each row"}
+_IN_PARTS = {
+    "pipeline": "in blocks",
+    "fsdp": "each array",
+    "tensor": "each matrix",
+    "expert": "each mixture",
+    "context": "each row",
+}
 _INSIDE = "each row by several"
-_OUTCOMES: dict[str, Outcome] = {"fsdp": "fully sharded", "tensor": "tensor parallel", "context": "context parallel"}
+_OUTCOMES: dict[str, Outcome] = {
+    "pipeline": "pipeline",
+    "fsdp": "fully sharded",
+    "tensor": "tensor parallel",
+    "expert": "expert parallel",
+    "context": "context parallel",
+}
 _PARTS = {
+    "pipeline": "each with some of the blocks",
+    "expert": "each with some of the experts",
     "fsdp": "each with a part of every array",
     "tensor": "each with a part of every matrix",
     "context": "each with a part of every row",
 }
+
+
+def _first(way: Way) -> str:
+    """The first of the ways of dividing that go together in this one."""
+    first, _, _ = way.strategy.partition("+")
+    return "fsdp" if first == "zero2" else first
 
 
 class _Walk:
@@ -379,7 +400,7 @@ def _model_divided(at: Situation, walk: _Walk) -> Advice | None:
         walk.ask(STAGES, True, f"over {at.several(stages.machines)}")
         return _in_stages(at, stages, walk)
     if parts is not None:
-        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[parts.strategy])
+        walk.ask(STAGES, True, f"over {at.several(parts.ranks)}", besides=_IN_PARTS[_first(parts)])
         return _in_parts(at, parts, walk)
     return None
 
@@ -442,8 +463,8 @@ def _in_parts(at: Situation, way: Way, walk: _Walk) -> Advice:
     other = at.pipeline
     slower = other is not None and f"a pipeline would take {format_duration(other.training_s)}: {other.flags}"
     return walk.end(
-        _OUTCOMES[way.strategy],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[way.strategy]}: {way.flags}",
+        _OUTCOMES[_first(way)],
+        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
         f"at most {format_bytes(way.rank_bytes)} on a rank; a rank sends {format_bytes(way.sent_bytes)} in a step",
         f"{format_duration(way.training_s)} on {at.several(way.ranks)}; on one it does not fit",
         slower or "",
@@ -457,8 +478,8 @@ def _inside(at: Situation, way: Way, walk: _Walk) -> Advice:
     other = at.offer
     shares = "its rows cannot be divided among so many" if other is None else f"with rows of its own: {other.fast(at)}"
     return walk.end(
-        _OUTCOMES[way.strategy],
-        f"{way.name} over {at.several(way.ranks)}, {_PARTS[way.strategy]}: {way.flags}",
+        _OUTCOMES[_first(way)],
+        f"{way.name} over {at.several(way.ranks)}, {_PARTS[_first(way)]}: {way.flags}",
         f"{_fast(at, way)} on {at.several(way.ranks)}: {format_duration(way.training_s)} in place of "
         f"{format_duration(at.alone_s)}",
         shares,

@@ -37,6 +37,7 @@ _OUTCOMES: dict[Outcome, str] = {
     "pipeline": "a pipeline, each with some blocks",
     "fully sharded": "fully sharded, each with a part of every array",
     "tensor parallel": "matrices divided, each with a part",
+    "expert parallel": "experts divided, each with some",
     "context parallel": "rows divided, each with a part",
     "framework": "more computers, or more memory",
 }

@@ -15,6 +15,7 @@ from allhands.distributed.capabilities import can
 from allhands.io.formatting import counted, format_bytes, format_count, format_duration
 from allhands.observe.metrics import RunHistory, TrainReport, typical
 from allhands.observe.monitor.samples import Sample
+from allhands.plan.dividing import strategy_name
 from allhands.plan.kept import KeptLine, KeptMemory, KeptPlan
 from allhands.plan.strategies import CHECKPOINT, QUANTISE, SHARD
 
@@ -218,7 +219,7 @@ class _Compared:
         same: list[str] = [*_OF_LENGTH]
         if self.ranks > 1:
             ways = [way for way in ways if _strategy_of(way) == self._strategy()]
-            same += ["strategy", "tp", "cp"]
+            same += ["strategy", "tp", "cp", "ep", "pp", "dp_shard", "reshard"]
         if not ways:
             return
         way, saving = self._saving(ways)
@@ -234,13 +235,10 @@ class _Compared:
         def given(name: str, usual: Any) -> Any:
             return self.config.get(name, self.plan.options.get(name, usual))
 
+        usual = {"strategy": "auto", "tp": 1, "ep": 1, "cp": 1}
+        if name := strategy_name(lambda option: given(option, usual.get(option))):
+            return name
         choice = str(given("strategy", "auto"))
-        if given("tp", 1) > 1:
-            return "tensor"
-        if given("cp", 1) > 1:
-            return "context"
-        if choice in ("zero2", "zero3"):
-            return "fsdp"
         if choice != "auto":
             return choice
         # As auto decides, for trainings that are large enough.

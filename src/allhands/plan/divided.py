@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from allhands.parallel.costs import ContextCosts, Memory, ShardedCosts, TensorCosts, Work
 from allhands.parallel.registry import STRATEGIES
 from allhands.plan.computers import Computer
-from allhands.plan.dividing import Name
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
 from allhands.plan.pipelines import model_of
@@ -23,7 +23,9 @@ from allhands.run.model_sizes import block_weights
 from allhands.run.piping import shares_by_memory
 from allhands.run.training_memory import DecoderShape
 
-_TITLES: dict[Name, str] = {
+_Costs = ShardedCosts | TensorCosts | ContextCosts
+_Way = Literal["fsdp", "tensor", "context"]
+_TITLES: dict[_Way, str] = {
     "fsdp": STRATEGIES["fsdp"].title,
     "tensor": STRATEGIES["tensor"].title,
     "context": "rows divided",
@@ -32,7 +34,7 @@ _TITLES: dict[Name, str] = {
 
 # What a GPU waits for a sum of hidden states beyond the time on the link: nothing else is handed out meanwhile, and the
 # parts of matrices are slow to multiply. Of 1.24 billion weights on four H200, 64 sums of 33 MB took 37 ms more.
-_WAIT_OF_GPU_S = 0.6e-3
+WAIT_OF_GPU_S = 0.6e-3
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def divided_ways(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: 
     if job.dividing is None or job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
         return
     for name in job.dividing.among(ranks, job.work.row_tokens):
+        if name == "expert":  # see allhands.plan.asked
+            continue
         yield _DividedWay(job, job.blocks, job.work, team, link, held).way(name)
 
 
@@ -74,7 +78,7 @@ class _DividedWay:
         self.speeds = [each.speed for each in team]
         self.scatters = job.step.overlapped
 
-    def way(self, name: Name) -> Way:
+    def way(self, name: _Way) -> Way:
         """Return one way, with the bytes of each rank."""
         # Ranks that compute the same rows have all of them, in micro-batches as one process cuts them.
         shares = self.held.shares if name == "fsdp" else [1.0] * self.ranks
@@ -112,21 +116,21 @@ class _DividedWay:
             training_s=self.job.start_of(self.ranks) + self.job.first_s + self.job.steps * step_s + validations_s,
         )
 
-    def _parts(self, name: Name) -> list[float]:
+    def _parts(self, name: _Way) -> list[float]:
         """Return the part of every array that each rank has; those of fully sharded ranks follow their memory."""
         rooms = [each.usable_bytes for each in self.team]
         known = [room for room in rooms if room]
         unlike = shares_by_memory(known) if name == "fsdp" and len(known) == self.ranks else ()
         return [part / sum(unlike) for part in unlike] or [1 / self.ranks] * self.ranks
 
-    def _memory(self, name: Name, divided: Divided, part: float) -> Memory:
+    def _memory(self, name: _Way, divided: Divided, part: float) -> Memory:
         costs, whole = _costs(name, divided), divided.memory(divided.work)
         return costs.memory_of(whole, part) if isinstance(costs, ShardedCosts) else costs.memory(whole, self.ranks)
 
-    def _flag(self, name: Name) -> str:
+    def _flag(self, name: _Way) -> str:
         return {"fsdp": STRATEGIES["fsdp"].flags, "tensor": f"--tp {self.ranks}", "context": f"--cp {self.ranks}"}[name]
 
-    def _divided(self, name: Name, share: float) -> Divided:
+    def _divided(self, name: _Way, share: float) -> Divided:
         """Return the training of a rank with a share of the rows."""
         job, work = self.job, self.work if share == 1.0 else self.work.share(share)
         # What travels stays packed.
@@ -136,7 +140,7 @@ class _DividedWay:
 
     # --- seconds --------------------------------------------------------------------------------------
 
-    def _step_s(self, costs: ShardedCosts | TensorCosts | ContextCosts, divided: Divided) -> float:
+    def _step_s(self, costs: _Costs, divided: Divided) -> float:
         found = predict(self.job.step, self.link, self.speeds, self.job.room)
         if isinstance(costs, ShardedCosts):
             return self._of_shards(costs, divided, found)
@@ -165,12 +169,10 @@ class _DividedWay:
 
     def _of_matrices(self, costs: TensorCosts, divided: Divided, found: Prediction) -> float:
         """Every sum is waited for. What is not in blocks is computed by all ranks."""
-        head = self.blocks.vocabulary * self.blocks.dims
-        inside = self.blocks.layers * block_weights(self.blocks, self.blocks.active or 1)
         passes = self._passes_s()
-        compute = passes + (self.ranks - 1) * passes * head / (head + inside)
+        compute = passes + (self.ranks - 1) * passes * outside_share(self.blocks)
         each = self.link.seconds(costs.hidden_bytes / divided.micro_batches, self.ranks)
-        each += 0.0 if divided.on_cpu else _WAIT_OF_GPU_S
+        each += 0.0 if divided.on_cpu else WAIT_OF_GPU_S
         sums = costs.sums * divided.micro_batches * each
         return self._serial_s(found) + compute + sums + self.link.seconds(costs.partial_bytes, self.ranks)
 
@@ -191,7 +193,13 @@ class _DividedWay:
         return self.link.seconds(num_bytes, self.ranks) / 2
 
 
-def _costs(name: Name, divided: Divided) -> ShardedCosts | TensorCosts | ContextCosts:
+def outside_share(blocks: DecoderShape) -> float:
+    """Return the part of a pass that is outside of the blocks."""
+    head = blocks.vocabulary * blocks.dims
+    return head / (head + blocks.layers * block_weights(blocks, blocks.active or 1))
+
+
+def _costs(name: _Way, divided: Divided) -> _Costs:
     return {"fsdp": sharded_costs, "tensor": tensor_costs, "context": context_costs}[name](divided)
 
 

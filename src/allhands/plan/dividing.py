@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,25 +11,28 @@ from allhands.config.schema import TrainConfig
 from allhands.model.context import CAN_DIVIDE_ROWS
 from allhands.model.reading import module_of
 from allhands.model.stages import CAN_BE_CUT
+from allhands.parallel.experts import HAVE_EXPERTS
 from allhands.parallel.matrices import CAN_BE_DIVIDED
 from allhands.parallel.registry import STRATEGIES, TrainingNeeds
 from allhands.run.training_memory import DecoderShape
 
-Name = Literal["fsdp", "tensor", "context"]
+Name = Literal["fsdp", "tensor", "expert", "context"]
 
+_SHARDED = ("zero2", "zero3", "fsdp")
 # Tokens of a row for each rank, from which on dividing rows is looked at: a shorter piece takes about as long to hand
 # out as to compute.
 _LONG = 256
 # Options that divide a model, as they are where nothing is divided, and the change for each way.
-_UNPLANNED: Mapping[str, Any] = {
-    "pp": None,
-    "pp_schedule": "1f1b",
-    "pp_split": "auto",
-    "reshard": "auto",
-    "dp_shard": None,
+_WHOLE: Mapping[str, Any] = {
+    **{"strategy": "auto", "pp": None, "pp_schedule": "1f1b", "pp_split": "auto", "reshard": "auto", "dp_shard": None},
+    **{"tp": 1, "cp": 1, "ep": 1},
 }
-_WHOLE: Mapping[str, Any] = {**_UNPLANNED, "strategy": "auto", "tp": 1, "cp": 1}
-_CHANGES: Mapping[Name, Mapping[str, Any]] = {"fsdp": {"strategy": "fsdp"}, "tensor": {"tp": 2}, "context": {"cp": 2}}
+_CHANGES: Mapping[Name, Mapping[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "tensor": {"tp": 2},
+    "expert": {"ep": 2},
+    "context": {"cp": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,25 @@ class Dividing:
         divisible: numbers of heads, and of inner features that a last projection has as inputs: tensor parallel ranks
             divide them all.
         group: numbers of a group of quantised weights, which is not divided; 1: weights are dense.
+        experts: number of experts of a block; 0: there are none.
     """
 
     ways: frozenset[Name] = frozenset()
     divisible: tuple[int, ...] = ()
     inner: tuple[int, ...] = ()
     group: int = 1
+    experts: int = 0
 
     def among(self, ranks: int, row_tokens: int) -> tuple[Name, ...]:
         """Return the ways for so many ranks and rows of at most so many tokens, in a fixed order."""
         by_matrices = not any(number % ranks for number in self.divisible)
         by_matrices = by_matrices and not any(number % (ranks * self.group) for number in self.inner)
-        able: dict[Name, bool] = {"fsdp": True, "tensor": by_matrices, "context": row_tokens >= _LONG * ranks}
+        able: dict[Name, bool] = {
+            "fsdp": True,
+            "tensor": by_matrices,
+            "expert": self.experts >= ranks and not self.experts % ranks,
+            "context": row_tokens >= _LONG * ranks,
+        }
         return tuple(name for name, possible in able.items() if possible and name in self.ways)
 
 
@@ -74,6 +84,7 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
     able: dict[Name, bool] = {
         "fsdp": kind in CAN_BE_CUT,
         "tensor": kind in CAN_BE_DIVIDED,
+        "expert": kind in HAVE_EXPERTS and blocks.experts > 0,
         "context": kind in CAN_DIVIDE_ROWS and not by_length and not balanced,
     }
     return Dividing(
@@ -81,7 +92,29 @@ def dividing_of(values: Mapping[str, Any], blocks: DecoderShape | None, config: 
         divisible=(heads, int(values.get("num_key_value_heads") or heads), blocks.mlp_dims),
         inner=(blocks.queries, blocks.mlp_dims),
         group=group,
+        experts=blocks.experts,
     )
+
+
+def strategy_name(option: Callable[[str], Any]) -> str:
+    """Return the name of the way of dividing that options ask for, of several together joined; empty: of rows alone.
+
+    Names are those of the registry, with ``zero2`` where fetched weights are kept, and ``context``.
+
+    Args:
+        option: function that returns the value of an option.
+    """
+    strategy, piped = option("strategy"), option("strategy") == "pipeline"
+    keeps = strategy == "zero2" or option("reshard") == "off"
+    found = {
+        "pipeline": piped,
+        "zero2" if keeps and not piped else "fsdp": strategy in _SHARDED or (piped and option("dp_shard") is not None),
+        "tensor": option("tp") > 1,
+        "expert": option("ep") > 1,
+        "context": option("cp") > 1,
+    }
+    names = [name for name, here in found.items() if here]
+    return "+".join([*names, "zero1"] if names and strategy == "zero1" else names)
 
 
 def _is_open(name: Name, config: TrainConfig) -> bool:
@@ -97,12 +130,7 @@ def _is_open(name: Name, config: TrainConfig) -> bool:
 
 
 def left_out(config: TrainConfig) -> list[str]:
-    """Return a note on those options that divide a model in ways that are not planned; empty without any."""
-    given = [
-        f"--{name.replace('_', '-')} {getattr(config, name)}"
-        for name, default in {**_UNPLANNED, "ep": 1}.items()
-        if getattr(config, name) != default
-    ]
-    if not given:
+    """Return a note on an option that divides a model in a way that is not planned; empty without any."""
+    if config.pp_schedule == "1f1b":
         return []
-    return [f"not planned: {', '.join(given)}; the plan divides a model in one way at a time, and blocks by itself"]
+    return [f"not planned: --pp-schedule {config.pp_schedule}; the plan counts with 1f1b"]

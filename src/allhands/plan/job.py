@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from allhands.config.schema import TrainConfig
 from allhands.parallel.rounds import Rounds
 from allhands.plan.computers import Computer
 from allhands.plan.dividing import Dividing
@@ -87,6 +88,8 @@ class Job:
         small: a step in small micro-batches, if one was measured.
         dividing: ways of dividing the model beside those; ``None``: none is looked at.
         wants_stages: whether pipelines are looked at where one computer is enough, too.
+        asked: the training's options, where they ask for a way of dividing the model or its rows.
+        backend: the back-end, where it is known; empty: that of the link.
     """
 
     steps: int
@@ -123,6 +126,8 @@ class Job:
     small: SmallPasses | None = None
     dividing: Dividing | None = None
     wants_stages: bool = False
+    asked: TrainConfig | None = None
+    backend: str = ""
 
     @property
     def mixed(self) -> bool:
@@ -138,7 +143,7 @@ class Job:
     @property
     def backend_bytes(self) -> int:
         """Bytes of the communication back-end in a process on a CPU: of the measured one, or of a ring."""
-        return BACKEND_BYTES.get(getattr(self.link, "name", ""), BACKEND_BYTES["ring"])
+        return BACKEND_BYTES.get(self.backend or getattr(self.link, "name", ""), BACKEND_BYTES["ring"])
 
     def start_of(self, ranks: int) -> float:
         """Return the seconds until the first step of so many ranks."""

@@ -38,6 +38,8 @@ OPTIONS = (
         "strategy",
         "tp",
         "cp",
+        "ep",
+        "pp",
         "dp_shard",
         "reshard",
         "compress",

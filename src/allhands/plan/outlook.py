@@ -11,6 +11,7 @@ from typing import Any
 from allhands.io.formatting import format_bytes
 from allhands.parallel.costs import Memory, Work
 from allhands.plan.advice import Advice, Offer, Situation, advise
+from allhands.plan.asked import asked_ways
 from allhands.plan.computers import Computer, Team, all_hold, alone, fractions, largest, names, ordered, shown
 from allhands.plan.divided import Held, best_divided, divided_ways
 from allhands.plan.job import Job
@@ -23,6 +24,7 @@ from allhands.run.training_memory import DecoderShape, of_process
 
 _FOUR = 4  # batches whose gradients are exchanged as one
 _MOST = 1024  # computers that are looked at
+_INSIDE = {"tensor", "context", "expert"}  # ways in which ranks compute rows together
 _NO_LINK = Link("", math.inf, 0.0)
 
 
@@ -312,7 +314,10 @@ class _Planner:
         if job.blocks is None or job.work is None:
             return []
         held = self._needs(team, job.blocks, job.work)
-        return [self._held_to(way, team) for way in divided_ways(job, team, self.link, held)]
+        asked = list(asked_ways(job, team, self.link, held))
+        told = {way.more for way in asked}
+        others = [way for way in divided_ways(job, team, self.link, held) if way.more not in told]
+        return [self._held_to(way, team) for way in (*asked, *others)]
 
     def _timed(self, way: Way, line: OutlookLine) -> Way:
         """Return a way of ranks that all have the model, with its time, where no flag changes that."""
@@ -338,7 +343,7 @@ class _Planner:
             return {}
         if not self.fits_one:
             return {"parts": best_divided(ways, FEWER)}
-        best = best_divided([way for way in ways if way.strategy in ("tensor", "context")], FEWER)
+        best = best_divided([way for way in ways if _INSIDE & {*way.strategy.split("+")}], FEWER)
         least = self.alone_s if at.offer is None else min(self.alone_s, at.offer.training_s)
         return {"inside": None if best is None or best.training_s > FEWER * least else best}
 

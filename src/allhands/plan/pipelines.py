@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from allhands.io.formatting import format_bytes
-from allhands.parallel.costs import PipelineCosts, Work
+from allhands.parallel.costs import Memory, PipelineCosts, Work
 from allhands.parallel.registry import STRATEGIES
-from allhands.parallel.splitting import Layers, Seat, Split, divide
+from allhands.parallel.splitting import Layers, Seat, Split, divide, split_as
 from allhands.plan.computers import Computer, all_hold
 from allhands.plan.job import Job
 from allhands.plan.links import ExchangeTimes
@@ -95,13 +95,16 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     """Return the pipeline of these computers; ``None`` where there is none, or nothing is known of the model."""
     if job.blocks is None or job.work is None or not job.takes_stages or not 1 < len(team) <= job.blocks.layers:
         return None
-    ranks, cut = len(team), _cut(job, len(team))
+    blocks, ranks, cut = job.blocks, len(team), cut_step(job, len(team))
     costs = PipelineCosts(cut.batches, cut.work.tokens * job.blocks.dims * (_FLOAT if job.present_bytes else _HALF))
-    model, layers, found, slower = _split(job, job.blocks, team, cut, costs.hidden_bytes)
+    models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
+    form, layers, found, slower = split_model(
+        job, team, cut, models, lambda work: job.of(blocks, work), costs.hidden_bytes
+    )
     whole = sum(part.cost for part in layers.blocks) + layers.head.cost
     stage_s = [slower * cut.pass_s * each / whole for each in found.seconds]
-    update_s = cut.rest_s * _largest_update(model, found.sizes, team)
-    step_s = update_s + costs.step_s(stage_s, _message_s(job.link, costs.hidden_bytes))
+    update_s = cut.rest_s * largest_update(models[form], found.sizes, team)
+    step_s = update_s + costs.step_s(stage_s, message_s(job.link, costs.hidden_bytes))
     validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
     return Pipelined(
         machines=ranks,
@@ -122,18 +125,30 @@ def pipelined(job: Job, team: Sequence[Computer]) -> Pipelined | None:
     )
 
 
-def _split(
-    job: Job, blocks: DecoderShape, team: Sequence[Computer], cut: _Cut, hidden_bytes: int
-) -> tuple[Model, Layers, Split, float]:
-    """The model in the fastest form of its weights that fits, its layers, their split, and a factor on times."""
+def split_model(
+    job: Job,
+    team: Sequence[Computer],
+    cut: Cut,
+    models: Sequence[Model],
+    of: Callable[[Work], Memory],
+    hidden_bytes: int,
+    fetched_bytes: int = 0,
+    given: Sequence[int] = (),
+) -> tuple[int, Layers, Split, float]:
+    """Return the first of the forms of a model that fits, its layers, their split, and a factor on times.
+
+    Args:
+        team: computers of the stages.
+        models: weights of a stage's rank in each form, the fastest first.
+        of: function that returns the arrays of work with the whole model.
+        fetched_bytes: whole weights that a rank has for a while, where others have parts of its stage's.
+        given: blocks of each stage; empty: they are found.
+    """
     on_gpu, ranks = not job.present_bytes, len(team)
-    models = [model_of(blocks, cut.work, tied=job.tied, form=form) for form in job.forms or (None,)]
     more = 1.0 if on_gpu else ON_CPU
-    parts = [
-        layers_of(each, cut.work, lambda each: job.of(blocks, each), more=more, again=not on_gpu) for each in models
-    ]
+    parts = [layers_of(each, cut.work, of, more=more, again=not on_gpu) for each in models]
     layers, once = parts[0]
-    taken = once + _process_bytes(job, layers)
+    taken = once + fetched_bytes + _process_bytes(job, layers)
     begun = alive("1f1b", ranks, cut.batches, 1, native=False)
     # A CPU computes forward passes again for the way back, and holds the activations of one micro-batch.
     held = alive("1f1b", ranks, cut.batches, 1, native=not on_gpu)
@@ -141,9 +156,9 @@ def _split(
         Seat(each.speed, each.usable_bytes, taken + on_the_way(hidden_bytes, ranks, has), most)
         for each, has, most in zip(team, begun, held, strict=True)
     ]
-    splits = [divide(layers, seats) for layers, _ in parts]
+    splits = [split_as(layers, seats, given) if given else divide(layers, seats) for layers, _ in parts]
     form = next((place for place, each in enumerate(splits) if each.fits), len(splits) - 1)
-    return models[form], parts[form][0], splits[form], _packed_takes(cut.work.tokens) if form else 1.0
+    return form, parts[form][0], splits[form], _packed_takes(cut.work.tokens) if form else 1.0
 
 
 def _process_bytes(job: Job, layers: Layers) -> int:
@@ -166,7 +181,7 @@ def best_pipeline(found: Sequence[Pipelined]) -> Pipelined | None:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """A step as a pipeline cuts it.
 
     Attributes:
@@ -181,8 +196,8 @@ class _Cut:
     rest_s: float
 
 
-def _cut(job: Job, ranks: int) -> _Cut:
-    """Cut a step for so many stages as training would."""
+def cut_step(job: Job, ranks: int) -> Cut:
+    """Return a step as training cuts it for so many stages."""
     assert job.work is not None
     work, rows, once_s, usual = job.work, job.batch_rows, 0.0, 0
     whole = work.batch_tokens or work.tokens
@@ -199,11 +214,11 @@ def _cut(job: Job, ranks: int) -> _Cut:
         usual = small.usual
     work = replace(work, tokens=tokens, batch_tokens=whole, accumulated=work.accumulated or batches > 1)
     pass_s = once_s + job.step.tokens * job.step.token_s / batches
-    return _Cut(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
+    return Cut(work, batches, pass_s, max(0.0, job.step.serial_s - usual * once_s))
 
 
-def _largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]) -> float:
-    """The part of the update that the rank has that takes longest for it, by speed."""
+def largest_update(model: Model, sizes: Sequence[int], team: Sequence[Computer]) -> float:
+    """Return the part of the update that the rank has that takes longest for it, by speed."""
     trained = [block.trained_bytes for block in model.blocks]
     stops = list(accumulate(sizes))
     own = [float(sum(trained[stop - size : stop])) for size, stop in zip(sizes, stops, strict=True)]
@@ -243,6 +258,6 @@ def model_of(blocks: DecoderShape, work: Work, *, tied: bool, form: tuple[float,
     return Model(tuple(map(block, range(blocks.layers))), outside, outside)
 
 
-def _message_s(link: ExchangeTimes | None, num_bytes: float) -> float:
-    """Between two neighbours: an all-reduce of two ranks sends as many bytes, in two messages."""
+def message_s(link: ExchangeTimes | None, num_bytes: float) -> float:
+    """Return the seconds of a message between two neighbours: a sum of two ranks sends as much, in two messages."""
     return 0.0 if link is None else max(0.0, link.seconds(num_bytes, 2) - link.seconds(0, 2) / 2)

@@ -117,12 +117,15 @@ class Fetching:
         boxed: True if parts are boxes of arrays, so that whole arrays are copied out of what was fetched.
         copies: number of ranks with the same part, which add up their gradients at the end of a step.
         slots: number of groups for which all ranks exchange at once, where the back-end has no groups; 1: it has.
+        turns: True if the backward pass follows a forward pass at once, with the block that is there: not so in the
+            stages of a pipeline but the last one.
     """
 
     keeps: bool = False
     boxed: bool = False
     copies: int = 1
     slots: int = 1
+    turns: bool = True
 
 
 def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> ShardedCosts:
@@ -131,7 +134,7 @@ def sharded_costs(divided: Divided, fetching: Fetching | None = None) -> Sharded
     units = _units(divided)
     last = len(units) - 1
     first = next((place for place, unit in enumerate(units) if unit.trained), last)
-    there, back = units[:-1], units[first:]
+    there, back = units[:-1] if fetching.turns else units, units[first:]
     every = [*divided.model.blocks, *divided.outside] if fetching.keeps else []
     return ShardedCosts(
         part=lambda share: _part_of_shards(divided, units, first, share, fetching),
@@ -152,9 +155,7 @@ def _units(divided: Divided) -> list[_Unit]:
     return units
 
 
-def _part_of_shards(
-    divided: Divided, units: Sequence[_Unit], first: int, share: float, fetching: Fetching
-) -> Memory:
+def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share: float, fetching: Fetching) -> Memory:
     work, counted = divided.work, [*divided.model.blocks, *divided.outside]
     weights, trained = sum(each.held_bytes for each in counted), sum(each.trained_bytes for each in counted)
     whole = divided.memory(replace(work, weights_bytes=weights, trained_bytes=trained))
@@ -275,17 +276,25 @@ def _whole_of_adapters(blocks: DecoderShape) -> float:
 
 def _part_of_matrices(divided: Divided, ranks: int) -> Memory:
     blocks, work = divided.blocks, divided.work
-    trained = sum(each.trained_bytes for each in divided.model.blocks)
-    frozen = sum(each.held_bytes for each in divided.model.blocks) - trained
-    whole = 0.0 if work.method == "full" else _whole_of_adapters(blocks)
-    own_trained = trained * (whole + (1.0 - whole) / ranks)
-    outside = divided.outside
+    counted = [*part_of_matrices(divided.model, blocks, work, ranks).blocks, *divided.outside]
     own = replace(
         work,
-        weights_bytes=int(frozen / ranks + own_trained) + sum(each.held_bytes for each in outside),
-        trained_bytes=int(own_trained) + sum(each.trained_bytes for each in outside),
+        weights_bytes=sum(each.held_bytes for each in counted),
+        trained_bytes=sum(each.trained_bytes for each in counted),
     )
     return memory_of_matrices(divided.of, blocks, own, ranks, divided.word)
+
+
+def part_of_matrices(model: Model, blocks: DecoderShape, work: Work, ranks: int) -> Model:
+    """Return the weights of one of so many ranks that have divided the matrices of a model's blocks."""
+    whole = 0.0 if work.method == "full" else _whole_of_adapters(blocks)
+
+    def of(block: Weights) -> Weights:
+        trained = block.trained_bytes * (whole + (1.0 - whole) / ranks)
+        held = (block.held_bytes - block.trained_bytes) / ranks + trained
+        return Weights(block.numbers, round(held), round(trained))
+
+    return replace(model, blocks=tuple(map(of, model.blocks)))
 
 
 def memory_of_matrices(
@@ -313,11 +322,12 @@ def expert_costs(divided: Divided, ranks: int) -> ExpertCosts:
         ranks: those that divide the experts.
     """
     blocks, work = divided.blocks, divided.work
-    # Choices and weights of routers travel with the hidden states: a weight, and two digits of a number.
-    places = blocks.dims + 3 * blocks.active / 4
+    # The choices of routers travel with the hidden states, a weight and two digits of a number each, and the gradients
+    # of these weights with those of hidden states: of four exchanges one has three times as many, and one as many.
+    width = blocks.dims + blocks.active
     return ExpertCosts(
         expert_share=_in_experts(blocks, work),
-        hidden_bytes=int(ranks * divided.step_tokens * places * divided.word),
+        hidden_bytes=int(ranks * divided.step_tokens * width * divided.word),
         mixtures=blocks.layers,
     )
 

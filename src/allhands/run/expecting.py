@@ -19,6 +19,7 @@ from allhands.data.tokens import Windows
 from allhands.distributed.codecs import CODECS
 from allhands.distributed.groups import GroupWithinWorld
 from allhands.distributed.mesh import Mesh
+from allhands.distributed.reduce import BUCKET_BYTES
 from allhands.errors import ModelError
 from allhands.io.formatting import format_bytes
 from allhands.io.trees import flatten
@@ -143,6 +144,7 @@ def estimated_bytes(
     )
     if sharding is None:
         own = _arrays_of(config, device)(blocks, work)
+        own = replace(own, beside=own.beside + _summing_bytes(device.mesh, trained))
     else:
         own = _own_parts(config, model, blocks, work, device, stages, sharding)
     memory = _of_rank(own, work, config, device.mesh)
@@ -187,6 +189,11 @@ def _own_parts(
     divided = Divided(held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native)
     costs = sharded_costs(divided, fetching)
     return costs.memory_of(divided.memory(work), _share(sharding))
+
+
+def _summing_bytes(mesh: Mesh, trained: int) -> int:
+    """Bytes of gradients end to end, and of their sums, where ranks with the same parts of experts add them up."""
+    return 2 * min(BUCKET_BYTES, trained) if mesh.expert > 1 and mesh.size_of("data") > 1 else 0
 
 
 def _share(sharding: Sharding) -> float:

@@ -1,0 +1,371 @@
+"""Ways of dividing a training along the axes of a mesh, several at once: memory of each rank, traffic, time of a step.
+
+:mod:`allhands.plan.divided` has the ways in which all ranks do one thing. Here are those that options ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from allhands.config.schema import TrainConfig
+from allhands.distributed.capabilities import can
+from allhands.distributed.mesh import Mesh
+from allhands.errors import ConfigError
+from allhands.parallel.costs import DividedOptimizerCosts, Memory, Traffic, Work
+from allhands.plan.computers import Computer
+from allhands.plan.divided import WAIT_OF_GPU_S, outside_share
+from allhands.plan.dividing import strategy_name
+from allhands.plan.job import Job
+from allhands.plan.links import ExchangeTimes
+from allhands.plan.pipelines import model_of
+from allhands.plan.strategies import Way, launch_flags
+from allhands.run.divided_costs import (
+    Divided,
+    Fetching,
+    expert_costs,
+    memory_of_experts,
+    memory_of_matrices,
+    memory_of_rows,
+    part_of_experts,
+    part_of_matrices,
+    tensor_costs,
+)
+from allhands.run.divided_costs import context_costs as costs_of_rows
+from allhands.run.divided_costs import sharded_costs as costs_of_shards
+from allhands.run.piping import keeps_fetched, piped, shares_by_memory
+from allhands.run.stage_costs import Model
+from allhands.run.training_memory import DecoderShape
+
+_FLOAT, _HALF = 4, 2
+_TITLES = {
+    "pipeline": "pipeline",
+    "fsdp": "fully sharded",
+    "zero2": "fully sharded, weights kept",
+    "tensor": "matrices divided",
+    "expert": "experts divided",
+    "context": "rows divided",
+    "zero1": "optimizer divided",
+}
+
+
+def asked_mesh(config: TrainConfig, ranks: int) -> Mesh | None:
+    """Return the mesh of so many ranks under a training's options; ``None``: they divide rows alone, or do not fit."""
+    try:
+        mesh = piped(config, Mesh(0, ranks))
+    except ConfigError:
+        return None
+    return None if mesh.size_of("data") == ranks else mesh
+
+
+def flags_of(config: TrainConfig) -> str:
+    """Return the options that ask for a way of dividing, as they are given."""
+    values = {
+        "--strategy": config.strategy if config.strategy != "auto" else None,
+        "--pp": config.pp,
+        "--tp": config.tp if config.tp > 1 else None,
+        "--ep": config.ep if config.ep > 1 else None,
+        "--cp": config.cp if config.cp > 1 else None,
+        "--dp-shard": config.dp_shard,
+        "--reshard": config.reshard if config.reshard != "auto" else None,
+    }
+    return " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange with each other.
+
+    Attributes:
+        size: number of ranks.
+        slots: number of such groups for which all ranks exchange at once; 1: the back-end has groups.
+    """
+
+    size: int
+    slots: int = 1
+
+    def sent(self, traffic: Traffic) -> int:
+        """Return the bytes that a rank sends."""
+        if self.size == 1:
+            return 0
+        world = self.size * self.slots
+        summed = (2 * traffic.all_reduced + traffic.scattered) * self.slots * (world - 1) / world
+        return int(summed + traffic.gathered * (world - 1) / self.size)
+
+    def sum_s(self, link: ExchangeTimes, num_bytes: float) -> float:
+        """Return the seconds of a sum."""
+        return 0.0 if self.size == 1 else link.seconds(num_bytes * self.slots, self.size * self.slots)
+
+    def gather_s(self, link: ExchangeTimes, num_bytes: float) -> float:
+        """Return the seconds in which all get so many bytes of which each has a part."""
+        return self.sum_s(link, num_bytes) / 2
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means of telling what a rank needs and how long it takes.
+
+    Attributes:
+        needed: function that returns the bytes of a rank with such arrays, of so many ranks.
+        bucket_bytes: bytes of the exchange of gradients between ranks that have the same arrays.
+        serial_s: seconds of a step that no number of ranks makes shorter.
+        passes_s: seconds of all passes of a step on the slowest rank, if each rank has an equal part of them.
+    """
+
+    needed: Callable[[Memory, int], int]
+    bucket_bytes: int
+    serial_s: float
+    passes_s: float
+
+
+class MeshWay:
+    """Ranks that divide rows, arrays, matrices, experts or token positions; no stages."""
+
+    def __init__(
+        self, job: Job, team: Sequence[Computer], link: ExchangeTimes, means: Means, mesh: Mesh, config: TrainConfig
+    ) -> None:
+        assert job.blocks is not None
+        assert job.work is not None
+        self.job, self.team, self.link, self.means = job, team, link, means
+        self.mesh, self.config, self.blocks, self.whole = mesh, config, job.blocks, job.work
+        self.on_cpu, self.ranks = job.kind == "cpu", len(team)
+        self.word = _FLOAT if self.on_cpu else _HALF
+        self.scatters = job.step.overlapped
+
+    def way(self) -> Way:
+        """Return the way, with the bytes of each rank."""
+        shares = self.parts()
+        memories = {share: self.memory(share) for share in {*shares}}
+        buckets = self._buckets()
+        needed = {share: self.means.needed(each, self.ranks) + buckets for share, each in memories.items()}
+        largest = max(memories, key=lambda share: needed[share])
+        return self.told(memories[largest], [needed[share] for share in shares], buckets, self.step_s(), self.sent())
+
+    def told(self, memory: Memory, by_rank: Sequence[int], buckets: int, step_s: float, sent_bytes: int) -> Way:
+        """Return the way of a rank with the most bytes, and those of all."""
+        job, more, name = self.job, flags_of(self.config), strategy_name(partial(getattr, self.config))
+        validations_s = job.validations * job.validation_s * step_s / job.step.alone_s
+        copies, kept = self.mesh.size_of("data"), name.startswith("zero2")
+        title = " and ".join(_TITLES[each] for each in name.split("+"))
+        return Way(
+            name=f"{title}, {copies} copies" if copies > 1 else title,
+            ranks=self.ranks,
+            parts={
+                "weights": self.divided.work.weights_bytes if kept else memory.weights,
+                "optimizer": memory.optimizer,
+                "gradients": memory.trained * (2 if self.work.accumulated else 1),
+                "activations": memory.activations,
+                "logits": memory.logits,
+                "buckets": buckets,
+            },
+            rank_bytes=max(by_rank),
+            by_rank=tuple(by_rank),
+            flags=f"{launch_flags(self.ranks, together=job.together)} {more}",
+            more=more,
+            sent_bytes=sent_bytes,
+            strategy=name,
+            step_s=step_s,
+            training_s=job.start_of(self.ranks) + job.first_s + job.steps * step_s + validations_s,
+        )
+
+    # --- what a rank has --------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> float:
+        """The largest part of a batch, in whole rows, that ranks with the same rows have."""
+        rows, shares = self.job.batch_rows, self.mesh.data_size
+        return math.ceil(rows / shares) / rows if rows else 1.0 / shares
+
+    @cached_property
+    def work(self) -> Work:
+        """The work of ranks with the same rows, as if each had the whole model."""
+        return self.whole if self.rows == 1.0 else self.whole.share(self.rows)
+
+    def model_in(self, form: tuple[float, float] | None, work: Work) -> Model:
+        """Return a rank's weights, as if it had all parts of every array, in a form of quantised weights."""
+        model = model_of(self.blocks, work, tied=self.job.tied, form=form)
+        if self.mesh.tensor > 1:
+            model = part_of_matrices(model, self.blocks, work, self.mesh.tensor)
+        if self.mesh.expert > 1:
+            model = part_of_experts(model, self.blocks, work, self.mesh.expert)
+        return model
+
+    @property
+    def form(self) -> tuple[float, float] | None:
+        """The form of quantised weights: what travels, and experts, are packed."""
+        forms = self.job.forms
+        return None if not forms else forms[-1 if self.mesh.shard > 1 else 0]
+
+    @cached_property
+    def of(self) -> Callable[[DecoderShape, Work], Memory]:
+        """The function for the arrays of a rank with such weights."""
+        of: Callable[[DecoderShape, Work], Memory] = self.job.of
+        if self.mesh.tensor > 1:
+            of = partial(memory_of_matrices, of, ranks=self.mesh.tensor, word=self.word)
+        if self.config.ep > 1:
+            of = partial(memory_of_experts, of, word=self.word, alike=self.mesh.expert == 1)
+        if self.mesh.context > 1:
+            of = partial(memory_of_rows, of, ranks=self.mesh.context, word=self.word)
+        return of
+
+    @cached_property
+    def divided(self) -> Divided:
+        """The training of a rank, as if it had all parts of every array."""
+        model = self.model_in(self.form, self.work)
+        outside = [model.embedding] if self.job.tied else [model.embedding, model.head]
+        counted = [*model.blocks, *outside]
+        work = replace(
+            self.work,
+            weights_bytes=sum(each.held_bytes for each in counted),
+            trained_bytes=sum(each.trained_bytes for each in counted),
+            batch_tokens=max(self.work.tokens, self.work.batch_tokens),
+        )
+        return Divided(model, self.blocks, work, self.of, self.job.tied, self.on_cpu)
+
+    def parts(self) -> list[float]:
+        """Return the part of every array that each rank has; ranks of unlike memory have unlike parts."""
+        places = [self.mesh.coordinates(rank).shard for rank in range(self.ranks)]
+        rooms: dict[int, list[int]] = {}
+        for each, place in zip(self.team, places, strict=True):
+            rooms.setdefault(place, []).append(each.usable_bytes or 0)
+        least = [min(rooms[place]) for place in range(self.mesh.shard)]
+        unlike = shares_by_memory(least) if min(least) and self.mesh.tensor == 1 else ()
+        parts = [part / sum(unlike) for part in unlike] or [1.0 / self.mesh.shard] * self.mesh.shard
+        return [parts[place] for place in places]
+
+    def memory(self, share: float) -> Memory:
+        """Return the arrays of a rank with such a part of every array."""
+        divided, work = self.divided, self.divided.work
+        whole = divided.memory(work)
+        if self.config.strategy == "zero1":
+            return DividedOptimizerCosts().memory(whole, self.ranks)
+        return costs_of_shards(divided, self.fetching()).memory_of(whole, share) if self.mesh.shard > 1 else whole
+
+    def fetching(self, *, last: bool = True) -> Fetching:
+        """Return how ranks fetch arrays; ``last``: of a stage with the loss, or of a whole model."""
+        keeps, copies = keeps_fetched(self.config), self.mesh.size_of("data")
+        slots = self.group(self.mesh.shard).slots
+        return Fetching(keeps=keeps, boxed=self.mesh.tensor > 1, copies=copies, slots=slots, turns=last)
+
+    def group(self, size: int) -> Group:
+        """Return a group of so many ranks, as the back-end has it."""
+        imitated = 1 < size < self.ranks and not can(self.job.backend or "ring", "split")
+        return Group(size, self.ranks // size if imitated else 1)
+
+    def _buckets(self) -> int:
+        """Bytes of gradients end to end, and of their sum, where all of them travel at the end of a step."""
+        alone = self.mesh.size_of("data") * self.mesh.context * self.mesh.expert == 1
+        if self.mesh.shard > 1 or alone:
+            return 0
+        return 2 * min(self.means.bucket_bytes, self.divided.work.trained_bytes)
+
+    # --- traffic ----------------------------------------------------------------------------------------
+
+    def sent(self) -> int:
+        """Return the bytes that a rank sends in a step."""
+        return sum(group.sent(traffic) for group, traffic in self._traffic())
+
+    def _traffic(self) -> Iterable[tuple[Group, Traffic]]:
+        """Yield what a rank exchanges in a step, and within which group."""
+        mesh, divided, scatters = self.mesh, self.divided, self.scatters
+        trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
+        if mesh.shard > 1:
+            # Parts travel as long as the largest.
+            times = mesh.shard * max(self.parts())
+            found = costs_of_shards(divided, self.fetching()).traffic(trained, trained, scatters=scatters)
+            yield self.group(mesh.shard), _times(found, times)
+            yield data, Traffic(all_reduced=int(trained / mesh.shard * times))
+        elif mesh.expert > 1:
+            whole = expert_costs(self._of_all_experts(), mesh.expert)
+            inside = int(self.work.trained_bytes * whole.expert_share / mesh.expert)
+            exchanged = whole.traffic(0, 0, scatters=scatters)
+            yield self.group(mesh.expert), exchanged
+            yield data, Traffic(all_reduced=inside)
+            yield Group(self.ranks), Traffic(all_reduced=trained - inside)
+        elif mesh.context > 1:
+            rows = costs_of_rows(self._of_whole_rows()).traffic(0, 0, scatters=scatters)
+            yield self.group(mesh.context), rows
+            zero1 = self.config.strategy == "zero1"
+            found = DividedOptimizerCosts().traffic(trained, trained, scatters=scatters)
+            yield Group(self.ranks), found if zero1 else Traffic(all_reduced=trained)
+        else:
+            yield data, Traffic(all_reduced=trained)
+        if mesh.tensor > 1:
+            sums = tensor_costs(self._of_all_experts()).traffic(0, 0, scatters=scatters)
+            yield self.group(mesh.tensor), sums
+
+    def _of_whole_rows(self) -> Divided:
+        return replace(self.divided, of=self.job.of)
+
+    def _of_all_experts(self) -> Divided:
+        """The training with whole blocks."""
+        model = model_of(self.blocks, self.work, tied=self.job.tied, form=self.form)
+        work = replace(self.work, batch_tokens=max(self.work.tokens, self.work.batch_tokens))
+        return Divided(model, self.blocks, work, self.job.of, self.job.tied, self.on_cpu)
+
+    # --- seconds ----------------------------------------------------------------------------------------
+
+    def step_s(self) -> float:
+        """Return the seconds of a step."""
+        compute = self.compute_s()
+        exchanged = self.link_s()
+        if self.mesh.shard > 1:  # weights travel beside the passes, but for those of the first block
+            divided = self.divided
+            fetches = divided.blocks.layers - 1 + divided.work.trained_layers
+            exchanged = max(exchanged / max(1, fetches * divided.micro_batches), exchanged - compute)
+        return self.means.serial_s + compute + exchanged + self.sums_s() + self.gradients_s(compute)
+
+    def compute_s(self) -> float:
+        """Return the seconds of the passes."""
+        again = self.job.again_s if self.mesh.shard > 1 else 1.0
+        passes = self.means.passes_s * self.mesh.data_size * self.rows
+        return again * (passes + (self.mesh.tensor - 1) * passes * outside_share(self.blocks))
+
+    def sums_s(self) -> float:
+        """Return the seconds of sums of hidden states of ranks with parts of matrices, which are waited for."""
+        if self.mesh.tensor == 1:
+            return 0.0
+        divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
+        costs = tensor_costs(divided)
+        each = group.sum_s(self.link, costs.hidden_bytes / divided.micro_batches)
+        each += 0.0 if self.on_cpu else WAIT_OF_GPU_S
+        return costs.sums * divided.micro_batches * each + group.sum_s(self.link, costs.partial_bytes)
+
+    def link_s(self) -> float:
+        """Return the seconds of what passes exchange besides sums of hidden states."""
+        mesh, half = self.mesh, 0.5 if self.scatters else 1.0
+        if mesh.shard > 1:
+            group, divided = self.group(mesh.shard), self.divided
+            costs = costs_of_shards(divided, self.fetching())
+            fetches = divided.blocks.layers - 1 + divided.work.trained_layers
+            times = 1 if costs.keeps else divided.micro_batches
+            fetch_s = times * fetches * group.gather_s(self.link, costs.fetched_bytes / fetches)
+            units = max(1, divided.work.trained_layers)
+            return fetch_s + divided.micro_batches * units * half * group.sum_s(self.link, costs.pushed_bytes / units)
+        if mesh.expert > 1:
+            divided, group = self._of_all_experts(), self.group(mesh.expert)
+            costs, batches = expert_costs(divided, mesh.expert), divided.micro_batches
+            each = costs.hidden_bytes / batches
+            both = group.gather_s(self.link, each) + half * group.sum_s(self.link, each)
+            return 2 * costs.mixtures * batches * both
+        if mesh.context > 1:
+            divided, group = self._of_whole_rows(), self.group(mesh.context)
+            costs, times = costs_of_rows(divided), divided.micro_batches * self.blocks.layers
+            fetched = times * group.gather_s(self.link, costs.fetched_bytes / times)
+            return fetched + half * times * group.sum_s(self.link, costs.pushed_bytes / times)
+        return 0.0
+
+    def gradients_s(self, compute: float) -> float:
+        """Return the seconds of the exchange of gradients at the end of a step, as far as it is waited for."""
+        mesh, trained = self.mesh, self.divided.work.trained_bytes
+        if mesh.shard > 1:
+            return self.group(mesh.size_of("data")).sum_s(self.link, trained / mesh.shard)
+        world = mesh.expert > 1 or mesh.context > 1
+        whole = (Group(self.ranks) if world else self.group(mesh.size_of("data"))).sum_s(self.link, trained)
+        return max(0.0, whole - compute / 2) if self.job.step.overlapped else whole
+
+
+def _times(traffic: Traffic, factor: float) -> Traffic:
+    return Traffic(int(traffic.all_reduced * factor), int(traffic.gathered * factor), int(traffic.scattered * factor))

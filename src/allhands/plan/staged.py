@@ -1,0 +1,154 @@
+"""A pipeline whose stages' matrices or arrays are divided once more, or of which there are several copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from allhands.parallel.costs import Memory, PipelineCosts, Traffic
+from allhands.parallel.splitting import Split
+from allhands.plan.computers import Computer
+from allhands.plan.job import Job
+from allhands.plan.meshes import MeshWay
+from allhands.plan.pipelines import Cut, cut_step, largest_update, message_s, split_model
+from allhands.plan.strategies import Way
+from allhands.run.divided_costs import Divided, sharded_costs
+from allhands.run.piping import keeps_fetched
+from allhands.run.stage_costs import Model, Weights, alive, on_the_way
+
+
+class StagedWay(MeshWay):
+    """Ranks of a mesh with stages."""
+
+    def way(self) -> Way:
+        """Return the way, with the bytes of each rank."""
+        mesh, stages = self.mesh, self._stages()
+        job = self._job_of_a_copy()
+        cut = cut_step(job, mesh.pipe)
+        hidden_bytes = cut.work.tokens * self.blocks.dims * self.word
+        models = [self.model_in(form, cut.work) for form in job.forms or (None,)]
+        keeps = keeps_fetched(self.config)
+        shared = [each.divided(1, mesh.shard, keeps=keeps) for each in models]
+        fetched = shared[0].fetched_bytes(mesh.shard, keeps=keeps)
+        form, layers, found, slower = split_model(
+            job, stages, cut, shared, lambda work: self.of(self.blocks, work), hidden_bytes, fetched, self._given()
+        )
+        model, costs = models[form], PipelineCosts(cut.batches, hidden_bytes)
+        needed = list(found.num_bytes)
+        if mesh.shard > 1:
+            needed = [self._of_fetching(cut, model, found, place, hidden_bytes) for place in range(mesh.pipe)]
+        whole = sum(part.cost for part in layers.blocks) + layers.head.cost
+        stage_s = [
+            slower * self._turns() * cut.pass_s * each / whole / mesh.tensor + extra
+            for each, extra in zip(found.seconds, self._extra_s(cut, model, found.sizes), strict=True)
+        ]
+        step_s = cut.rest_s * largest_update(shared[form], found.sizes, stages)
+        step_s += costs.step_s(stage_s, message_s(job.link, hidden_bytes))
+        sent_bytes = max(self._sent(cut, model, found.sizes, place) for place in range(mesh.pipe))
+        by_rank = [needed[mesh.coordinates(rank).pipe] for rank in range(self.ranks)]
+        largest = needed.index(max(needed))
+        return self.told(self._shown(cut, shared[form], found.sizes, largest), by_rank, 0, step_s, sent_bytes)
+
+    def _given(self) -> list[int]:
+        """The blocks of each stage that a person has asked for; of several stages a rank has together, their sum."""
+        if self.config.pp_split == "auto":
+            return []
+        sizes = [int(each) for each in self.config.pp_split.split(",")]
+        return [sum(sizes[place :: self.mesh.pipe]) for place in range(self.mesh.pipe)]
+
+    def _turns(self) -> float:
+        """How many times as long passes take where ranks take turns on the cores of one computer."""
+        return max(1.0, self.ranks / self.job.room) if self.job.room else 1.0
+
+    def _job_of_a_copy(self) -> Job:
+        """The training of the ranks that have the same rows."""
+        job = self.job
+        rows = max(1, round(job.batch_rows * self.rows))
+        step = replace(job.step, tokens=job.step.tokens * self.rows, rows=rows)
+        return replace(job, work=self.work, batch_rows=rows if job.batch_rows else 0, step=step)
+
+    def _stages(self) -> list[Computer]:
+        """The slowest speed and the least memory of the ranks of each stage."""
+        found: list[Computer] = []
+        for place in range(self.mesh.pipe):
+            own = [each for rank, each in enumerate(self.team) if self.mesh.coordinates(rank).pipe == place]
+            rooms = [each.usable_bytes for each in own if each.usable_bytes is not None]
+            least = min(rooms) if len(rooms) == len(own) else None
+            found.append(replace(own[0], speed=min(each.speed for each in own), usable_bytes=least))
+        return found
+
+    # --- a stage whose arrays are divided ---------------------------------------------------------------
+
+    def _stage(self, model: Model, sizes: Sequence[int], place: int) -> Model:
+        """The weights of a stage."""
+        start = sum(sizes[:place])
+        own, nothing = model.blocks[start : start + sizes[place]], Weights(0.0, 0)
+        first, last = place == 0, place == len(sizes) - 1
+        return Model(own, model.embedding if first else nothing, model.head if last else nothing)
+
+    def _divided_stage(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> Divided:
+        stage, last = self._stage(model, sizes, place), place == len(sizes) - 1
+        counted = [*stage.blocks, stage.embedding, stage.head]
+        held = alive("1f1b", len(sizes), cut.batches, 1, native=False)
+        work = replace(
+            cut.work,
+            weights_bytes=sum(each.held_bytes for each in counted),
+            trained_bytes=sum(each.trained_bytes for each in counted),
+            trained_layers=sum(block.trained_bytes > 0 for block in stage.blocks) or sizes[place],
+            alive=held[place],
+            has_head=last,
+        )
+        blocks = replace(self.blocks, layers=sizes[place])
+        return Divided(stage, blocks, work, self.of, tied=False, on_cpu=self.on_cpu)
+
+    def _of_fetching(self, cut: Cut, model: Model, found: Split, place: int, hidden_bytes: int) -> int:
+        """Bytes of a rank that fetches the arrays of its stage from others."""
+        divided = self._divided_stage(cut, model, found.sizes, place)
+        fetching = self.fetching(last=place == len(found.sizes) - 1)
+        memory = sharded_costs(divided, fetching).memory_of(divided.memory(divided.work), 1 / self.mesh.shard)
+        begun = alive("1f1b", self.mesh.pipe, cut.batches, 1, native=False)[place]
+        return self.means.needed(memory, self.ranks) + on_the_way(hidden_bytes, self.mesh.pipe, begun)
+
+    def _shown(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> Memory:
+        """What the arrays of a stage's rank are for."""
+        divided = self._divided_stage(cut, model, sizes, place)
+        return divided.memory(divided.work)
+
+    # --- traffic and seconds ----------------------------------------------------------------------------
+
+    def _sent(self, cut: Cut, model: Model, sizes: Sequence[int], place: int) -> int:
+        """Bytes that a rank of a stage sends in a step."""
+        mesh, pipe = self.mesh, self.mesh.pipe
+        hidden = cut.batches * cut.work.tokens * self.blocks.dims * self.word
+        sent = hidden * (min(place, 1) + min(pipe - 1 - place, 1))
+        divided = self._divided_stage(cut, model, sizes, place)
+        trained, data = divided.work.trained_bytes, self.group(mesh.size_of("data"))
+        if mesh.shard > 1:
+            costs = replace(sharded_costs(divided, self.fetching(last=place == pipe - 1)), micro_batches=cut.batches)
+            sent += self.group(mesh.shard).sent(costs.traffic(trained, trained, scatters=self.scatters))
+        if mesh.tensor > 1:
+            sums = self._sums(cut, sizes[place])
+            sent += self.group(mesh.tensor).sent(Traffic(all_reduced=sums * hidden))
+        return sent + data.sent(Traffic(all_reduced=trained // mesh.shard))
+
+    def _sums(self, cut: Cut, layers: int) -> int:
+        """Sums of hidden states of a stage: twice a block in each pass; a CPU computes forward passes twice."""
+        again = cut.work.recomputed or (self.on_cpu and not cut.work.recomputed)
+        return (6 if again else 4) * layers
+
+    def _extra_s(self, cut: Cut, model: Model, sizes: Sequence[int]) -> list[float]:
+        """Seconds of a micro-batch that each stage's ranks exchange among each other."""
+        mesh, extra = self.mesh, list[float]()
+        hidden = cut.work.tokens * self.blocks.dims * self.word
+        for place, size in enumerate(sizes):
+            seconds = 0.0
+            if mesh.tensor > 1:
+                seconds += self._sums(cut, size) * self.group(mesh.tensor).sum_s(self.link, hidden)
+            if mesh.shard > 1:
+                divided, group = self._divided_stage(cut, model, sizes, place), self.group(mesh.shard)
+                costs = sharded_costs(divided, self.fetching(last=place == len(sizes) - 1))
+                times = 1 / cut.batches if costs.keeps else 1.0
+                seconds += times * group.gather_s(self.link, costs.fetched_bytes)
+                seconds += (0.5 if self.scatters else 1.0) * group.sum_s(self.link, costs.pushed_bytes)
+            extra.append(seconds)
+        return extra
