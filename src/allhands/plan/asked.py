@@ -67,16 +67,21 @@ def asked_ways(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: He
     ranks = len(team)
     if job.blocks is None or job.work is None or ranks < 2 or job.rounds is not None:
         return
-    configs = [] if job.asked is None else [job.asked]
-    if job.dividing is not None and "expert" in job.dividing.among(ranks, job.work.row_tokens):
-        by_experts = TrainConfig.model_validate({"ep": ranks})
-        configs += [by_experts] if job.asked is None or job.asked.ep != ranks else []
-    for config in configs:
+    for config in _wanted(job, ranks):
         mesh = asked_mesh(config, ranks)
-        if mesh is None or (mesh.pipe > job.blocks.layers):
-            continue
-        kind = StagedWay if mesh.pipe > 1 else MeshWay
-        yield kind(job, team, link, _means(job, team, link, held), mesh, config).way()
+        if mesh is not None and mesh.pipe <= job.blocks.layers:
+            kind = StagedWay if mesh.pipe > 1 else MeshWay
+            yield kind(job, team, link, _means(job, team, link, held), mesh, config).way()
+
+
+def _wanted(job: Job, ranks: int) -> Iterator[TrainConfig]:
+    """The options of the training, where they ask for a way, and those by which so many ranks divide experts."""
+    if job.asked is not None:
+        yield job.asked
+    if job.dividing is None or job.work is None or (job.asked is not None and job.asked.ep == ranks):
+        return
+    if "expert" in job.dividing.among(ranks, job.work.row_tokens):
+        yield TrainConfig.model_validate({"ep": ranks})
 
 
 def _means(job: Job, team: Sequence[Computer], link: ExchangeTimes, held: Held) -> Means:

@@ -14,7 +14,7 @@ from allhands.config.schema import TrainConfig
 from allhands.distributed.capabilities import can
 from allhands.distributed.mesh import Mesh
 from allhands.errors import ConfigError
-from allhands.parallel.costs import DividedOptimizerCosts, Memory, Traffic, Work
+from allhands.parallel.costs import DividedOptimizerCosts, Memory, TensorCosts, Traffic, Work
 from allhands.plan.computers import Computer
 from allhands.plan.divided import WAIT_OF_GPU_S, outside_share
 from allhands.plan.dividing import strategy_name
@@ -293,7 +293,7 @@ class MeshWay:
         else:
             yield data, Traffic(all_reduced=trained)
         if mesh.tensor > 1:
-            sums = tensor_costs(self._of_all_experts()).traffic(0, 0, scatters=scatters)
+            sums = self._sums().traffic(0, 0, scatters=scatters)
             yield self.group(mesh.tensor), sums
 
     def _of_whole_rows(self) -> Divided:
@@ -304,6 +304,9 @@ class MeshWay:
         model = model_of(self.blocks, self.work, tied=self.job.tied, form=self.form)
         work = replace(self.work, batch_tokens=max(self.work.tokens, self.work.batch_tokens))
         return Divided(model, self.blocks, work, self.job.of, self.job.tied, self.on_cpu)
+
+    def _sums(self) -> TensorCosts:
+        return tensor_costs(self._of_all_experts(), fetched=self.mesh.shard > 1)
 
     # --- seconds ----------------------------------------------------------------------------------------
 
@@ -328,7 +331,7 @@ class MeshWay:
         if self.mesh.tensor == 1:
             return 0.0
         divided, group = self._of_all_experts(), self.group(self.mesh.tensor)
-        costs = tensor_costs(divided)
+        costs = self._sums()
         each = group.sum_s(self.link, costs.hidden_bytes / divided.micro_batches)
         each += 0.0 if self.on_cpu else WAIT_OF_GPU_S
         return costs.sums * divided.micro_batches * each + group.sum_s(self.link, costs.partial_bytes)

@@ -127,23 +127,26 @@ class StagedWay(MeshWay):
             costs = replace(sharded_costs(divided, self.fetching(last=place == pipe - 1)), micro_batches=cut.batches)
             sent += self.group(mesh.shard).sent(costs.traffic(trained, trained, scatters=self.scatters))
         if mesh.tensor > 1:
-            sums = self._sums(cut, sizes[place])
+            sums = self._sums_of(cut, sizes, place)
             sent += self.group(mesh.tensor).sent(Traffic(all_reduced=sums * hidden))
         return sent + data.sent(Traffic(all_reduced=trained // mesh.shard))
 
-    def _sums(self, cut: Cut, layers: int) -> int:
-        """Sums of hidden states of a stage: twice a block in each pass; a CPU computes forward passes twice."""
-        again = cut.work.recomputed or (self.on_cpu and not cut.work.recomputed)
-        return (6 if again else 4) * layers
+    def _sums_of(self, cut: Cut, sizes: Sequence[int], place: int) -> int:
+        """Sums of hidden states of a stage: twice a block in each pass.
+
+        A CPU computes forward passes twice, but for those of the last stage.
+        """
+        again = cut.work.recomputed or (self.on_cpu and place < len(sizes) - 1)
+        return (6 if again else 4) * sizes[place]
 
     def _extra_s(self, cut: Cut, model: Model, sizes: Sequence[int]) -> list[float]:
         """Seconds of a micro-batch that each stage's ranks exchange among each other."""
         mesh, extra = self.mesh, list[float]()
         hidden = cut.work.tokens * self.blocks.dims * self.word
-        for place, size in enumerate(sizes):
+        for place in range(len(sizes)):
             seconds = 0.0
             if mesh.tensor > 1:
-                seconds += self._sums(cut, size) * self.group(mesh.tensor).sum_s(self.link, hidden)
+                seconds += self._sums_of(cut, sizes, place) * self.group(mesh.tensor).sum_s(self.link, hidden)
             if mesh.shard > 1:
                 divided, group = self._divided_stage(cut, model, sizes, place), self.group(mesh.shard)
                 costs = sharded_costs(divided, self.fetching(last=place == len(sizes) - 1))

@@ -219,14 +219,17 @@ class _Passes:
                 parts += self.units[place].trained * self.share
         if self.fetching.copies == 1:
             return peak
-        # The sums of parts over the ranks that have the same ones, and what travels end to end.
-        own = trained * self.share
-        return max(peak, 2 * own + 2 * min(BUCKET_BYTES, own))
+        # The sums of parts over the ranks that have the same ones, and what travels end to end, with slots for others'.
+        own, slots = trained * self.share, self.fetching.slots
+        slotted = slots * own if slots > 1 else 0
+        return max(peak, 2 * own + slots * 2 * min(BUCKET_BYTES, own) + slotted)
 
     def _at(self, place: int) -> float:
         """Bytes in the backward pass of a unit, beside the sums."""
         divided, unit, slots = self.divided, self.units[place], self.fetching.slots
         summing = unit.copies + unit.trained * self.share + 2.0 * (slots - 1) * unit.trained
+        if self.fetching.boxed:  # columns of parts, filled up and put together
+            summing += 2.0 * unit.trained
         there = self._fetched(place) + _inputs(divided, self.first, place)
         return there + max(unit.trained + max(self.one.activations, self._loss(place)), summing)
 
@@ -252,12 +255,17 @@ class _Passes:
 # --- matrices -----------------------------------------------------------------------------------------
 
 
-def tensor_costs(divided: Divided) -> TensorCosts:
-    """Return the costs of ranks with a part of each matrix."""
+def tensor_costs(divided: Divided, *, fetched: bool = False) -> TensorCosts:
+    """Return the costs of ranks with a part of each matrix.
+
+    Args:
+        fetched: True if ranks fetch arrays, and compute the forward pass of each block again but for the last one.
+    """
     work, blocks = divided.work, divided.blocks
-    sums = 2 * blocks.layers + 2 * work.trained_layers * (2 if work.recomputed else 1)
-    if not (divided.model.embedding.trained_bytes or work.recomputed):
+    sums = 2 * blocks.layers + 2 * work.trained_layers * (2 if work.recomputed or fetched else 1)
+    if not (divided.model.embedding.trained_bytes or (work.recomputed and not fetched)):
         sums -= 1  # nobody asks for the gradient of what the first trained block is given
+    sums -= 2 * fetched
     adapters = 0 if work.method == "full" else sum(each.trained_bytes for each in divided.model.blocks)
     return TensorCosts(
         part=lambda ranks: _part_of_matrices(divided, ranks),

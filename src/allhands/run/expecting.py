@@ -142,17 +142,29 @@ def estimated_bytes(
         alive=_alive(config, device.mesh, cuts, len(stages), native=native_way and sharding is None),
         has_head=has_head,
     )
-    if sharding is None:
-        own = _arrays_of(config, device)(blocks, work)
-        own = replace(own, beside=own.beside + _summing_bytes(device.mesh, trained))
-    else:
-        own = _own_parts(config, model, blocks, work, device, stages, sharding)
+    own = _own_arrays(config, model, blocks, work, device, stages, sharding)
     memory = _of_rank(own, work, config, device.mesh)
     if not accelerator.cpu_native:
         return memory.arrays
     return _writing_bytes(config, device.mesh) + of_process(
         memory, present_bytes - mx.get_cache_memory(), mx.get_active_memory()
     )
+
+
+def _own_arrays(
+    config: TrainConfig,
+    model: Any,
+    blocks: DecoderShape,
+    work: Work,
+    device: Device,
+    stages: Sequence[Stage],
+    sharding: Sharding | None,
+) -> Memory:
+    """The arrays of a rank that has the model, or a part of it."""
+    if sharding is not None:
+        return _own_parts(config, model, blocks, work, device, stages, sharding)
+    own = _arrays_of(config, device)(blocks, work)
+    return replace(own, beside=own.beside + _summing_bytes(device.mesh, work.trained_bytes))
 
 
 def _arrays_of(config: TrainConfig, device: Device) -> Callable[[DecoderShape, Work], Memory]:
@@ -207,25 +219,25 @@ def _held(model: Any, stages: Sequence[Stage]) -> tuple[Model, bool]:
 
     What is outside of the blocks counts half for the head, if that has weights of its own.
     """
-
-    def of(module: Any) -> Weights:
-        return Weights(0.0, _bytes(module.parameters()), _bytes(module.trainable_parameters()))
-
     places = [place for stage in stages for place in stage.blocks.places] or range(len(model.layers))
-    blocks, whole = tuple(of(model.layers[place]) for place in places), of(model)
+    blocks = tuple(_weights(model.layers[place]) for place in places)
     first, last = 0 in places, len(model.layers) - 1 in places
     tied = head_of(model) is getattr(getattr(model, "model", None), "embed_tokens", model)
-    outside = Weights(
-        0.0,
-        whole.held_bytes - sum(each.held_bytes for each in blocks),
-        whole.trained_bytes - sum(each.trained_bytes for each in blocks),
-    )
-    nothing = Weights(0.0, 0)
-    if tied or not (first and last):
-        both = tied and first and last
-        return Model(blocks, outside if first else nothing, outside if last else nothing), both
-    half = Weights(0.0, outside.held_bytes // 2, outside.trained_bytes // 2)
-    return Model(blocks, half, half), False
+    apart = first and last and not tied
+    outside, nothing = _outside(model, blocks, 2 if apart else 1), Weights(0.0, 0)
+    return Model(blocks, outside if first else nothing, outside if last else nothing), tied and first and last
+
+
+def _weights(module: Any) -> Weights:
+    return Weights(0.0, _bytes(module.parameters()), _bytes(module.trainable_parameters()))
+
+
+def _outside(model: Any, blocks: Sequence[Weights], parts: int) -> Weights:
+    """One of so many parts of the weights that are in no block."""
+    whole = _weights(model)
+    held = whole.held_bytes - sum(each.held_bytes for each in blocks)
+    trained = whole.trained_bytes - sum(each.trained_bytes for each in blocks)
+    return Weights(0.0, held // parts, trained // parts)
 
 
 def _own_part(model: Any, blocks: DecoderShape, stages: Sequence[Stage]) -> tuple[DecoderShape, int, bool]:

@@ -70,10 +70,10 @@ def require_back_end(mesh: Mesh, backend: str) -> None:
     """
     together = mesh.pipe * mesh.tensor * mesh.context
     for divided, groups in (
-        (mesh.pipe, _STAGES),
-        (mesh.shard, _ARRAYS),
         (mesh.tensor, _MATRICES),
         (mesh.expert, _EXPERTS),
+        (mesh.shard, _ARRAYS),
+        (mesh.pipe, _STAGES),
         (together, _ROWS),
     ):
         for axes, alike in groups.values() if divided > 1 else ():

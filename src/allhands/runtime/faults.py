@@ -159,7 +159,7 @@ def check(num_ranks: int, num_steps: int | None = None) -> None:
         # Most points come before a step is done.
         last = None if num_steps is None else num_steps - (fault.at not in _AFTER_ALL)
         if last is not None and fault.step > last:
-            where = f"{fault.at} comes last with {last} of {counted(num_steps, 'step')} done"
+            where = f"{fault.at} comes last with {last} of {num_steps} steps done"
             raise _wrong(path, f"entry {index}: step {fault.step} is never reached, {where}")
     for note in fired(path):
         if note.index >= len(planned) or (note.kind, note.rank) != (planned[note.index].kind, planned[note.index].rank):
