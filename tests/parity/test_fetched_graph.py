@@ -21,7 +21,7 @@ from allhands.io.trees import number
 from allhands.kernels.fused.blocks import fuse
 from allhands.parallel.fetched import FetchedGraph
 from allhands.parallel.gradient import Computing
-from allhands.parallel.sharding import Fetching, Sharding, shard
+from allhands.parallel.sharding import BetweenPasses, Sharding, shard
 from allhands.train.optimizers import SGD, KernelAdamW
 from allhands.train.step import StepOptions, make_step
 
@@ -123,7 +123,7 @@ def test_adapters_have_the_gradients_of_a_whole_model(
 @pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"boxed": True}, {"shares": (1.0,)}, {"fetching": Fetching(True)}, {"fetching": Fetching(False, True)}],
+    [{}, {"boxed": True}, {"shares": (1.0,)}, {"fetching": BetweenPasses(True)}, {"fetching": BetweenPasses(False, True)}],
     ids=str,
 )
 def test_fused_blocks_have_the_gradient_of_a_whole_model(

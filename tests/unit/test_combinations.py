@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -139,6 +140,16 @@ def test_ranks_make_up_the_stages_that_are_asked_for(flags: dict[str, Any], rank
     assert left.strategy == ("auto" if ranks == 1 else "pipeline")
     fewer = as_left(build_config({"strategy": "pipeline", "min_ranks": ranks + 1, **flags}), Mesh(0, ranks))
     assert fewer.pp_split == config.pp_split, "not so few"
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 2}, {"cp": 4}, {"ep": 2}, {"ep": 4, "tp": 4}, {"strategy": "fsdp", "dp_shard": 2}]
+)
+def test_nouns_agree_with_the_number_of_ranks_that_are_left(options: dict[str, Any]) -> None:
+    for ranks in (1, 3):
+        (note,) = as_left(build_config({"min_ranks": 1, **options}), Mesh(0, ranks)).notes
+        assert re.search(r"\b1 [a-z]+s\b", note) is None
+        assert re.search(rf"\b{ranks} rank{'s' * (ranks > 1)}\b", note)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "20,", "20;12", "-1,2"])

@@ -89,7 +89,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Fetching:
+class BetweenPasses:
     """What becomes of a block between its forward and its backward pass.
 
     Attributes:
@@ -121,7 +121,7 @@ class Sharding:
     shard: Communicator
     data: Communicator
     world: Communicator
-    fetching: Fetching = Fetching()
+    fetching: BetweenPasses = BetweenPasses()
     held: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
     _kept: dict[int, mx.array] = field(default_factory=dict[int, mx.array])
 
@@ -227,7 +227,7 @@ def shard(
     data: Communicator,
     world: Communicator,
     *,
-    fetching: Fetching = Fetching(),
+    fetching: BetweenPasses = BetweenPasses(),
     stages: Sequence[Stage] = (),
     boxed: bool = False,
     shares: Sequence[float] = (),

@@ -114,8 +114,7 @@ def split_agreed(
 
 def _copies(mesh: Mesh) -> str:
     """How many pipelines there are, if there are several."""
-    copies = mesh.data * mesh.shard
-    return f" in each of {copies} pipelines" if copies > 1 else ""
+    return f" in each of {mesh.data_size} pipelines" if mesh.data_size > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def _own_parts(
     held, tied = _held(model, stages)
     mesh = device.mesh
     fetching = Fetching(
-        keeps=sharding.keeps,
+        keeps=sharding.fetching.keeps,
         boxed=mesh.tensor > 1,
         copies=sharding.data.size,
         slots=mesh.size // mesh.shard if isinstance(sharding.shard, GroupWithinWorld) else 1,

@@ -33,7 +33,7 @@ from allhands.parallel.matrices import Matrices, divide
 from allhands.parallel.parts import Parts
 from allhands.parallel.pipeline import PipedSums
 from allhands.parallel.piping import Piping
-from allhands.parallel.sharding import Fetching, Sharding, shard
+from allhands.parallel.sharding import BetweenPasses, Sharding, shard
 from allhands.run.stage_costs import small_enough
 from allhands.runtime.accelerator import Accelerator
 from allhands.train.evaluation import SumsTogether
@@ -244,7 +244,7 @@ def sharded(
     if mesh.shard == 1:
         return None
     together, copies = (_group(communicator, mesh, _ARRAYS, name) for name in ("shard", "data"))
-    fetching = Fetching(keeps_fetched(config), twice=config.grad_checkpoint)
+    fetching = BetweenPasses(keeps_fetched(config), twice=config.grad_checkpoint)
     how: Any = {"fetching": fetching, "stages": stages, "boxed": mesh.tensor > 1, "shares": shares}
     return shard(model, together, copies, communicator, **how)
 
