@@ -28,6 +28,7 @@ _ROW_COPIES, _TABLE_COPIES = 3.0, 2.0
 # Of what a CPU has for one block of a divided model and its rows, that MLX keeps for later: rows and gradients come and
 # go with each block, and four tenths of the activations find a place that is there.
 _ROWS_KEPT, _GRADIENTS_KEPT, _ACTIVATIONS_KEPT = 4.0, 2.0, 0.6
+_ROWS_KEPT_ONCE = 2.0
 # Bytes of buffers of other sizes that a rank with some of the experts keeps, by whether ranks compute the same rows.
 _PLACES_KEPT = {False: 50_000_000, True: 33_000_000}
 _FLOAT, _HALF = 4, 2
@@ -164,7 +165,9 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share:
     largest = max((unit for unit in units), key=lambda unit: unit.block.held_bytes)
     kept = 0.0
     if divided.on_cpu:
-        kept = _ROWS_KEPT * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
+        # Rows of a stage that come once a step are not there twice.
+        rows = _ROWS_KEPT_ONCE if fetching.keeps and not fetching.turns else _ROWS_KEPT
+        kept = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
             kept += _GRADIENTS_KEPT * largest.block.trained_bytes
     return Memory(

@@ -197,6 +197,7 @@ def _own_parts(
         boxed=mesh.tensor > 1,
         copies=sharding.data.size,
         slots=mesh.size // mesh.shard if isinstance(sharding.shard, GroupWithinWorld) else 1,
+        turns=not stages or any(stage.blocks.is_last for stage in stages),
     )
     divided = Divided(held, blocks, work, _arrays_of(config, device), tied, device.accelerator.cpu_native)
     costs = sharded_costs(divided, fetching)
