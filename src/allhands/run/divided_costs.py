@@ -167,6 +167,7 @@ def _part_of_shards(divided: Divided, units: Sequence[_Unit], first: int, share:
     if divided.on_cpu:
         # Rows of a stage that come once a step are not there twice.
         rows = _ROWS_KEPT_ONCE if fetching.keeps and not fetching.turns else _ROWS_KEPT
+        rows += 2.0 * fetching.boxed  # whole arrays are copied out of what was fetched, and come and go, too
         kept = rows * largest.block.held_bytes + _ACTIVATIONS_KEPT * one.activations
         if work.method == "full":
             kept += _GRADIENTS_KEPT * largest.block.trained_bytes
