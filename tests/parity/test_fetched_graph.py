@@ -123,7 +123,13 @@ def test_adapters_have_the_gradients_of_a_whole_model(
 @pytest.mark.parametrize("room", [None, lambda: 0.0], ids=["once", "twice"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"boxed": True}, {"shares": (1.0,)}, {"fetching": BetweenPasses(True)}, {"fetching": BetweenPasses(False, True)}],
+    [
+        {},
+        {"boxed": True},
+        {"shares": (1.0,)},
+        {"fetching": BetweenPasses(True)},
+        {"fetching": BetweenPasses(False, True)},
+    ],
     ids=str,
 )
 def test_fused_blocks_have_the_gradient_of_a_whole_model(
