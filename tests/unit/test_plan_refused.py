@@ -49,11 +49,11 @@ def test_a_directory_that_is_no_model_is_told_as_training_tells_it(tmp_path: Pat
 
 
 def test_options_that_are_not_planned_are_named(tmp_path: Path, tiny_model: Path) -> None:
-    words = (*DEVICE, "--model", str(tiny_model), "--strategy", "pipeline")
-    assert "--pp-split" not in call_allhands(*words, cwd=tmp_path).stdout
-    done = call_allhands(*words, "--pp-split", "2,1", cwd=tmp_path)
+    words = (*DEVICE, "--machines", "3", "--model", str(tiny_model), "--strategy", "pipeline")
+    assert "--pp-schedule" not in call_allhands(*words, cwd=tmp_path).stdout
+    done = call_allhands(*words, "--pp-schedule", "zb", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "--pp-split 2,1" in done.stdout
+    assert "--pp-schedule zb" in done.stdout
 
 
 def test_weights_that_are_elsewhere_count(tmp_path: Path, tiny_data: Path) -> None:

@@ -30,8 +30,10 @@ from allhands.parallel.sharding import Sharding, Unit
 _FETCHED_AGAIN = (FrozenLinear, FrozenQuantizedLinear, DenseQuantizedLinear, TrainedLinear)
 # Bytes of a block that may stay from the forward to the backward pass, of all that it has.
 _MAY_STAY = 1 / 16
-# What a block keeps beside the outputs of its products, of those.
-_BESIDE = 1.25
+# What a block keeps, relative to the outputs of its products: with attention and feed-forward part in few operations,
+# as measured on an H200 (benchmarks/gpu_sharded.py: 7b), and where MLX's own take the place of these, as measured on a
+# CPU for six architectures.
+_KEPT_FUSED, _KEPT = 1.25, 3.5
 
 
 @dataclass
@@ -93,7 +95,10 @@ class _Block:
     def bytes_kept(self, tokens: int) -> float:
         """Bytes that stay between the passes of so many tokens if the block is computed once; an estimate."""
         outputs = sum(segment.shape[-2] for segment in self.every if segment.again and len(segment.shape) > 1)
-        return _BESIDE * tokens * outputs * self.unit.stage.dtype.size
+        stage: Any = self.unit.stage
+        block: nn.Module = stage.model.layers[stage.blocks.first]
+        fused = sum(hasattr(module, "_group") for module in block.modules()) > 1
+        return (_KEPT_FUSED if fused else _KEPT) * tokens * outputs * stage.dtype.size
 
     def values(self, wholes: Sequence[mx.array], *, alone: bool) -> list[mx.array]:
         """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets memory of its own."""

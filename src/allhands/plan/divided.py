@@ -158,13 +158,13 @@ class _DividedWay:
         return turns * step.tokens * step.token_s / (self.ranks * min(self.speeds))
 
     def _of_shards(self, costs: ShardedCosts, divided: Divided, found: Prediction) -> float:
-        """Weights travel beside the passes, but for those of the first block; blocks are computed again."""
+        """Weights travel beside the passes, but for those of the first block."""
         trained = divided.work.trained_layers
         fetches = divided.blocks.layers - 1 + trained
         fetch_s = self._gather_s(costs.fetched_bytes / fetches)
         push_s = self.link.seconds(costs.pushed_bytes / trained, self.ranks) * (0.5 if self.scatters else 1.0)
         exchange = costs.micro_batches * (fetches * fetch_s + trained * push_s)
-        compute = found.compute_s * self.job.again_s
+        compute = found.compute_s * self.job.fetched_s
         return self._serial_s(found) + compute + max(fetch_s, exchange - compute)
 
     def _of_matrices(self, costs: TensorCosts, divided: Divided, found: Prediction) -> float:

@@ -130,6 +130,15 @@ class Job:
     backend: str = ""
 
     @property
+    def fetched_s(self) -> float:
+        """Return the time of a step whose blocks' weights are fetched, relative to one without that.
+
+        A CPU computes such blocks again, and so does a GPU where they have experts.
+        """
+        once = self.kind not in ("", "cpu") and self.blocks is not None and not self.blocks.experts
+        return 1.0 if once else self.again_s
+
+    @property
     def mixed(self) -> bool:
         """Return whether the computers are of several kinds."""
         return len({each.name for each in self.computers}) > 1

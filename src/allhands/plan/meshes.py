@@ -322,7 +322,7 @@ class MeshWay:
 
     def compute_s(self) -> float:
         """Return the seconds of the passes."""
-        again = self.job.again_s if self.mesh.shard > 1 else 1.0
+        again = self.job.fetched_s if self.mesh.shard > 1 else 1.0
         passes = self.means.passes_s * self.mesh.data_size * self.rows
         return again * (passes + (self.mesh.tensor - 1) * passes * outside_share(self.blocks))
 

@@ -316,12 +316,14 @@ def _quicker(rank: _Rank, communicator: Communicator, stages: PipedSplit | None)
     again_s, once_s = (tokens * per_token(recomputed=each) / min(rates) for each in (True, work.recomputed))
     shards = rank.shards(rank.largest)
     sent = shards.traffic(trained, trained, scatters=can(communicator.backend, "sum_scatter")).sent(ranks)
-    sharded_s = max(again_s / ranks, sent / sent_per_s)
+    # A CPU computes fetched blocks again, and so does a GPU where they have experts.
+    each_s = again_s if stages.again or blocks.experts else once_s
+    sharded_s = max(each_s / ranks, sent / sent_per_s)
     whole = sum(stages.seconds)
-    # A CPU computes forward passes of all stages but the last again.
-    each_s = [(again_s if stages.again else once_s) * part / whole / stages.micro_batches for part in stages.seconds]
+    # So does a CPU the forward passes of all stages but the last.
+    parts_s = [(again_s if stages.again else once_s) * part / whole / stages.micro_batches for part in stages.seconds]
     message_s = latency + stages.hidden_bytes / sent_per_s
-    piped_s = PipelineCosts(stages.micro_batches, stages.hidden_bytes).step_s(each_s, message_s)
+    piped_s = PipelineCosts(stages.micro_batches, stages.hidden_bytes).step_s(parts_s, message_s)
     return "pipeline" if piped_s < sharded_s else "fsdp"
 
 
