@@ -235,3 +235,24 @@ def test_steps_are_those_of_a_whole_model(make: Callable[[], Any], scatters: boo
     assert found[1].keys() == weights.keys()
     for name, array in weights.items():
         assert mx.allclose(found[1][name].reshape(array.shape), array, rtol=1e-4, atol=1e-5), name
+
+
+def test_blocks_are_computed_twice_only_where_memory_is_short_or_has_to_be() -> None:
+    args = {"hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 128, "vocab_size": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+
+    def twice(room: Callable[[], float] | None, tokens: int = 100, **more: Any) -> list[int]:
+        model: Any = Model(ModelArgs.from_dict({"model_type": "llama", **args, **heads}))
+        return sorted(passes(sharded(model, **more), room).computed_twice(tokens))
+
+    # Neither the table of tokens in front nor the head keeps a block from being computed once.
+    assert twice(None) == []
+    assert twice(lambda: 1e12) == []
+    assert twice(lambda: 0.0) == [1, 2, 3, 4]
+    # With room for some the first ones, which would keep theirs the longest; more tokens take more.
+    each = 3.5 * 100 * (4 * 64 + 2 * 128 + 64) * 4
+    assert twice(lambda: 2.5 * each) == [1, 2]
+    assert twice(lambda: 2.5 * each, tokens=50) == []
+    assert twice(None, fetching=BetweenPasses(twice=True)) == [0, 1, 2, 3, 4]
+    mixture = passes(sharded(model_of("mixtral")))
+    assert len(mixture.computed_twice(100)) == len(model_of("mixtral").layers) - 1

@@ -49,6 +49,11 @@ class _Segment:
     product: Product | None = None
 
     @property
+    def looked_up(self) -> bool:
+        """True for a table of tokens, whose numbers no backward pass needs."""
+        return isinstance(self.places[0].module, nn.Embedding | nn.QuantizedEmbedding)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         first = self.places[0].shape
         return first if self.product is None else (sum(place.shape[0] for place in self.places), *first[1:])
@@ -64,22 +69,24 @@ class _Block:
 
     Attributes:
         segments: of each of the unit's rows, in order.
+        once: True if the unit can be computed once, and nothing large stays in memory for the backward pass.
         again: the rows that the backward pass needs once more.
-        keeps: True if nothing large stays from the forward pass to the backward pass.
     """
 
     def __init__(
-        self, unit: Unit, objective: Objective, computing: Computing, able: set[int], products: Sequence[Product]
+        self, unit: Unit, compute: StageCompute, able: set[int], products: Sequence[Product], *, twice: bool
     ) -> None:
+        """``twice``: the unit is to be computed twice in any case."""
         self.unit = unit
-        self._compute = StageCompute(unit.stage, objective, computing, unit, modules=unit.modules)
+        self._compute = compute
         self.segments = [_segments(row, able, products) for row in unit.rows]
         sizes = {True: 0, False: 0}
         for segment in self.every:
-            sizes[segment.again] += sum(place.size * place.module[place.key].dtype.size for place in segment.places)
-        self.keeps = sizes[False] <= _MAY_STAY * sum(sizes.values())
+            if not segment.looked_up:
+                sizes[segment.again] += sum(place.size * place.module[place.key].dtype.size for place in segment.places)
+        self.once = not twice and sizes[False] <= _MAY_STAY * sum(sizes.values())
         rows = zip(unit.rows, self.segments, strict=True)
-        self.again = [row for row, parts in rows if not self.keeps or any(each.again for each in parts)]
+        self.again = [row for row, parts in rows if not self.once or any(each.again for each in parts)]
 
     @property
     def every(self) -> list[_Segment]:
@@ -121,8 +128,8 @@ class _Block:
                 continue
             whole = next(rows)
             arrays = [each.part(row.row(whole)) for each in segments] if row.end_to_end else row.arrays(whole)
-            kept = self.keeps
-            found += [o if kept and not s.again else a for o, s, a in zip(own, segments, arrays, strict=True)]
+            once = self.once
+            found += [o if once and not s.again else a for o, s, a in zip(own, segments, arrays, strict=True)]
         return found
 
     def outputs(
@@ -303,18 +310,35 @@ class FetchedGraph:
         self._compiled = computing.compiled
         self._units, self._first = sharding.units, sharding.first_trained
         facts = _able(sharding.model), products_of(sharding.model.modules())
-        self._blocks = [_Block(unit, objective, computing, *facts) for unit in sharding.units]
+        self._blocks = [
+            _Block(
+                unit,
+                StageCompute(unit.stage, objective, computing, unit, modules=unit.modules),
+                *facts,
+                twice=sharding.fetching.twice,
+            )
+            for unit in sharding.units
+        ]
         self._functions: dict[frozenset[int], Any] = {}
+        self._twice: dict[int, frozenset[int]] = {}
         self.rows = list({id(row): row for unit in self._units for row in unit.trained_rows}.values())
 
     def computed_twice(self, tokens: int) -> frozenset[int]:
-        """The blocks that are computed once more in the backward pass of a micro-batch of so many tokens."""
+        """Return the blocks that are computed once more in the backward pass of a micro-batch of so many tokens.
+
+        What is found stays, because each choice is a graph of its own.
+        """
+        if tokens not in self._twice:
+            self._twice[tokens] = frozenset(self._chosen(tokens))
+        return self._twice[tokens]
+
+    def _chosen(self, tokens: int) -> set[int]:
         last, fetching = len(self._units) - 1, self._sharding.fetching
-        if fetching.twice:
-            return frozenset(range(self._first, last))
-        found = {at for at in range(self._first, last) if not (self._blocks[at].keeps or fetching.keeps)}
-        if self._room is None:
-            return frozenset(found)
+        found = {
+            at for at in range(self._first, last) if fetching.twice or not (self._blocks[at].once or fetching.keeps)
+        }
+        if self._room is None or fetching.twice:
+            return found
         # The first block's input is looked up; of the others the first ones keep theirs the longest.
         others = [at for at in range(max(self._first, 1), last) if at not in found]
         missing = sum(self._blocks[at].bytes_kept(tokens) for at in others) - self._room()
@@ -323,7 +347,7 @@ class FetchedGraph:
                 break
             missing -= self._blocks[at].bytes_kept(tokens)
             found.add(at)
-        return frozenset(found)
+        return found
 
     def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> Prepared:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet; ``None``: of none."""
