@@ -273,7 +273,7 @@ class _Graph:
 
 
 @dataclass
-class Prepared:
+class FetchedPasses:
     """A micro-batch's passes with the rows that they need, and once more for the backward pass, for each block."""
 
     wholes: list[list[mx.array]]
@@ -349,17 +349,17 @@ class FetchedGraph:
             found.add(at)
         return found
 
-    def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> Prepared:
+    def prepare(self, arguments: tuple[mx.array, ...] | None, tokens: int) -> FetchedPasses:
         """Make the passes of a micro-batch of so many tokens, of which nothing is computed yet; ``None``: of none."""
         sharding = self._sharding
         wholes = [sharding.wholes(unit.rows) for unit in self._units]
         again = [sharding.wholes(self._again(at)) for at in range(len(self._units))]
         if arguments is None:
-            return Prepared(wholes, again, _Graph(self._first, None))
+            return FetchedPasses(wholes, again, _Graph(self._first, None))
         function = self._function(self.computed_twice(tokens))
-        return Prepared(wholes, again, _Graph(self._first, function(wholes, again, list(arguments))))
+        return FetchedPasses(wholes, again, _Graph(self._first, function(wholes, again, list(arguments))))
 
-    def begin(self, prepared: Prepared) -> tuple[list[mx.array], list[mx.array]]:
+    def begin(self, prepared: FetchedPasses) -> tuple[list[mx.array], list[mx.array]]:
         """Return the sums of a micro-batch, and this rank's parts of the gradients of :attr:`rows`, summed over ranks.
 
         Called on all ranks together; a rank without a micro-batch only takes part in what others exchange.

@@ -31,7 +31,7 @@ from allhands.model.stages import Blocks, Stage
 from allhands.objectives.base import Objective
 from allhands.parallel.base import Exchanging, Expected, OneByOne, Strategy
 from allhands.parallel.engine import StageCompute, unheard
-from allhands.parallel.fetched import FetchedGraph, Prepared
+from allhands.parallel.fetched import FetchedGraph, FetchedPasses
 from allhands.parallel.gradient import Computing, FlatWeights
 from allhands.parallel.named import by_name, with_changed
 from allhands.parallel.norms import sum_of_squares
@@ -183,7 +183,7 @@ class FullySharded(Strategy):
         self.left: list[Left] = []
         self._compute: FetchedStage | FetchedGraph | None = None
         self._flat: FlatWeights | None = None
-        self._ahead: tuple[MicroBatch, Prepared] | None = None
+        self._ahead: tuple[MicroBatch, FetchedPasses] | None = None
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
@@ -245,7 +245,7 @@ class FullySharded(Strategy):
         outputs, _, new = self._compute.begin(None, None, None if batch is None else passes.arguments(batch))
         return outputs, new
 
-    def _prepared(self, passes: Passes, batch: MicroBatch | None) -> Prepared:
+    def _prepared(self, passes: Passes, batch: MicroBatch | None) -> FetchedPasses:
         assert isinstance(self._compute, FetchedGraph)
         if batch is None:
             return self._compute.prepare(None, 0)
