@@ -69,6 +69,12 @@ TABLES = {
         "time that a step waits after its passes, if no rank is late. Its cost during the passes is part of their "
         "time.",
     ),
+    "gpu_sharded": (
+        "Divided weights on two GPUs",
+        "Full training of a 7B shape in bfloat16 with AdamW, 4 x 1,024 random tokens on each GPU, weights, gradients and "
+        "optimizer state divided (`--strategy fsdp`), beside PyTorch's FSDP2 with compiled blocks. Memory is that of the "
+        "GPU that holds most.",
+    ),
     "pretrain": (
         "Pre-training",
         "A new model of SmolLM2-135M's shape on real text, compared with a PyTorch loop after nanoGPT with the same "
