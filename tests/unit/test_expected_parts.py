@@ -15,7 +15,7 @@ from allhands.distributed.mesh import Mesh
 from allhands.kernels import native
 from allhands.model.adapters import make_trainable
 from allhands.model.load import load_model
-from allhands.parallel.sharding import shard
+from allhands.parallel.sharding import BetweenPasses, shard
 from allhands.run.expecting import Device, estimated_bytes
 from allhands.run.model_sizes import all_weights
 from allhands.run.training_memory import blocks_of
@@ -74,7 +74,7 @@ def test_parts_that_follow_memory_count_as_they_are(path: Path) -> None:
 
 
 def test_weights_that_are_kept_until_a_step_ends_count_whole(path: Path) -> None:
-    kept, dropped = (expected(path, 0, keeps=keeps) for keeps in (True, False))
+    kept, dropped = (expected(path, 0, fetching=BetweenPasses(keeps=keeps)) for keeps in (True, False))
     # All blocks in place of two, and all of them still when the sums of gradients are nearly whole.
     assert 6 / 8 * weights_of(path) < kept - dropped < 1.15 * weights_of(path)
 
