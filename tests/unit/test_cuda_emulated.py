@@ -304,7 +304,8 @@ def test_an_adapted_feed_forward_block(emulated: list[str]) -> None:
     dense, dense_down = halves(wide, down)
 
     def fused(*arrays: mx.array) -> mx.array:
-        return _adapted_mlp(arrays[0], lambda _: dense, lambda _: dense_down, (8, 8), *arrays[1:])
+        into, back = (lambda _: dense, lambda _: dense), (lambda _: dense_down, lambda _: dense_down)
+        return _adapted_mlp(arrays[0], into, back, (8, 8), *arrays[1:])
 
     # The kernels compute when they are called, which a traced function's would not.
     given = halves(*arrays)
