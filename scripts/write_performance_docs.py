@@ -71,9 +71,9 @@ TABLES = {
     ),
     "gpu_sharded": (
         "Divided weights on two GPUs",
-        "Full training of a 7B shape in bfloat16 with AdamW, 4 x 1,024 random tokens on each GPU, weights, gradients and "
-        "optimizer state divided (`--strategy fsdp`), beside PyTorch's FSDP2 with compiled blocks. Memory is that of the "
-        "GPU that holds most.",
+        "Full training of a 7B shape in bfloat16 with AdamW, 4 x 1,024 random tokens on each GPU, weights, gradients "
+        "and optimizer state divided (`--strategy fsdp`), beside PyTorch's FSDP2 with compiled blocks. Memory is that "
+        "of the GPU that holds most.",
     ),
     "pretrain": (
         "Pre-training",
