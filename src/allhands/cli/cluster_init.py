@@ -176,7 +176,7 @@ def _described(outcome: SetupOutcome) -> str:
     if facts := outcome.facts:
         gpus = [gpu.name or gpu.kind for gpu in facts.gpus]
         parts += [
-            f"{counted(facts.processor.usable, 'core')}",
+            counted(facts.processor.usable, "core"),
             format_bytes(facts.memory.total),
             ", ".join(gpus) or "no GPU",
         ]

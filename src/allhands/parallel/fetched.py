@@ -111,7 +111,7 @@ class _Block:
         """The arrays of :attr:`every` in whole rows; ``alone``: what is not fetched again gets memory of its own."""
         found: list[mx.array] = []
         for row, segments, whole in zip(self.unit.rows, self.segments, wholes, strict=True):
-            arrays = [each.part(row.row(whole)) for each in segments] if row.end_to_end else row.arrays(whole)
+            arrays = _arrays_of(row, segments, whole)
             if alone and row in self.again:
                 arrays = [a if each.again else mx.contiguous(a) for a, each in zip(arrays, segments, strict=True)]
             found += arrays
@@ -127,7 +127,7 @@ class _Block:
                 found += own
                 continue
             whole = next(rows)
-            arrays = [each.part(row.row(whole)) for each in segments] if row.end_to_end else row.arrays(whole)
+            arrays = _arrays_of(row, segments, whole)
             once = self.once
             found += [o if once and not s.again else a for o, s, a in zip(own, segments, arrays, strict=True)]
         return found
@@ -203,6 +203,14 @@ class _Block:
                 module.update(mine)
 
 
+def _arrays_of(row: DividedRow, segments: Sequence[_Segment], whole: mx.array) -> list[mx.array]:
+    """The arrays of a row's segments."""
+    if not row.end_to_end:
+        return row.arrays(whole)
+    joined = row.row(whole)
+    return [segment.part(joined) for segment in segments]
+
+
 def _able(model: nn.Module) -> set[int]:
     """The identities of linear layers whose backward pass may be with other arrays; gives layers that form."""
     modules = model.modules()
@@ -217,7 +225,7 @@ def _able(model: nn.Module) -> set[int]:
 
 
 def _segments(row: DividedRow, able: set[int], products: Sequence[Product]) -> list[_Segment]:
-    """What is used as one in a row: where arrays lie end to end, the trained weights of a product's layers."""
+    """Divide a row: the trained weights of one product's layers are a segment, and so is each other array."""
     rest, found = list(row.places), list[_Segment]()
     while rest:
         again = id(rest[0].module) in able and rest[0].key in ("weight", "scales", "biases")
@@ -257,7 +265,7 @@ class _Graph:
         self.gradients: list[list[mx.array]] = [] if found is None else found[2]
 
     def forward(self, at: int) -> list[mx.array]:
-        """What is to be computed once a block's rows are there: its output; of the last block everything."""
+        """Return a block's output, and of the last block the sums and its gradients."""
         if not self.sums:
             return []
         return [self.hidden[at]] if at < len(self.hidden) else [*self.sums, *self.backward(at)]

@@ -43,7 +43,7 @@ from allhands.parallel.sums import Gradients, Named, Reduced, added, joined
 from allhands.parallel.tensor import WholeArrays
 from allhands.runtime.accelerator import device_memory
 
-# Of a device's memory: what is not left to others.
+# Share of a device's memory that a run may take.
 _ROOM = 0.9
 # Whole rows of a block in memory at once, at most: of weights and gradients, some on their way.
 _ON_THE_WAY = 6
@@ -187,7 +187,7 @@ class FullySharded(Strategy):
         self._squares = mx.compile(sum_of_squares) if kernels.available() else sum_of_squares
         self._waited_s = 0.0
         self.regions = regions_within(self._sharding, exchanging.matrices)
-        # As parts are exchanged, so that nothing has to be joined for that.
+        # Arrays lie as their parts are exchanged, so that an exchange has nothing to join.
         self._laid = [row for row in self._sharding.rows if row.trained and any(row.regions())]
         if not exchanging.cpu_native and self._laid:
             self.laid = FlatParams.laid(self._sharding.parts, [row.laid() for row in self._laid])
@@ -283,11 +283,9 @@ class FullySharded(Strategy):
 
     def _wait(self, arrays: list[mx.array]) -> None:
         """Wait for what other ranks send."""
-        self._exchanging.heartbeat("reduce")
         began = time.perf_counter()
-        mx.eval(arrays)
+        _wait_for(arrays, self._exchanging.heartbeat)
         self._waited_s += time.perf_counter() - began
-        self._exchanging.heartbeat("compute")
 
     def _computed(self, arrays: list[mx.array]) -> None:
         """Wait for what the device computes, as soon as it has what other ranks send."""
