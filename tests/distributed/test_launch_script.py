@@ -267,7 +267,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "time": (["--hang-timeout-s", "0", "--", "true"], "--hang-timeout-s: 0 is not a time to wait"),
     "not a number": (["--stop-grace-s", "nan", "--", "true"], "--stop-grace-s: nan is not a time to wait"),
     "ranks": (["-n", "2", "--min-ranks", "3", "--", "true"], "--min-ranks: at least 3 ranks are asked for"),
-    "cores": (["-n", "2", "--cores-per-rank", "4000", "--", "true"], "2 ranks with 4000 cores each"),
+    "cores": (["-n", "2", "--cores-per-rank", "4000", "--", "true"], "2 ranks with 4,000 cores each"),
     "hostfile": (["--hostfile", "no-file", "--", "true"], "no-file: the hostfile cannot be read"),
     "MPI on hosts": (["--hostfile", "hosts", "--backend", "mpi", "--", "true"], "mpi cannot be started on"),
 }
